@@ -1,0 +1,126 @@
+"""The one catalogue of errors: every failure a user can meet has a stable code, a sentence and a hint.
+
+An error crosses process borders as ``(code, message, hint)``: in gRPC as trailing metadata beside the status,
+over HTTP as a JSON body. The code decides the exit status of the command line and whether a retry helps;
+the message says what happened; the hint says what to do.
+
+    GeofedError
+    └── raised with a code of CATALOGUE; nothing subclasses it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+__all__ = ["CATALOGUE", "Entry", "Exit", "GeofedError"]
+
+
+class Exit(IntEnum):
+    """Process exit statuses, the same for every command."""
+
+    OK = 0
+    JOB_ENDED_BADLY = 1
+    USAGE = 2
+    SPEC = 3
+    NOT_FOUND = 4
+    AUTH = 5
+    UNAVAILABLE = 6
+    WAIT_TIMEOUT = 7
+    CONFLICT = 8
+    INADMISSIBLE = 9
+    BUG = 10
+    INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known of an error code before it happens."""
+
+    exit: Exit
+    """Exit status of a command that ends with it."""
+    retryable: bool
+    """True where the same call may succeed later with nothing changed by the caller."""
+    hint: str
+    """What to do, when the place that raises it has nothing better to say."""
+
+
+CATALOGUE: dict[str, Entry] = {
+    # the job file and the task module
+    "SPEC_INVALID": Entry(Exit.SPEC, False, "correct the job file; `control-plane schema` prints what it may hold"),
+    "SPEC_NOT_FOUND": Entry(Exit.SPEC, False, "check the path; `control-plane new TEMPLATE DIR` writes a job to start from"),
+    "TASK_INVALID": Entry(Exit.SPEC, False, "the task module must define model, dataset and loss as functions"),
+    "TASK_FAILED": Entry(Exit.JOB_ENDED_BADLY, False, "`control-plane logs JOB` shows the traceback of the task module"),
+    "DATASET_UNKNOWN": Entry(Exit.INADMISSIBLE, False, "`control-plane region list` shows which datasets the regions hold"),
+    "SHARD_UNREADABLE": Entry(Exit.JOB_ENDED_BADLY, False, "check the shard's path and permissions in the region's configuration"),
+    "RESIDENCY_VIOLATION": Entry(Exit.INADMISSIBLE, False, "the region's policy does not let this data be used so; ask its operator"),
+    "INADMISSIBLE": Entry(Exit.INADMISSIBLE, False, "the reasons name what would have to change"),
+    # identity
+    "UNAUTHENTICATED": Entry(Exit.AUTH, False, "use the token or certificate of this federation"),
+    "FORBIDDEN": Entry(Exit.AUTH, False, "this identity may not do that"),
+    "TOKEN_INVALID": Entry(Exit.AUTH, False, "make a new one with `control-plane region invite NAME`"),
+    "CERTIFICATE_EXPIRED": Entry(Exit.AUTH, False, "invite the region again: `control-plane region invite NAME`, then `region-agent join`"),
+    "CERTIFICATE_INVALID": Entry(Exit.AUTH, False, "the two sides do not share a certificate authority; join again"),
+    "PLAINTEXT_REFUSED": Entry(Exit.AUTH, False, "use TLS; plaintext is never accepted"),
+    # jobs
+    "JOB_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`control-plane list` shows the jobs"),
+    "REGION_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`control-plane region list` shows the regions"),
+    "TEMPLATE_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`control-plane template list` shows the templates"),
+    "MODEL_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "the job has no model yet; wait for it to succeed"),
+    "REQUEST_CONFLICT": Entry(Exit.CONFLICT, False, "use a new --request-id for a different job"),
+    "ILLEGAL_STATE": Entry(Exit.CONFLICT, False, "the job's state does not allow this; see `control-plane status JOB`"),
+    "JOB_FAILED": Entry(Exit.JOB_ENDED_BADLY, False, "`control-plane events JOB` shows what happened"),
+    "JOB_CANCELLED": Entry(Exit.JOB_ENDED_BADLY, False, "submit it again to run it"),
+    "WAIT_TIMEOUT": Entry(Exit.WAIT_TIMEOUT, True, "the job goes on; wait again with a longer --timeout"),
+    "REGION_LOST": Entry(Exit.JOB_ENDED_BADLY, True, "see that the region's agent runs and reaches the control plane"),
+    # places and processes
+    "UNAVAILABLE": Entry(Exit.UNAVAILABLE, True, "see that the control plane runs and that its address is right"),
+    "GATEWAY_UNAVAILABLE": Entry(Exit.UNAVAILABLE, True, "see that the function gateway runs and that its address is right"),
+    "FUNCTION_FAILED": Entry(Exit.JOB_ENDED_BADLY, True, "`control-plane logs JOB` shows what the function wrote"),
+    "FENCED": Entry(Exit.CONFLICT, False, "a newer attempt has taken over; this one must stop"),
+    "PORT_IN_USE": Entry(Exit.UNAVAILABLE, False, "stop what listens there, or choose another address"),
+    "DISK_FULL": Entry(Exit.UNAVAILABLE, True, "free space in the state directory; nothing was lost"),
+    "STATE_INVALID": Entry(Exit.BUG, False, "the state directory is damaged or of a newer version; restore it or start a new one"),
+    "CONFIG_INVALID": Entry(Exit.USAGE, False, "correct the configuration file"),
+    "PRICE_UNKNOWN": Entry(Exit.INADMISSIBLE, False, "give the price in the region's configuration; unknown is never taken for zero"),
+    # data on the wire
+    "FRAME_INVALID": Entry(Exit.BUG, False, "the two sides run different versions, or the bytes were damaged"),
+    "DIGEST_MISMATCH": Entry(Exit.BUG, True, "the bytes were damaged on the way; they are sent again"),
+    "TRANSFER_STALLED": Entry(Exit.UNAVAILABLE, True, "no byte arrived for too long; see the link"),
+    "LIMIT_EXCEEDED": Entry(Exit.USAGE, False, "make it smaller, or raise the limit in the configuration"),
+    # the emulator
+    "EMULATOR_UNSUPPORTED": Entry(Exit.UNAVAILABLE, False, "run as root, or where user namespaces are allowed; or run without shaping"),
+    "EMULATOR_OFF": Entry(Exit.NOT_FOUND, False, "start it with `wan-emulator up PROFILE`"),
+    "CALIBRATION_FAILED": Entry(Exit.JOB_ENDED_BADLY, True, "the machine is too busy for this profile; a measurement would not be valid"),
+    # us
+    "INTERNAL": Entry(Exit.BUG, False, "a bug in geofed; run again with --debug and report it"),
+}
+
+
+class GeofedError(Exception):
+    """A failure with a code of the catalogue.
+
+    Raises ``KeyError`` for a code that the catalogue does not hold, so that no unlisted code can leave a process.
+    """
+
+    def __init__(self, code: str, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.entry = CATALOGUE[code]
+        self.code = code
+        self.message = message
+        self.hint = self.entry.hint if hint is None else hint
+
+    @property
+    def exit(self) -> Exit:
+        return self.entry.exit
+
+    @property
+    def retryable(self) -> bool:
+        return self.entry.retryable
+
+    def as_dict(self) -> dict[str, object]:
+        """The error as it stands in the JSON envelope of a command."""
+        return {"code": self.code, "message": self.message, "hint": self.hint, "retryable": self.retryable}
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message}"

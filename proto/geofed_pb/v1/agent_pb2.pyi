@@ -1,0 +1,309 @@
+from geofed_pb.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FromAgent(_message.Message):
+    __slots__ = ("seq", "hello", "heartbeat", "command_ack", "partition", "happening", "logs")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    COMMAND_ACK_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    HAPPENING_FIELD_NUMBER: _ClassVar[int]
+    LOGS_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    hello: Hello
+    heartbeat: Heartbeat
+    command_ack: CommandAck
+    partition: PartitionReport
+    happening: Happening
+    logs: LogBatch
+    def __init__(self, seq: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., command_ack: _Optional[_Union[CommandAck, _Mapping]] = ..., partition: _Optional[_Union[PartitionReport, _Mapping]] = ..., happening: _Optional[_Union[Happening, _Mapping]] = ..., logs: _Optional[_Union[LogBatch, _Mapping]] = ...) -> None: ...
+
+class ToAgent(_message.Message):
+    __slots__ = ("seq", "welcome", "lease", "report_ack", "start", "peers", "stop", "publish")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    REPORT_ACK_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    welcome: Welcome
+    lease: LeaseGrant
+    report_ack: ReportAck
+    start: StartPartition
+    peers: Peers
+    stop: StopPartition
+    publish: PublishModel
+    def __init__(self, seq: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lease: _Optional[_Union[LeaseGrant, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., start: _Optional[_Union[StartPartition, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., stop: _Optional[_Union[StopPartition, _Mapping]] = ..., publish: _Optional[_Union[PublishModel, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("agent_version", "boot_id", "command_cursor", "catalogue_json")
+    AGENT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    COMMAND_CURSOR_FIELD_NUMBER: _ClassVar[int]
+    CATALOGUE_JSON_FIELD_NUMBER: _ClassVar[int]
+    agent_version: str
+    boot_id: str
+    command_cursor: int
+    catalogue_json: str
+    def __init__(self, agent_version: _Optional[str] = ..., boot_id: _Optional[str] = ..., command_cursor: _Optional[int] = ..., catalogue_json: _Optional[str] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("at",)
+    AT_FIELD_NUMBER: _ClassVar[int]
+    at: float
+    def __init__(self, at: _Optional[float] = ...) -> None: ...
+
+class CommandAck(_message.Message):
+    __slots__ = ("seq",)
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    def __init__(self, seq: _Optional[int] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("lease_seconds", "report_cursor", "session", "at")
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_CURSOR_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    lease_seconds: float
+    report_cursor: int
+    session: int
+    at: float
+    def __init__(self, lease_seconds: _Optional[float] = ..., report_cursor: _Optional[int] = ..., session: _Optional[int] = ..., at: _Optional[float] = ...) -> None: ...
+
+class LeaseGrant(_message.Message):
+    __slots__ = ("lease_seconds",)
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    lease_seconds: float
+    def __init__(self, lease_seconds: _Optional[float] = ...) -> None: ...
+
+class ReportAck(_message.Message):
+    __slots__ = ("seq",)
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    def __init__(self, seq: _Optional[int] = ...) -> None: ...
+
+class StartPartition(_message.Message):
+    __slots__ = ("job", "region", "epoch", "task", "plan", "regions")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    region: str
+    epoch: int
+    task: TaskRef
+    plan: PartitionPlan
+    regions: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., plan: _Optional[_Union[PartitionPlan, _Mapping]] = ..., regions: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TaskRef(_message.Message):
+    __slots__ = ("bundle_digest", "module", "config_json", "dataset")
+    BUNDLE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MODULE_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
+    DATASET_FIELD_NUMBER: _ClassVar[int]
+    bundle_digest: str
+    module: str
+    config_json: str
+    dataset: str
+    def __init__(self, bundle_digest: _Optional[str] = ..., module: _Optional[str] = ..., config_json: _Optional[str] = ..., dataset: _Optional[str] = ...) -> None: ...
+
+class PartitionPlan(_message.Message):
+    __slots__ = ("workers", "batch", "steps_per_round", "rounds", "seed", "memory_mb", "slice_seconds", "collective", "channel", "wan_policy", "codec", "evaluate_every")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    STEPS_PER_ROUND_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_MB_FIELD_NUMBER: _ClassVar[int]
+    SLICE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
+    CHANNEL_FIELD_NUMBER: _ClassVar[int]
+    WAN_POLICY_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    EVALUATE_EVERY_FIELD_NUMBER: _ClassVar[int]
+    workers: int
+    batch: int
+    steps_per_round: int
+    rounds: int
+    seed: int
+    memory_mb: int
+    slice_seconds: float
+    collective: str
+    channel: str
+    wan_policy: str
+    codec: str
+    evaluate_every: int
+    def __init__(self, workers: _Optional[int] = ..., batch: _Optional[int] = ..., steps_per_round: _Optional[int] = ..., rounds: _Optional[int] = ..., seed: _Optional[int] = ..., memory_mb: _Optional[int] = ..., slice_seconds: _Optional[float] = ..., collective: _Optional[str] = ..., channel: _Optional[str] = ..., wan_policy: _Optional[str] = ..., codec: _Optional[str] = ..., evaluate_every: _Optional[int] = ...) -> None: ...
+
+class Peers(_message.Message):
+    __slots__ = ("job", "epoch", "peers")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: int
+    peers: _containers.RepeatedCompositeFieldContainer[Peer]
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ...) -> None: ...
+
+class Peer(_message.Message):
+    __slots__ = ("region", "epoch", "address")
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    region: str
+    epoch: int
+    address: str
+    def __init__(self, region: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+
+class StopPartition(_message.Message):
+    __slots__ = ("job", "epoch", "reason", "discard")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DISCARD_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: int
+    reason: str
+    discard: bool
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ..., discard: bool = ...) -> None: ...
+
+class PublishModel(_message.Message):
+    __slots__ = ("job", "epoch")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: int
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class PartitionReport(_message.Message):
+    __slots__ = ("job", "epoch", "state", "condition", "ps_address", "round", "step", "samples", "loss", "metrics", "metrics_samples", "metrics_round", "sent_bytes", "received_bytes", "money", "model_digest", "blob_digest", "error", "workers", "attempt", "samples_per_second", "compute_seconds", "wait_seconds", "applied_updates")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class SentBytesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class ReceivedBytesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CONDITION_FIELD_NUMBER: _ClassVar[int]
+    PS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ROUND_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MONEY_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BLOB_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_UPDATES_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: int
+    state: str
+    condition: str
+    ps_address: str
+    round: int
+    step: int
+    samples: int
+    loss: float
+    metrics: _containers.ScalarMap[str, float]
+    metrics_samples: int
+    metrics_round: int
+    sent_bytes: _containers.ScalarMap[str, int]
+    received_bytes: _containers.ScalarMap[str, int]
+    money: _containers.RepeatedCompositeFieldContainer[_common_pb2.Money]
+    model_digest: str
+    blob_digest: str
+    error: _common_pb2.Error
+    workers: int
+    attempt: int
+    samples_per_second: float
+    compute_seconds: float
+    wait_seconds: float
+    applied_updates: int
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., ps_address: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_samples: _Optional[int] = ..., metrics_round: _Optional[int] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., received_bytes: _Optional[_Mapping[str, int]] = ..., money: _Optional[_Iterable[_Union[_common_pb2.Money, _Mapping]]] = ..., model_digest: _Optional[str] = ..., blob_digest: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., workers: _Optional[int] = ..., attempt: _Optional[int] = ..., samples_per_second: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., applied_updates: _Optional[int] = ...) -> None: ...
+
+class Happening(_message.Message):
+    __slots__ = ("job", "at", "kind", "text", "data_json")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    DATA_JSON_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    at: float
+    kind: str
+    text: str
+    data_json: str
+    def __init__(self, job: _Optional[str] = ..., at: _Optional[float] = ..., kind: _Optional[str] = ..., text: _Optional[str] = ..., data_json: _Optional[str] = ...) -> None: ...
+
+class LogBatch(_message.Message):
+    __slots__ = ("records",)
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    records: _containers.RepeatedCompositeFieldContainer[LogRecord]
+    def __init__(self, records: _Optional[_Iterable[_Union[LogRecord, _Mapping]]] = ...) -> None: ...
+
+class LogRecord(_message.Message):
+    __slots__ = ("job", "at", "source", "text")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    at: float
+    source: str
+    text: str
+    def __init__(self, job: _Optional[str] = ..., at: _Optional[float] = ..., source: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ("csr_pem",)
+    CSR_PEM_FIELD_NUMBER: _ClassVar[int]
+    csr_pem: bytes
+    def __init__(self, csr_pem: _Optional[bytes] = ...) -> None: ...
+
+class RenewReply(_message.Message):
+    __slots__ = ("certificate_pem", "ca_pem")
+    CERTIFICATE_PEM_FIELD_NUMBER: _ClassVar[int]
+    CA_PEM_FIELD_NUMBER: _ClassVar[int]
+    certificate_pem: bytes
+    ca_pem: bytes
+    def __init__(self, certificate_pem: _Optional[bytes] = ..., ca_pem: _Optional[bytes] = ...) -> None: ...

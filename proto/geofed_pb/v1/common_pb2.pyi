@@ -1,0 +1,61 @@
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Optional as _Optional
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class BlobChunk(_message.Message):
+    __slots__ = ("digest", "total_bytes", "offset", "data")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    total_bytes: int
+    offset: int
+    data: bytes
+    def __init__(self, digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class BlobRequest(_message.Message):
+    __slots__ = ("digest", "offset")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    offset: int
+    def __init__(self, digest: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class BlobAck(_message.Message):
+    __slots__ = ("digest", "have_bytes", "complete")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    HAVE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    have_bytes: int
+    complete: bool
+    def __init__(self, digest: _Optional[str] = ..., have_bytes: _Optional[int] = ..., complete: bool = ...) -> None: ...
+
+class Error(_message.Message):
+    __slots__ = ("code", "message", "hint", "retryable")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    HINT_FIELD_NUMBER: _ClassVar[int]
+    RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    message: str
+    hint: str
+    retryable: bool
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., hint: _Optional[str] = ..., retryable: bool = ...) -> None: ...
+
+class Money(_message.Message):
+    __slots__ = ("item", "quantity", "unit", "usd", "source")
+    ITEM_FIELD_NUMBER: _ClassVar[int]
+    QUANTITY_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    USD_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    item: str
+    quantity: float
+    unit: str
+    usd: float
+    source: str
+    def __init__(self, item: _Optional[str] = ..., quantity: _Optional[float] = ..., unit: _Optional[str] = ..., usd: _Optional[float] = ..., source: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,290 @@
+from geofed_pb.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class VersionRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class VersionReply(_message.Message):
+    __slots__ = ("version", "federation")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FEDERATION_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    federation: str
+    def __init__(self, version: _Optional[str] = ..., federation: _Optional[str] = ...) -> None: ...
+
+class PlanRequest(_message.Message):
+    __slots__ = ("spec_json",)
+    SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
+    spec_json: str
+    def __init__(self, spec_json: _Optional[str] = ...) -> None: ...
+
+class PlanReply(_message.Message):
+    __slots__ = ("plan_json", "admissible")
+    PLAN_JSON_FIELD_NUMBER: _ClassVar[int]
+    ADMISSIBLE_FIELD_NUMBER: _ClassVar[int]
+    plan_json: str
+    admissible: bool
+    def __init__(self, plan_json: _Optional[str] = ..., admissible: bool = ...) -> None: ...
+
+class SubmitRequest(_message.Message):
+    __slots__ = ("request_id", "spec_json", "bundle_digest")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
+    BUNDLE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    spec_json: str
+    bundle_digest: str
+    def __init__(self, request_id: _Optional[str] = ..., spec_json: _Optional[str] = ..., bundle_digest: _Optional[str] = ...) -> None: ...
+
+class SubmitReply(_message.Message):
+    __slots__ = ("job", "created")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    job: Job
+    created: bool
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., created: bool = ...) -> None: ...
+
+class JobRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class Job(_message.Message):
+    __slots__ = ("id", "name", "state", "condition", "created_at", "started_at", "finished_at", "spec_json", "plan_json", "result_json", "error", "partitions", "rounds")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CONDITION_FIELD_NUMBER: _ClassVar[int]
+    CREATED_AT_FIELD_NUMBER: _ClassVar[int]
+    STARTED_AT_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_AT_FIELD_NUMBER: _ClassVar[int]
+    SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
+    PLAN_JSON_FIELD_NUMBER: _ClassVar[int]
+    RESULT_JSON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    name: str
+    state: str
+    condition: str
+    created_at: float
+    started_at: float
+    finished_at: float
+    spec_json: str
+    plan_json: str
+    result_json: str
+    error: _common_pb2.Error
+    partitions: _containers.RepeatedCompositeFieldContainer[PartitionStatus]
+    rounds: int
+    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., created_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., spec_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., result_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStatus, _Mapping]]] = ..., rounds: _Optional[int] = ...) -> None: ...
+
+class PartitionStatus(_message.Message):
+    __slots__ = ("region", "state", "epoch", "round", "step", "samples", "loss", "workers", "condition", "metrics", "sent_bytes", "money", "last_contact", "samples_per_second")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class SentBytesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    CONDITION_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MONEY_FIELD_NUMBER: _ClassVar[int]
+    LAST_CONTACT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    region: str
+    state: str
+    epoch: int
+    round: int
+    step: int
+    samples: int
+    loss: float
+    workers: int
+    condition: str
+    metrics: _containers.ScalarMap[str, float]
+    sent_bytes: _containers.ScalarMap[str, int]
+    money: _containers.RepeatedCompositeFieldContainer[_common_pb2.Money]
+    last_contact: float
+    samples_per_second: float
+    def __init__(self, region: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., workers: _Optional[int] = ..., condition: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., money: _Optional[_Iterable[_Union[_common_pb2.Money, _Mapping]]] = ..., last_contact: _Optional[float] = ..., samples_per_second: _Optional[float] = ...) -> None: ...
+
+class ListJobsRequest(_message.Message):
+    __slots__ = ("all", "limit")
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    all: bool
+    limit: int
+    def __init__(self, all: bool = ..., limit: _Optional[int] = ...) -> None: ...
+
+class ListJobsReply(_message.Message):
+    __slots__ = ("jobs",)
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    jobs: _containers.RepeatedCompositeFieldContainer[Job]
+    def __init__(self, jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("job", "cursor", "follow")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    cursor: int
+    follow: bool
+    def __init__(self, job: _Optional[str] = ..., cursor: _Optional[int] = ..., follow: bool = ...) -> None: ...
+
+class Event(_message.Message):
+    __slots__ = ("cursor", "at", "job", "region", "kind", "text", "data_json", "terminal")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    DATA_JSON_FIELD_NUMBER: _ClassVar[int]
+    TERMINAL_FIELD_NUMBER: _ClassVar[int]
+    cursor: int
+    at: float
+    job: str
+    region: str
+    kind: str
+    text: str
+    data_json: str
+    terminal: bool
+    def __init__(self, cursor: _Optional[int] = ..., at: _Optional[float] = ..., job: _Optional[str] = ..., region: _Optional[str] = ..., kind: _Optional[str] = ..., text: _Optional[str] = ..., data_json: _Optional[str] = ..., terminal: bool = ...) -> None: ...
+
+class LogsRequest(_message.Message):
+    __slots__ = ("job", "region", "cursor", "follow", "tail")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    TAIL_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    region: str
+    cursor: int
+    follow: bool
+    tail: int
+    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., cursor: _Optional[int] = ..., follow: bool = ..., tail: _Optional[int] = ...) -> None: ...
+
+class LogLine(_message.Message):
+    __slots__ = ("cursor", "at", "region", "source", "text")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    cursor: int
+    at: float
+    region: str
+    source: str
+    text: str
+    def __init__(self, cursor: _Optional[int] = ..., at: _Optional[float] = ..., region: _Optional[str] = ..., source: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+
+class CancelRequest(_message.Message):
+    __slots__ = ("job", "reason")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    reason: str
+    def __init__(self, job: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ListRegionsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListRegionsReply(_message.Message):
+    __slots__ = ("regions",)
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    regions: _containers.RepeatedCompositeFieldContainer[Region]
+    def __init__(self, regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ...) -> None: ...
+
+class Region(_message.Message):
+    __slots__ = ("name", "cloud", "state", "condition", "last_contact", "agent_version", "catalogue_json", "certificate_expires")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CLOUD_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CONDITION_FIELD_NUMBER: _ClassVar[int]
+    LAST_CONTACT_FIELD_NUMBER: _ClassVar[int]
+    AGENT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CATALOGUE_JSON_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_EXPIRES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    cloud: str
+    state: str
+    condition: str
+    last_contact: float
+    agent_version: str
+    catalogue_json: str
+    certificate_expires: float
+    def __init__(self, name: _Optional[str] = ..., cloud: _Optional[str] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., last_contact: _Optional[float] = ..., agent_version: _Optional[str] = ..., catalogue_json: _Optional[str] = ..., certificate_expires: _Optional[float] = ...) -> None: ...
+
+class InviteRequest(_message.Message):
+    __slots__ = ("region", "ttl_seconds")
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    region: str
+    ttl_seconds: int
+    def __init__(self, region: _Optional[str] = ..., ttl_seconds: _Optional[int] = ...) -> None: ...
+
+class InviteReply(_message.Message):
+    __slots__ = ("token", "expires")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    expires: float
+    def __init__(self, token: _Optional[str] = ..., expires: _Optional[float] = ...) -> None: ...
+
+class ModelRequest(_message.Message):
+    __slots__ = ("job", "offset")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    offset: int
+    def __init__(self, job: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("secret", "csr_pem")
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    CSR_PEM_FIELD_NUMBER: _ClassVar[int]
+    secret: str
+    csr_pem: bytes
+    def __init__(self, secret: _Optional[str] = ..., csr_pem: _Optional[bytes] = ...) -> None: ...
+
+class JoinReply(_message.Message):
+    __slots__ = ("region", "certificate_pem", "ca_pem", "agent_port", "federation")
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_PEM_FIELD_NUMBER: _ClassVar[int]
+    CA_PEM_FIELD_NUMBER: _ClassVar[int]
+    AGENT_PORT_FIELD_NUMBER: _ClassVar[int]
+    FEDERATION_FIELD_NUMBER: _ClassVar[int]
+    region: str
+    certificate_pem: bytes
+    ca_pem: bytes
+    agent_port: int
+    federation: str
+    def __init__(self, region: _Optional[str] = ..., certificate_pem: _Optional[bytes] = ..., ca_pem: _Optional[bytes] = ..., agent_port: _Optional[int] = ..., federation: _Optional[str] = ...) -> None: ...

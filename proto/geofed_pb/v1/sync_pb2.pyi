@@ -1,0 +1,166 @@
+from geofed_pb.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class UpdateManifest(_message.Message):
+    __slots__ = ("job", "region", "epoch", "sequence", "digest", "total_bytes", "weight", "codec")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    region: str
+    epoch: int
+    sequence: int
+    digest: str
+    total_bytes: int
+    weight: float
+    codec: str
+    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., weight: _Optional[float] = ..., codec: _Optional[str] = ...) -> None: ...
+
+class OfferReply(_message.Message):
+    __slots__ = ("verdict", "have_bytes")
+    class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        VERDICT_UNSPECIFIED: _ClassVar[OfferReply.Verdict]
+        VERDICT_WANT: _ClassVar[OfferReply.Verdict]
+        VERDICT_HAVE: _ClassVar[OfferReply.Verdict]
+        VERDICT_FENCED: _ClassVar[OfferReply.Verdict]
+        VERDICT_UNKNOWN: _ClassVar[OfferReply.Verdict]
+    VERDICT_UNSPECIFIED: OfferReply.Verdict
+    VERDICT_WANT: OfferReply.Verdict
+    VERDICT_HAVE: OfferReply.Verdict
+    VERDICT_FENCED: OfferReply.Verdict
+    VERDICT_UNKNOWN: OfferReply.Verdict
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    HAVE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    verdict: OfferReply.Verdict
+    have_bytes: int
+    def __init__(self, verdict: _Optional[_Union[OfferReply.Verdict, str]] = ..., have_bytes: _Optional[int] = ...) -> None: ...
+
+class UpdateChunk(_message.Message):
+    __slots__ = ("manifest", "offset", "data")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    manifest: UpdateManifest
+    offset: int
+    data: bytes
+    def __init__(self, manifest: _Optional[_Union[UpdateManifest, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class PsConfig(_message.Message):
+    __slots__ = ("epoch", "attempt", "peers", "stop")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    attempt: int
+    peers: _containers.RepeatedCompositeFieldContainer[PsPeer]
+    stop: bool
+    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PsPeer, _Mapping]]] = ..., stop: bool = ...) -> None: ...
+
+class PsPeer(_message.Message):
+    __slots__ = ("region", "address", "epoch")
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    region: str
+    address: str
+    epoch: int
+    def __init__(self, region: _Optional[str] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class PsWatchRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PsModelRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PsStatus(_message.Message):
+    __slots__ = ("phase", "condition", "epoch", "attempt", "round", "step", "samples", "loss", "metrics", "metrics_samples", "metrics_round", "sent_bytes", "received_bytes", "model_digest", "applied_updates", "error", "wait_seconds", "link_rtt_ms", "link_mbps")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class SentBytesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class ReceivedBytesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class LinkRttMsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class LinkMbpsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    CONDITION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ROUND_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_UPDATES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LINK_RTT_MS_FIELD_NUMBER: _ClassVar[int]
+    LINK_MBPS_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    condition: str
+    epoch: int
+    attempt: int
+    round: int
+    step: int
+    samples: int
+    loss: float
+    metrics: _containers.ScalarMap[str, float]
+    metrics_samples: int
+    metrics_round: int
+    sent_bytes: _containers.ScalarMap[str, int]
+    received_bytes: _containers.ScalarMap[str, int]
+    model_digest: str
+    applied_updates: int
+    error: _common_pb2.Error
+    wait_seconds: float
+    link_rtt_ms: _containers.ScalarMap[str, float]
+    link_mbps: _containers.ScalarMap[str, float]
+    def __init__(self, phase: _Optional[str] = ..., condition: _Optional[str] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_samples: _Optional[int] = ..., metrics_round: _Optional[int] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., received_bytes: _Optional[_Mapping[str, int]] = ..., model_digest: _Optional[str] = ..., applied_updates: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., wait_seconds: _Optional[float] = ..., link_rtt_ms: _Optional[_Mapping[str, float]] = ..., link_mbps: _Optional[_Mapping[str, float]] = ...) -> None: ...

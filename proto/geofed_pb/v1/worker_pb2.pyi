@@ -1,0 +1,110 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class AttachRequest(_message.Message):
+    __slots__ = ("layout_json", "initial_key")
+    LAYOUT_JSON_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_KEY_FIELD_NUMBER: _ClassVar[int]
+    layout_json: str
+    initial_key: str
+    def __init__(self, layout_json: _Optional[str] = ..., initial_key: _Optional[str] = ...) -> None: ...
+
+class AttachReply(_message.Message):
+    __slots__ = ("round", "step", "model_key", "state_key", "boundary", "finished", "evaluate")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    MODEL_KEY_FIELD_NUMBER: _ClassVar[int]
+    STATE_KEY_FIELD_NUMBER: _ClassVar[int]
+    BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    EVALUATE_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    step: int
+    model_key: str
+    state_key: str
+    boundary: bool
+    finished: bool
+    evaluate: bool
+    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., model_key: _Optional[str] = ..., state_key: _Optional[str] = ..., boundary: bool = ..., finished: bool = ..., evaluate: bool = ...) -> None: ...
+
+class ReduceRequest(_message.Message):
+    __slots__ = ("step", "key", "samples", "loss")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    key: str
+    samples: float
+    loss: float
+    def __init__(self, step: _Optional[int] = ..., key: _Optional[str] = ..., samples: _Optional[float] = ..., loss: _Optional[float] = ...) -> None: ...
+
+class ReduceReply(_message.Message):
+    __slots__ = ("pending", "merged_key", "samples")
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    MERGED_KEY_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    pending: bool
+    merged_key: str
+    samples: float
+    def __init__(self, pending: bool = ..., merged_key: _Optional[str] = ..., samples: _Optional[float] = ...) -> None: ...
+
+class BoundaryRequest(_message.Message):
+    __slots__ = ("round", "step", "digest", "model_key", "state_key", "samples", "loss", "compute_seconds")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MODEL_KEY_FIELD_NUMBER: _ClassVar[int]
+    STATE_KEY_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    step: int
+    digest: str
+    model_key: str
+    state_key: str
+    samples: float
+    loss: float
+    compute_seconds: float
+    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[str] = ..., model_key: _Optional[str] = ..., state_key: _Optional[str] = ..., samples: _Optional[float] = ..., loss: _Optional[float] = ..., compute_seconds: _Optional[float] = ...) -> None: ...
+
+class BoundaryReply(_message.Message):
+    __slots__ = ("pending", "round", "model_key", "evaluate", "finished")
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    MODEL_KEY_FIELD_NUMBER: _ClassVar[int]
+    EVALUATE_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    pending: bool
+    round: int
+    model_key: str
+    evaluate: bool
+    finished: bool
+    def __init__(self, pending: bool = ..., round: _Optional[int] = ..., model_key: _Optional[str] = ..., evaluate: bool = ..., finished: bool = ...) -> None: ...
+
+class EvaluatedRequest(_message.Message):
+    __slots__ = ("round", "samples", "metrics")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    samples: float
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, round: _Optional[int] = ..., samples: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class EvaluatedReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,116 @@
+"""Time, bytes and money of a plan, as ranges."""
+
+from __future__ import annotations
+
+from scheduler._model import Cost, Estimate, Partition, Plan, Range, Region, Snapshot
+
+PRIOR_SAMPLES_PER_SECOND = 1000.0
+"""One worker, when nobody has stated or measured anything: a small CNN on one core."""
+PRIOR_MODEL_BYTES = 1_000_000
+PRIOR_RTT_MS = 150.0
+PRIOR_MBPS = 100.0
+PRIOR_START_SECONDS = 5.0
+"""From the answer to the first step: deploy, fork, load code and data."""
+PROTOCOL_OVERHEAD = 1.05
+"""Bytes on the line over bytes of the message: framing, TLS, HTTP/2, acknowledgements."""
+CONTROL_BYTES_PER_ROUND = 4_000
+"""Of one parameter server to each peer: offers, answers, keep-alives."""
+
+_SPREAD = {"measured": (0.8, 1.3), "stated": (0.5, 2.0), "prior": (0.2, 5.0)}
+"""How far time may stray from what is expected, by what the expectation rests on."""
+
+
+def worker_speed(region: Region, snapshot: Snapshot) -> float:
+    """Samples/s of one worker: measured before stated before the prior."""
+    return snapshot.speeds.get(region.name) or region.capacity.samples_per_second or PRIOR_SAMPLES_PER_SECOND
+
+
+def estimate(plan: Plan, snapshot: Snapshot) -> Estimate:
+    """Predict a plan.
+
+    A round takes as long as its slowest region: compute, then the exchange over its slowest link (synchronous
+    model averaging over a full mesh: every region sends its update to every other one).
+    """
+    regions = {region.name: region for region in snapshot.regions}
+    names = [part.region for part in plan.partitions]
+    update_bytes = (snapshot.model_bytes or PRIOR_MODEL_BYTES) + 256
+    basis = _basis(plan, regions, snapshot)
+    compute = max(_round_compute_seconds(part) for part in plan.partitions)
+    exchange = max(
+        (
+            _exchange_seconds(regions[a], b, update_bytes, len(names) - 1)
+            for a in names
+            for b in names
+            if a != b
+        ),
+        default=0.0,
+    )
+    start = snapshot.start_seconds if snapshot.start_seconds is not None else PRIOR_START_SECONDS
+    seconds = start + plan.rounds * (compute + exchange)
+    per_link = int(plan.rounds * (update_bytes * PROTOCOL_OVERHEAD + CONTROL_BYTES_PER_ROUND))
+    link_bytes = {f"{a}>{b}": per_link for a in names for b in names if a != b}
+    items = tuple(
+        cost
+        for part in plan.partitions
+        for cost in _bill(part, plan, regions[part.region], seconds, start, per_link, names)
+    )
+    usd = sum(cost.usd for cost in items)
+    low, high = _SPREAD[basis]
+    total_bytes = float(sum(link_bytes.values()))
+    size_low, size_high = (0.9, 1.15) if snapshot.model_bytes else (0.01, 100.0)
+    return Estimate(
+        seconds=Range(seconds * low, seconds, seconds * high),
+        wan_bytes=Range(total_bytes * size_low, total_bytes, total_bytes * size_high),
+        usd=Range(usd * min(low, size_low), usd, usd * high),
+        items=items,
+        link_bytes=link_bytes,
+        basis=basis,
+    )
+
+
+def _basis(plan: Plan, regions: dict[str, Region], snapshot: Snapshot) -> str:
+    names = [part.region for part in plan.partitions]
+    if all(name in snapshot.speeds for name in names) and snapshot.model_bytes:
+        return "measured"
+    if all(regions[name].capacity.samples_per_second for name in names):
+        return "stated"
+    return "prior"
+
+
+def _round_compute_seconds(part: Partition) -> float:
+    return part.steps_per_round * part.batch / part.samples_per_second
+
+
+def _exchange_seconds(source: Region, destination: str, update_bytes: int, fan_out: int) -> float:
+    """One update to each peer at once, so that the peers share the source's rate; plus an offer and its answer."""
+    link = next((known for known in source.links if known.destination == destination), None)
+    rtt_ms = link.rtt_ms if link else PRIOR_RTT_MS
+    mbps = link.mbps if link else PRIOR_MBPS
+    del fan_out  # links are shaped each on its own; a shared uplink is not modelled
+    return 2.0 * rtt_ms / 1e3 + update_bytes * PROTOCOL_OVERHEAD * 8 / (mbps * 1e6)
+
+
+def _bill(
+    part: Partition, plan: Plan, region: Region, seconds: float, start: float, per_link: int, names: list[str]
+) -> list[Cost]:
+    prices = region.prices
+    if prices is None:
+        raise ValueError(f"region {region.name} has no prices")
+    busy = max(0.0, seconds - start)
+    gb_seconds = part.workers * part.memory_mb / 1024 * busy
+    calls = part.workers * max(1, -int(-busy // plan.slice_seconds))
+    costs = [
+        ("function-seconds", gb_seconds, "GB-s", prices.function_usd_per_gb_second),
+        ("function-calls", float(calls), "1", prices.function_usd_per_request),
+        ("parameter-server", seconds / 3600, "h", prices.server_usd_per_hour),
+    ]
+    bill = [
+        Cost(region.name, item, quantity, unit, quantity * price, prices.source)
+        for item, quantity, unit, price in costs
+    ]
+    egress = {name: per_link / 1e9 for name in names if name != region.name}
+    bill += [
+        Cost(region.name, f"egress to {name}", gb, "GB", gb * prices.egress(name), prices.source)
+        for name, gb in egress.items()
+    ]
+    return bill

@@ -1,0 +1,231 @@
+"""What the scheduler knows and what it answers. Plain frozen dataclasses; units are in the names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a region charges. A price that is not known is an error of the catalogue, never zero."""
+
+    source: str
+    """Where the figures come from: an address, a contract, "operator"."""
+    as_of: str
+    """ISO date of the source."""
+    function_usd_per_gb_second: float
+    function_usd_per_request: float
+    server_usd_per_hour: float
+    """The machine that runs the parameter server."""
+    egress_usd_per_gb: float
+    """To any other region, unless `egress_to` names it."""
+    egress_to: dict[str, float] = field(default_factory=dict)
+    """USD/GB by destination region."""
+
+    def egress(self, destination: str) -> float:
+        """USD per GB (1e9 bytes) sent to another region."""
+        return self.egress_to.get(destination, self.egress_usd_per_gb)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a region can run at one time."""
+
+    workers: int
+    memory_mb: int
+    """Largest memory of one function."""
+    samples_per_second: float | None = None
+    """Of one worker, as the operator states it; None: unknown, a prior is used."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """One part of a dataset in one region."""
+
+    samples: int
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The shard of a dataset that a region holds."""
+
+    name: str
+    splits: dict[str, Split]
+    """By split name; "train" must be there for a region to train on it."""
+    residency: str = "region"
+    """"region": the data never leaves; "cloud" and "anywhere" are wider."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """One directed region pair."""
+
+    source: str
+    destination: str
+    rtt_ms: float
+    mbps: float
+
+
+@dataclass(frozen=True)
+class Region:
+    """One place with capacity, prices, datasets and one agent."""
+
+    name: str
+    cloud: str
+    capacity: Capacity
+    prices: Prices | None
+    datasets: tuple[Dataset, ...] = ()
+    links: tuple[Link, ...] = ()
+    """The links that begin here, as the operator states or the agent measured them."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The federation at one moment, as far as planning needs it."""
+
+    regions: tuple[Region, ...]
+    """Regions that are live."""
+    absent: tuple[str, ...] = ()
+    """Regions that are known, but cannot be used now."""
+    busy_workers: dict[str, int] = field(default_factory=dict)
+    """Workers that other jobs hold, by region."""
+    speeds: dict[str, float] = field(default_factory=dict)
+    """Samples/s of one worker measured in earlier runs of the same task, by region."""
+    model_bytes: int | None = None
+    """Size of the task's flat model, if an earlier run told it."""
+    start_seconds: float | None = None
+    """From submission to the first step, measured in earlier runs."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a job asks for."""
+
+    job: str
+    dataset: str
+    batch: int
+    """Samples of one worker in one step."""
+    epochs: float | None
+    """Passes over the data; exactly one of `epochs` and `steps` is given."""
+    steps: int | None
+    """Steps of the region that makes the most."""
+    seed: int
+    use: tuple[str, ...] = ()
+    """Regions to use; empty: all that hold data."""
+    avoid: tuple[str, ...] = ()
+    workers: int | None = None
+    """Workers in each region; None: the plan says."""
+    memory_mb: int | None = None
+    slice_seconds: float = 30.0
+    interval: int | None = None
+    """Steps between WAN exchanges; None: the plan says."""
+    collective: str | None = None
+    channel: str | None = None
+    wan_policy: str | None = None
+    codec: str | None = None
+    evaluate_every: int = 0
+    """Rounds between evaluations; 0: only after the last."""
+    minimise: str = "cost"
+    deadline_seconds: float | None = None
+    """From now."""
+    budget_usd: float | None = None
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The part of a plan that runs in one region."""
+
+    region: str
+    samples: int
+    """In the region's training split."""
+    workers: int
+    batch: int
+    memory_mb: int
+    steps_per_round: int
+    """Local steps between two WAN exchanges; in proportion to the data, so that all regions make the same epochs."""
+    samples_per_second: float
+    """Of one worker; the figure the estimate was made with."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """A prediction: what is expected, and the bounds it should fall in."""
+
+    low: float
+    expected: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One item of a predicted bill."""
+
+    region: str
+    item: str
+    quantity: float
+    unit: str
+    usd: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a plan is expected to take."""
+
+    seconds: Range
+    wan_bytes: Range
+    usd: Range
+    items: tuple[Cost, ...]
+    link_bytes: dict[str, int]
+    """Expected bytes by directed link, "source>destination"."""
+    basis: str
+    """"measured": from earlier runs of the task; "stated": from the operators' figures; "prior": a guess."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A plan that was weighed and not taken."""
+
+    text: str
+    why_not: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The scheduler's answer to an admissible demand."""
+
+    partitions: tuple[Partition, ...]
+    """Sorted by region."""
+    rounds: int
+    interval: int
+    """Local steps between WAN exchanges of the region that makes the most."""
+    collective: str
+    channel: str
+    wan_policy: str
+    codec: str
+    topology: str
+    slice_seconds: float
+    seed: int
+    evaluate_every: int
+    estimate: Estimate
+    residency: dict[str, str]
+    """The verdict for each shard, by region."""
+    alternatives: tuple[Alternative, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why there is no plan."""
+
+    code: str
+    """Of the error catalogue."""
+    text: str
+    remedy: str
+    """What would make the demand admissible."""
+
+
+@dataclass(frozen=True)
+class Declined:
+    """The scheduler's answer to a demand that it does not admit."""
+
+    reasons: tuple[Reason, ...]
