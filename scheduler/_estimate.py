@@ -37,12 +37,7 @@ def estimate(plan: Plan, snapshot: Snapshot) -> Estimate:
     basis = _basis(plan, regions, snapshot)
     compute = max(_round_compute_seconds(part) for part in plan.partitions)
     exchange = max(
-        (
-            _exchange_seconds(regions[a], b, update_bytes, len(names) - 1)
-            for a in names
-            for b in names
-            if a != b
-        ),
+        (_exchange_seconds(regions[a], b, update_bytes) for a in names for b in names if a != b),
         default=0.0,
     )
     start = snapshot.start_seconds if snapshot.start_seconds is not None else PRIOR_START_SECONDS
@@ -81,12 +76,11 @@ def _round_compute_seconds(part: Partition) -> float:
     return part.steps_per_round * part.batch / part.samples_per_second
 
 
-def _exchange_seconds(source: Region, destination: str, update_bytes: int, fan_out: int) -> float:
-    """One update to each peer at once, so that the peers share the source's rate; plus an offer and its answer."""
+def _exchange_seconds(source: Region, destination: str, update_bytes: int) -> float:
+    """One update over one link, with an offer and its answer; links are taken to be independent."""
     link = next((known for known in source.links if known.destination == destination), None)
     rtt_ms = link.rtt_ms if link else PRIOR_RTT_MS
     mbps = link.mbps if link else PRIOR_MBPS
-    del fan_out  # links are shaped each on its own; a shared uplink is not modelled
     return 2.0 * rtt_ms / 1e3 + update_bytes * PROTOCOL_OVERHEAD * 8 / (mbps * 1e6)
 
 

@@ -89,9 +89,7 @@ def _candidates(snapshot: Snapshot, demand: Demand) -> tuple[list[Region], list[
             for name in without
         ]
     elif not holders and not reasons:
-        elsewhere = (
-            ", ".join(sorted({d.name for region in snapshot.regions for d in region.datasets})) or "none"
-        )
+        elsewhere = ", ".join(sorted({d.name for region in snapshot.regions for d in region.datasets})) or "none"
         reasons.append(
             Reason(
                 "DATASET_UNKNOWN",
@@ -129,11 +127,11 @@ def _shares(regions: list[Region], snapshot: Snapshot, demand: Demand) -> list[P
     speeds = [worker_speed(region, snapshot) for region in regions]
     free = [max(0, region.capacity.workers - snapshot.busy_workers.get(region.name, 0)) for region in regions]
     load = [n / speed for n, speed in zip(samples, speeds, strict=True)]
-    pace = min((f / l for f, l in zip(free, load, strict=True) if f), default=0.0)
+    pace = min((have / need for have, need in zip(free, load, strict=True) if have), default=0.0)
     parts = []
-    for region, n, speed, l, f in zip(regions, samples, speeds, load, free, strict=True):
+    for region, n, speed, need, have in zip(regions, samples, speeds, load, free, strict=True):
         fitting = max(1, n // demand.batch)
-        workers = demand.workers or max(1, min(f, fitting, math.floor(pace * l + 1e-9)))
+        workers = demand.workers or max(1, min(have, fitting, math.floor(pace * need + 1e-9)))
         parts.append(
             Partition(
                 region=region.name,
@@ -150,20 +148,21 @@ def _shares(regions: list[Region], snapshot: Snapshot, demand: Demand) -> list[P
 
 def _unfit(region: Region, part: Partition, snapshot: Snapshot, demand: Demand) -> list[Reason]:
     reasons = []
-    free = region.capacity.workers - snapshot.busy_workers.get(region.name, 0)
+    name, capacity = region.name, region.capacity
+    free = max(0, capacity.workers - snapshot.busy_workers.get(name, 0))
     if part.workers > free:
         reasons.append(
             Reason(
                 "INADMISSIBLE",
-                f"region {region.name} has {max(free, 0)} of {region.capacity.workers} workers free, {part.workers} are needed",
+                f"region {name} has {free} of {capacity.workers} workers free, {part.workers} are needed",
                 "wait for a job to end, or lower train.workers",
             )
         )
-    if part.memory_mb > region.capacity.memory_mb:
+    if part.memory_mb > capacity.memory_mb:
         reasons.append(
             Reason(
                 "INADMISSIBLE",
-                f"region {region.name} gives a function {region.capacity.memory_mb} MB at the most, {part.memory_mb} MB are asked for",
+                f"region {name} gives a function at most {capacity.memory_mb} MB, {part.memory_mb} MB are asked for",
                 "lower function.memory_mb",
             )
         )

@@ -48,18 +48,30 @@ class Entry:
 CATALOGUE: dict[str, Entry] = {
     # the job file and the task module
     "SPEC_INVALID": Entry(Exit.SPEC, False, "correct the job file; `control-plane schema` prints what it may hold"),
-    "SPEC_NOT_FOUND": Entry(Exit.SPEC, False, "check the path; `control-plane new TEMPLATE DIR` writes a job to start from"),
+    "SPEC_NOT_FOUND": Entry(
+        Exit.SPEC, False, "check the path; `control-plane new TEMPLATE DIR` writes a job to start from"
+    ),
     "TASK_INVALID": Entry(Exit.SPEC, False, "the task module must define model, dataset and loss as functions"),
-    "TASK_FAILED": Entry(Exit.JOB_ENDED_BADLY, False, "`control-plane logs JOB` shows the traceback of the task module"),
-    "DATASET_UNKNOWN": Entry(Exit.INADMISSIBLE, False, "`control-plane region list` shows which datasets the regions hold"),
-    "SHARD_UNREADABLE": Entry(Exit.JOB_ENDED_BADLY, False, "check the shard's path and permissions in the region's configuration"),
-    "RESIDENCY_VIOLATION": Entry(Exit.INADMISSIBLE, False, "the region's policy does not let this data be used so; ask its operator"),
+    "TASK_FAILED": Entry(
+        Exit.JOB_ENDED_BADLY, False, "`control-plane logs JOB` shows the traceback of the task module"
+    ),
+    "DATASET_UNKNOWN": Entry(
+        Exit.INADMISSIBLE, False, "`control-plane region list` shows which datasets the regions hold"
+    ),
+    "SHARD_UNREADABLE": Entry(
+        Exit.JOB_ENDED_BADLY, False, "check the shard's path and permissions in the region's configuration"
+    ),
+    "RESIDENCY_VIOLATION": Entry(
+        Exit.INADMISSIBLE, False, "the region's policy does not let this data be used so; ask its operator"
+    ),
     "INADMISSIBLE": Entry(Exit.INADMISSIBLE, False, "the reasons name what would have to change"),
     # identity
     "UNAUTHENTICATED": Entry(Exit.AUTH, False, "use the token or certificate of this federation"),
     "FORBIDDEN": Entry(Exit.AUTH, False, "this identity may not do that"),
     "TOKEN_INVALID": Entry(Exit.AUTH, False, "make a new one with `control-plane region invite NAME`"),
-    "CERTIFICATE_EXPIRED": Entry(Exit.AUTH, False, "invite the region again: `control-plane region invite NAME`, then `region-agent join`"),
+    "CERTIFICATE_EXPIRED": Entry(
+        Exit.AUTH, False, "invite the region again: `control-plane region invite NAME`, then `region-agent join`"
+    ),
     "CERTIFICATE_INVALID": Entry(Exit.AUTH, False, "the two sides do not share a certificate authority; join again"),
     "PLAINTEXT_REFUSED": Entry(Exit.AUTH, False, "use TLS; plaintext is never accepted"),
     # jobs
@@ -75,23 +87,33 @@ CATALOGUE: dict[str, Entry] = {
     "REGION_LOST": Entry(Exit.JOB_ENDED_BADLY, True, "see that the region's agent runs and reaches the control plane"),
     # places and processes
     "UNAVAILABLE": Entry(Exit.UNAVAILABLE, True, "see that the control plane runs and that its address is right"),
-    "GATEWAY_UNAVAILABLE": Entry(Exit.UNAVAILABLE, True, "see that the function gateway runs and that its address is right"),
+    "GATEWAY_UNAVAILABLE": Entry(
+        Exit.UNAVAILABLE, True, "see that the function gateway runs and that its address is right"
+    ),
     "FUNCTION_FAILED": Entry(Exit.JOB_ENDED_BADLY, True, "`control-plane logs JOB` shows what the function wrote"),
     "FENCED": Entry(Exit.CONFLICT, False, "a newer attempt has taken over; this one must stop"),
     "PORT_IN_USE": Entry(Exit.UNAVAILABLE, False, "stop what listens there, or choose another address"),
     "DISK_FULL": Entry(Exit.UNAVAILABLE, True, "free space in the state directory; nothing was lost"),
-    "STATE_INVALID": Entry(Exit.BUG, False, "the state directory is damaged or of a newer version; restore it or start a new one"),
+    "STATE_INVALID": Entry(
+        Exit.BUG, False, "the state directory is damaged or of a newer version; restore it or start a new one"
+    ),
     "CONFIG_INVALID": Entry(Exit.USAGE, False, "correct the configuration file"),
-    "PRICE_UNKNOWN": Entry(Exit.INADMISSIBLE, False, "give the price in the region's configuration; unknown is never taken for zero"),
+    "PRICE_UNKNOWN": Entry(
+        Exit.INADMISSIBLE, False, "give the price in the region's configuration; unknown is never taken for zero"
+    ),
     # data on the wire
     "FRAME_INVALID": Entry(Exit.BUG, False, "the two sides run different versions, or the bytes were damaged"),
     "DIGEST_MISMATCH": Entry(Exit.BUG, True, "the bytes were damaged on the way; they are sent again"),
     "TRANSFER_STALLED": Entry(Exit.UNAVAILABLE, True, "no byte arrived for too long; see the link"),
     "LIMIT_EXCEEDED": Entry(Exit.USAGE, False, "make it smaller, or raise the limit in the configuration"),
     # the emulator
-    "EMULATOR_UNSUPPORTED": Entry(Exit.UNAVAILABLE, False, "run as root, or where user namespaces are allowed; or run without shaping"),
+    "EMULATOR_UNSUPPORTED": Entry(
+        Exit.UNAVAILABLE, False, "run as root, or where user namespaces are allowed; or run without shaping"
+    ),
     "EMULATOR_OFF": Entry(Exit.NOT_FOUND, False, "start it with `wan-emulator up PROFILE`"),
-    "CALIBRATION_FAILED": Entry(Exit.JOB_ENDED_BADLY, True, "the machine is too busy for this profile; a measurement would not be valid"),
+    "CALIBRATION_FAILED": Entry(
+        Exit.JOB_ENDED_BADLY, True, "the machine is too busy for this profile; a measurement would not be valid"
+    ),
     # us
     "INTERNAL": Entry(Exit.BUG, False, "a bug in geofed; run again with --debug and report it"),
 }

@@ -1,0 +1,201 @@
+"""How gRPC is used here: channel options, identities in TLS, and errors that keep their code across the wire.
+
+Every server's certificate carries its role as a DNS name (`control-plane.geofed`, `<region>.region.geofed`), and
+every client checks that name instead of the address it dialled, so that addresses may change and pass through NAT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from geofed_pb.errors import CATALOGUE, Exit, GeofedError
+from geofed_pb.v1 import common_pb2
+
+__all__ = [
+    "CHUNK_BYTES",
+    "CONTROL_PLANE_NAME",
+    "answering",
+    "channel",
+    "channel_options",
+    "error_of",
+    "peer_common_name",
+    "read_pem",
+    "region_name",
+    "server_options",
+    "streaming",
+    "to_proto",
+    "with_token",
+]
+
+CHUNK_BYTES = 1 << 20
+CONTROL_PLANE_NAME = "control-plane.geofed"
+_ERROR_KEY = "geofed-error-bin"
+_log = logging.getLogger("geofed.rpc")
+
+_STATUS = {
+    Exit.SPEC: grpc.StatusCode.INVALID_ARGUMENT,
+    Exit.USAGE: grpc.StatusCode.INVALID_ARGUMENT,
+    Exit.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    Exit.AUTH: grpc.StatusCode.PERMISSION_DENIED,
+    Exit.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    Exit.WAIT_TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Exit.CONFLICT: grpc.StatusCode.FAILED_PRECONDITION,
+    Exit.INADMISSIBLE: grpc.StatusCode.FAILED_PRECONDITION,
+    Exit.JOB_ENDED_BADLY: grpc.StatusCode.FAILED_PRECONDITION,
+}
+
+
+def region_name(region: str) -> str:
+    """The DNS name in the certificates of a region."""
+    return f"{region}.region.geofed"
+
+
+def channel_options() -> list[tuple[str, Any]]:
+    """Keep-alive below the idle limits of cloud NATs (240 s at the lowest), 4 MiB messages, no shared sub-channels."""
+    return [
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.min_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 5_000),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+    ]
+
+
+def server_options() -> list[tuple[str, Any]]:
+    """What `channel_options` asks of a server; two servers never share a port."""
+    return [
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def channel(
+    address: str, *, ca_pem: bytes, name: str, certificate_pem: bytes | None = None, key_pem: bytes | None = None
+) -> grpc.aio.Channel:
+    """Open a TLS channel to the server that is called `name`, wherever it listens."""
+    credentials = grpc.ssl_channel_credentials(ca_pem, key_pem, certificate_pem)
+    options = [*channel_options(), ("grpc.ssl_target_name_override", name)]
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def with_token(token: str) -> tuple[tuple[str, str], ...]:
+    """Call metadata that carries a bearer token."""
+    return (("authorization", f"Bearer {token}"),)
+
+
+def peer_common_name(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
+    """Common name of the client's certificate; None where the client showed none."""
+    for name in context.auth_context().get("x509_common_name") or ():
+        return name.decode()
+    return None
+
+
+def to_proto(error: GeofedError) -> common_pb2.Error:
+    """The error as it stands in a message."""
+    return common_pb2.Error(code=error.code, message=error.message, hint=error.hint, retryable=error.retryable)
+
+
+def error_of(error: grpc.RpcError | common_pb2.Error) -> GeofedError:
+    """What the other side said went wrong; for a failure below it (no connection, bad certificate) the nearest code."""
+    if isinstance(error, common_pb2.Error):
+        code = error.code if error.code in CATALOGUE else "INTERNAL"
+        return GeofedError(code, error.message, hint=error.hint or None)
+    for key, value in _trailing(error):
+        if key == _ERROR_KEY:
+            return error_of(common_pb2.Error.FromString(value))
+    details = _details(error)
+    status = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
+    if "CERTIFICATE_VERIFY_FAILED" in details or "certificate" in details.lower():
+        expired = "expired" in details.lower()
+        return GeofedError("CERTIFICATE_EXPIRED" if expired else "CERTIFICATE_INVALID", details)
+    if status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+        return GeofedError("UNAVAILABLE", details or str(status))
+    if status is grpc.StatusCode.UNAUTHENTICATED:
+        return GeofedError("UNAUTHENTICATED", details)
+    return GeofedError("INTERNAL", details or str(status))
+
+
+def _trailing(error: grpc.RpcError) -> Sequence[Any]:
+    metadata = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
+    return tuple(metadata) if metadata else ()
+
+
+def _details(error: grpc.RpcError) -> str:
+    return (error.details() or "") if hasattr(error, "details") else str(error)
+
+
+_Servicer = TypeVar("_Servicer")
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: GeofedError) -> None:
+    status = _STATUS.get(error.exit, grpc.StatusCode.INTERNAL)
+    await context.abort(status, error.message, ((_ERROR_KEY, to_proto(error).SerializeToString()),))
+
+
+async def _abort_unforeseen(context: grpc.aio.ServicerContext[Any, Any], method: str, error: Exception) -> None:
+    if isinstance(error, OSError) and error.errno == 28:
+        await _abort(context, GeofedError("DISK_FULL", f"no space left: {error.filename or 'state directory'}"))
+    _log.exception("%s failed", method)
+    await _abort(context, GeofedError("INTERNAL", f"{type(error).__name__} in {method}"))
+
+
+def answering(
+    method: Callable[[_Servicer, Any, Any], Awaitable[Any]],
+) -> Callable[[_Servicer, Any, Any], Awaitable[Any]]:
+    """Wrap a servicer method that returns one message, so that its errors reach the caller with their code."""
+
+    @functools.wraps(method)
+    async def call(self: _Servicer, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await method(self, request, context)
+        except GeofedError as error:
+            await _abort(context, error)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the edge of the process: nothing may leave without a code
+            await _abort_unforeseen(context, method.__qualname__, error)
+
+    return call
+
+
+def streaming(
+    method: Callable[[_Servicer, Any, Any], AsyncIterator[Any]],
+) -> Callable[[_Servicer, Any, Any], AsyncIterator[Any]]:
+    """The same for a method that yields messages."""
+
+    @functools.wraps(method)
+    async def call(self: _Servicer, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            async for message in method(self, request, context):
+                yield message
+        except GeofedError as error:
+            await _abort(context, error)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the edge of the process: nothing may leave without a code
+            await _abort_unforeseen(context, method.__qualname__, error)
+
+    return call
+
+
+def read_pem(path: Path, what: str) -> bytes:
+    """Read a key or certificate, with a clear error where it is missing."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise GeofedError("UNAUTHENTICATED", f"{what} is missing: {path}") from None
