@@ -1,0 +1,1 @@
+"""How models meet: flat tensors, channels, collectives, WAN policies and the parameter server."""

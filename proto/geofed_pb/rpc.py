@@ -61,13 +61,13 @@ def region_name(region: str) -> str:
 def channel_options() -> list[tuple[str, Any]]:
     """Keep-alive below the idle limits of cloud NATs (240 s at the lowest), 4 MiB messages, no shared sub-channels."""
     return [
-        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.min_reconnect_backoff_ms", 200),
-        ("grpc.max_reconnect_backoff_ms", 5_000),
+        ("grpc.min_reconnect_backoff_ms", 5_000),
+        ("grpc.max_reconnect_backoff_ms", 3_000),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),
     ]
@@ -76,7 +76,7 @@ def channel_options() -> list[tuple[str, Any]]:
 def server_options() -> list[tuple[str, Any]]:
     """What `channel_options` asks of a server; two servers never share a port."""
     return [
-        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),

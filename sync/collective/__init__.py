@@ -1,0 +1,5 @@
+"""How the workers of one partition merge."""
+
+from sync.collective._mean import weighted_mean
+
+__all__ = ["weighted_mean"]

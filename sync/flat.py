@@ -1,0 +1,95 @@
+"""Between a torch module and its flat vector. The only module of this room, beside the workers, that needs torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from geofed_pb.errors import GeofedError
+from sync.layout import Layout, Slot, Vector
+
+__all__ = ["FlatModel"]
+
+_EXACT_INTEGERS = 1 << 24
+"""Above this, float32 does not hold every integer."""
+
+
+class FlatModel:
+    """A module together with its layout; reads and writes the flat vector and gradients.
+
+    Tied parameters stand once in the layout. Not safe for use by several threads at once.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        rest = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+        rest |= dict(_persistent_buffers(module))
+        self._trained = list(trained.values())
+        self._all = [*trained.values(), *rest.values()]
+        slots = [
+            Slot(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in (trained | rest).items()
+        ]
+        self.layout = Layout(tuple(slots), len(trained))
+        if not trained:
+            raise GeofedError("TASK_INVALID", "the model has no trainable parameters")
+
+    def vector(self) -> Vector:
+        """A copy of the whole state, shape (layout.size,)."""
+        out = np.empty(self.layout.size, np.float32)
+        with torch.no_grad():
+            self._copy_out(torch.from_numpy(out), 0, self._all)
+        return out
+
+    def load(self, vector: Vector) -> None:
+        """Put a whole state into the module."""
+        self._copy_in(vector, 0, self._all)
+
+    def gradient(self) -> Vector:
+        """Gradients of the trainable head (zero where there is none), followed by the rest of the state."""
+        out = np.empty(self.layout.size, np.float32)
+        flat = torch.from_numpy(out)
+        at = 0
+        with torch.no_grad():
+            for parameter in self._trained:
+                part = flat[at : at + parameter.numel()]
+                part.zero_() if parameter.grad is None else part.copy_(parameter.grad.reshape(-1))
+                at += parameter.numel()
+            self._copy_out(flat, at, self._all[len(self._trained) :])
+        return out
+
+    def load_gradient(self, vector: Vector) -> None:
+        """Put merged gradients into ``.grad`` and the merged rest of the state into the module."""
+        flat = torch.from_numpy(np.ascontiguousarray(vector))
+        at = 0
+        with torch.no_grad():
+            for parameter in self._trained:
+                part = flat[at : at + parameter.numel()].reshape(parameter.shape)
+                if parameter.grad is None:
+                    parameter.grad = part.to(parameter.dtype, copy=True)
+                else:
+                    parameter.grad.copy_(part)
+                at += parameter.numel()
+        self._copy_in(vector, at, self._all[len(self._trained) :])
+
+    @staticmethod
+    def _copy_out(flat: torch.Tensor, at: int, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if not tensor.is_floating_point() and tensor.numel() and int(tensor.abs().max()) > _EXACT_INTEGERS:
+                raise GeofedError("TASK_INVALID", "an integer of the model's state is beyond 2^24 and cannot travel")
+            flat[at : at + tensor.numel()].copy_(tensor.reshape(-1))
+            at += tensor.numel()
+
+    @staticmethod
+    def _copy_in(vector: Vector, at: int, tensors: list[torch.Tensor]) -> None:
+        flat = torch.from_numpy(vector if vector.flags.writeable else vector.copy())
+        with torch.no_grad():
+            for tensor in tensors:
+                part = flat[at : at + tensor.numel()].reshape(tensor.shape)
+                tensor.copy_(part if tensor.is_floating_point() else part.round())
+                at += tensor.numel()
+
+
+def _persistent_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    kept = set(module.state_dict(keep_vars=True))
+    return [(name, buffer) for name, buffer in module.named_buffers() if name in kept]

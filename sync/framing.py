@@ -1,0 +1,167 @@
+"""The closed framing of tensors, in channels, on the wire and on disk.
+
+A frame is a fixed prefix, a table of entries and the raw little-endian values, each tensor aligned to 64 bytes::
+
+    prefix  "GFT1"  u16 entries  u16 facts  u32 header_bytes  u64 total_bytes  u32 crc32 of the header
+    fact    u8 length, name, f64 value                     (numbers about the whole: step, samples, ...)
+    entry   u8 length, name, u8 dtype, u8 dimensions, u64 size of each, u64 offset
+
+Nothing in it names code, sizes are checked against the buffer before any memory is taken, and decoding copies
+nothing: the arrays are read-only views of the buffer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from geofed_pb.errors import GeofedError
+
+__all__ = ["Array", "Frame", "decode", "digest_of", "encode"]
+
+Array = npt.NDArray[np.generic]
+Buffer = bytes | bytearray | memoryview
+
+_MAGIC = b"GFT1"
+_PREFIX = struct.Struct("<4sHHIQI")
+_ALIGN = 64
+_MAX_DIMENSIONS = 8
+_DTYPES: tuple[np.dtype[np.generic], ...] = tuple(
+    np.dtype(name) for name in ("<f4", "<f8", "<f2", "<u2", "<i8", "<i4", "|i1", "|u1", "|b1")
+)
+_CODES = {dtype.str: code for code, dtype in enumerate(_DTYPES)}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What a buffer held."""
+
+    tensors: dict[str, Array]
+    """Read-only views of the buffer, by name."""
+    facts: dict[str, float]
+    """Numbers about the whole."""
+
+
+def encode(tensors: Mapping[str, Array], facts: Mapping[str, float] | None = None) -> list[memoryview]:
+    """Frame tensors as buffers to be written one after the other; the values are not copied.
+
+    Raises ``GeofedError("FRAME_INVALID")`` for a dtype or a name that the framing does not know.
+    """
+    arrays = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    header_bytes = sum(_entry_bytes(name, array.ndim) for name, array in arrays.items())
+    header_bytes += sum(1 + len(name.encode()) + 8 for name in facts or {})
+    offset = _aligned(_PREFIX.size + header_bytes)
+    table, body, at = bytearray(), [], offset
+    for name, value in (facts or {}).items():
+        table += _name(name) + struct.pack("<d", value)
+    for name, array in arrays.items():
+        table += _entry(name, array, at)
+        body.append((at, array))
+        at = _aligned(at + array.nbytes)
+    total = body[-1][0] + body[-1][1].nbytes if body else offset
+    prefix = _PREFIX.pack(_MAGIC, len(arrays), len(facts or {}), len(table), total, zlib.crc32(table))
+    pieces, written = [memoryview(prefix + bytes(table))], _PREFIX.size + len(table)
+    for at, array in body:
+        pieces.append(memoryview(bytes(at - written)))
+        pieces.append(memoryview(array.reshape(-1).view(np.uint8)))
+        written = at + array.nbytes
+    if not body:
+        pieces.append(memoryview(bytes(total - written)))
+    return [piece for piece in pieces if piece.nbytes]
+
+
+def decode(buffer: Buffer, *, max_elements: int = 1 << 34) -> Frame:
+    """Read a frame; raises ``GeofedError("FRAME_INVALID")`` for anything that is not exactly one.
+
+    ``max_elements`` bounds each tensor, whatever the buffer claims.
+    """
+    view = memoryview(buffer).cast("B")
+    try:
+        return _decode(view, max_elements)
+    except (struct.error, UnicodeDecodeError, IndexError, ValueError) as error:
+        raise GeofedError("FRAME_INVALID", f"not a tensor frame: {error}") from None
+
+
+def _decode(view: memoryview, max_elements: int) -> Frame:
+    magic, entries, facts, header_bytes, total, crc = _PREFIX.unpack_from(view)
+    if magic != _MAGIC or total != view.nbytes or header_bytes > view.nbytes - _PREFIX.size:
+        raise ValueError("wrong prefix or length")
+    table = view[_PREFIX.size : _PREFIX.size + header_bytes]
+    if zlib.crc32(table) != crc:
+        raise ValueError("the header is damaged")
+    at, values = 0, {}
+    for _ in range(facts):
+        name, at = _read_name(table, at)
+        (values[name],) = struct.unpack_from("<d", table, at)
+        at += 8
+    tensors: dict[str, Array] = {}
+    end = _PREFIX.size + header_bytes
+    for _ in range(entries):
+        name, array, at, end = _read_entry(view, table, at, end, max_elements)
+        if name in tensors:
+            raise ValueError(f"tensor {name!r} is there twice")
+        tensors[name] = array
+    if at != header_bytes:
+        raise ValueError("the header is longer than its entries")
+    return Frame(tensors, values)
+
+
+def _read_entry(
+    view: memoryview, table: memoryview, at: int, end: int, max_elements: int
+) -> tuple[str, Array, int, int]:
+    name, at = _read_name(table, at)
+    code, dimensions = table[at], table[at + 1]
+    if code >= len(_DTYPES) or dimensions > _MAX_DIMENSIONS:
+        raise ValueError(f"tensor {name!r} has an unknown dtype or too many dimensions")
+    *shape, offset = struct.unpack_from(f"<{dimensions + 1}Q", table, at + 2)
+    count = math.prod(shape)
+    nbytes = count * _DTYPES[code].itemsize
+    if count > max_elements or offset != _aligned(end) or offset + nbytes > view.nbytes:
+        raise ValueError(f"tensor {name!r} does not lie within the frame")
+    array = np.frombuffer(view, dtype=_DTYPES[code], count=count, offset=offset).reshape(shape)
+    array.flags.writeable = False
+    return name, array, at + 2 + 8 * (dimensions + 1), offset + nbytes
+
+
+def digest_of(pieces: Sequence[Buffer]) -> str:
+    """ "sha256:<hex>" over buffers, one after the other."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGN) * _ALIGN
+
+
+def _name(name: str) -> bytes:
+    raw = name.encode()
+    if len(raw) > 255:
+        raise GeofedError("FRAME_INVALID", f"name of {len(raw)} bytes is longer than 255")
+    return bytes([len(raw)]) + raw
+
+
+def _read_name(table: memoryview, at: int) -> tuple[str, int]:
+    length = table[at]
+    if at + 1 + length > table.nbytes:
+        raise ValueError("a name runs over the header")
+    return bytes(table[at + 1 : at + 1 + length]).decode(), at + 1 + length
+
+
+def _entry_bytes(name: str, dimensions: int) -> int:
+    return 1 + len(name.encode()) + 2 + 8 * (dimensions + 1)
+
+
+def _entry(name: str, array: Array, offset: int) -> bytes:
+    code = _CODES.get(array.dtype.str)
+    if code is None or array.ndim > _MAX_DIMENSIONS:
+        raise GeofedError("FRAME_INVALID", f"tensor {name!r}: dtype {array.dtype} or {array.ndim} dimensions")
+    return _name(name) + struct.pack(f"<BB{array.ndim + 1}Q", code, array.ndim, *array.shape, offset)
