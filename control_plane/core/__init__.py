@@ -1,0 +1,97 @@
+"""The pure machines: events in, actions out; no I/O, no clock, no database, no protobuf."""
+
+from pydantic import TypeAdapter
+
+from control_plane.core._events import (
+    Begun,
+    CancelAsked,
+    Connected,
+    Disconnected,
+    EndSession,
+    Heard,
+    JobAction,
+    JobEvent,
+    Planned,
+    Record,
+    RegionAction,
+    RegionEvent,
+    RegionLive,
+    RegionLost,
+    RegionUnreachable,
+    Reloaded,
+    Reported,
+    SendPeers,
+    SendPublish,
+    SendStart,
+    SendStop,
+    TellJobs,
+    Tick,
+)
+from control_plane.core._job import MAX_PUBLISHES, JobMachine, condition_of
+from control_plane.core._region import RegionMachine, RegionState
+from control_plane.core._state import TERMINAL, Charge, Failure, JobState, Partition, Peer, Report
+
+__all__ = [
+    "MAX_PUBLISHES",
+    "TERMINAL",
+    "Begun",
+    "CancelAsked",
+    "Charge",
+    "Connected",
+    "Disconnected",
+    "EndSession",
+    "Failure",
+    "Heard",
+    "JobAction",
+    "JobEvent",
+    "JobMachine",
+    "JobState",
+    "Partition",
+    "Peer",
+    "Planned",
+    "Record",
+    "RegionAction",
+    "RegionEvent",
+    "RegionLive",
+    "RegionLost",
+    "RegionMachine",
+    "RegionState",
+    "RegionUnreachable",
+    "Reloaded",
+    "Report",
+    "Reported",
+    "SendPeers",
+    "SendPublish",
+    "SendStart",
+    "SendStop",
+    "TellJobs",
+    "Tick",
+    "condition_of",
+    "job_state_from_json",
+    "job_state_to_json",
+    "region_state_from_json",
+    "region_state_to_json",
+]
+
+_JOB = TypeAdapter(JobState)
+_REGION = TypeAdapter(RegionState)
+
+
+def job_state_to_json(state: JobState) -> str:
+    """A job's state as it is stored."""
+    return _JOB.dump_json(state).decode()
+
+
+def job_state_from_json(text: str) -> JobState:
+    """The state that `job_state_to_json` wrote."""
+    return _JOB.validate_json(text)
+
+
+def region_state_to_json(state: RegionState) -> str:
+    """A region's state as it is stored."""
+    return _REGION.dump_json(state).decode()
+
+
+def region_state_from_json(text: str) -> RegionState:
+    """The state that `region_state_to_json` wrote."""
+    return _REGION.validate_json(text)

@@ -1,0 +1,184 @@
+"""What can happen to a job or a region, and what they ask for in answer. Times are Unix seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from control_plane.core._state import Peer, Report
+
+# --- what happens to a job
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The scheduler has answered."""
+
+    at: float
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The job may start now."""
+
+    at: float
+
+
+@dataclass(frozen=True)
+class Reported:
+    """An agent says how its partition stands."""
+
+    at: float
+    region: str
+    report: Report
+    blob_bytes: int | None = None
+    """With state "published": size of the blob that was handed in; None: it is not here, or its digest is wrong."""
+
+
+@dataclass(frozen=True)
+class CancelAsked:
+    """A user wants the job to end."""
+
+    at: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class RegionLive:
+    """A region holds a session."""
+
+    at: float
+    region: str
+    restarted: bool
+    """True where the agent is another process than before: it may have lost what was not durable."""
+
+
+@dataclass(frozen=True)
+class RegionUnreachable:
+    """A region is silent; its lease still runs."""
+
+    at: float
+    region: str
+
+
+@dataclass(frozen=True)
+class RegionLost:
+    """A region's lease is over."""
+
+    at: float
+    region: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+    at: float
+
+
+JobEvent = Planned | Begun | Reported | CancelAsked | RegionLive | RegionUnreachable | RegionLost | Tick
+
+# --- what happens to a region
+
+
+@dataclass(frozen=True)
+class Connected:
+    """An agent said hello."""
+
+    at: float
+    boot_id: str
+    lease_seconds: float
+
+
+@dataclass(frozen=True)
+class Heard:
+    """Anything came from the agent of a session."""
+
+    at: float
+    session: int
+    lease_seconds: float
+
+
+@dataclass(frozen=True)
+class Disconnected:
+    """The stream of a session broke."""
+
+    at: float
+    session: int
+
+
+@dataclass(frozen=True)
+class Reloaded:
+    """The control plane was restarted. Its own absence ends no lease: all get a new one."""
+
+    at: float
+    lease_seconds: float
+
+
+RegionEvent = Connected | Heard | Disconnected | Reloaded | Tick
+
+# --- what they ask for
+
+
+@dataclass(frozen=True)
+class SendStart:
+    """Have the region run its partition under this epoch."""
+
+    region: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class SendPeers:
+    """Tell the region whom to exchange with."""
+
+    region: str
+    epoch: int
+    peers: tuple[Peer, ...]
+
+
+@dataclass(frozen=True)
+class SendStop:
+    """Have the region end its partition."""
+
+    region: str
+    epoch: int
+    reason: str
+    discard: bool
+
+
+@dataclass(frozen=True)
+class SendPublish:
+    """Have the region hand the final model in."""
+
+    region: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """Write an event into the job's history."""
+
+    kind: str
+    text: str
+    region: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
+    terminal: bool = False
+
+
+@dataclass(frozen=True)
+class EndSession:
+    """Close the stream of a session: a later one has taken over, or its lease is over."""
+
+    session: int
+
+
+@dataclass(frozen=True)
+class TellJobs:
+    """Pass this on to the jobs of the region."""
+
+    event: RegionLive | RegionUnreachable | RegionLost
+
+
+JobAction = SendStart | SendPeers | SendStop | SendPublish | Record
+RegionAction = EndSession | TellJobs | Record

@@ -1,0 +1,342 @@
+"""The life of a job: queued → planned → starting → running → finishing → succeeded | failed | cancelled.
+
+Invariants, held against any order of events by `tests/control_plane/test_job_machine.py`: an ended job stays as it
+is; epochs only grow; at most one region is asked for the model at a time; peers are sent only when the addresses of
+all are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from control_plane.core._events import (
+    Begun,
+    CancelAsked,
+    JobAction,
+    JobEvent,
+    Planned,
+    Record,
+    RegionLive,
+    RegionLost,
+    RegionUnreachable,
+    Reported,
+    SendPeers,
+    SendPublish,
+    SendStart,
+    SendStop,
+    Tick,
+)
+from control_plane.core._state import ENDED_PARTITION, Failure, JobPhase, JobState, Link, Partition, Peer, Report
+
+MAX_PUBLISHES = 5
+"""How often the model is asked for before the job fails: each time it did not arrive whole."""
+_STARTED = ("starting", "running", "finishing")
+
+
+class JobMachine:
+    """`handle(event)` changes `state` and says what is to be done."""
+
+    def __init__(self, state: JobState) -> None:
+        self.state = state
+        self._out: list[JobAction] = []
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Planned: self._planned,
+            Begun: self._begun,
+            Reported: self._reported,
+            CancelAsked: self._cancel_asked,
+            RegionLive: self._region_live,
+            RegionUnreachable: self._region_unreachable,
+            RegionLost: self._region_lost,
+            Tick: self._tick,
+        }
+
+    def handle(self, event: JobEvent) -> list[JobAction]:
+        """Take one event. Never raises; what does not fit the state changes nothing."""
+        if self.state.terminal:
+            return []
+        self._out = []
+        self._handlers[type(event)](event)
+        return self._out
+
+    # --- the way in
+
+    def _planned(self, event: Planned) -> None:
+        if self.state.phase != "queued":
+            return
+        names = [part.region for part in self.state.partitions]
+        self._enter("planned", f"planned over {_listed(names)}", {"regions": names})
+
+    def _begun(self, event: Begun) -> None:
+        if self.state.phase != "planned":
+            return
+        self._enter("starting", "starting in all regions")
+        for part in self.state.partitions:
+            self._start(part)
+
+    def _start(self, part: Partition) -> None:
+        self._put(replace(part, state="assigned"))
+        self._out.append(SendStart(part.region, part.epoch))
+
+    # --- what the agents say
+
+    def _reported(self, event: Reported) -> None:
+        part = self.state.partition(event.region)
+        if part is None or event.report.epoch != part.epoch or self.state.phase in ("queued", "planned"):
+            return
+        self._note(part, event.report)
+        self._put(
+            replace(
+                part,
+                state=event.report.state,
+                report=event.report,
+                address=event.report.ps_address or part.address,
+            )
+        )
+        if self.state.phase == "cancelling":
+            self._cancelled_if_all_ended(event.at)
+            return
+        if event.report.state in ("failed", "refused"):
+            self._fail(event.at, _failure_of(event.region, event.report))
+            return
+        self._tell_peers()
+        if event.report.state in ("training", "finished") and self.state.phase == "starting":
+            self._to_running(event)
+        if event.report.state == "published" and self.state.phase == "finishing":
+            self._published(event)
+        else:
+            self._finish_if_all_done(event.at)
+
+    def _note(self, part: Partition, report: Report) -> None:
+        """Write down what is new since the last report."""
+        last = part.report or Report(part.epoch, "")
+        name = part.region
+        if report.state != part.state:
+            text = f"{name}: {report.state}" + (f" ({report.condition})" if report.condition else "")
+            data: dict[str, Any] = {"state": report.state, "epoch": report.epoch, "round": report.round}
+            if report.error is not None:
+                data["error"] = {"code": report.error.code, "message": report.error.message}
+            self._record("partition.state", text, name, data)
+        if report.round > last.round:
+            figures = {"round": report.round, "step": report.step, "samples": report.samples, "loss": report.loss}
+            self._record("partition.round", f"{name}: round {report.round}, loss {report.loss:.4f}", name, figures)
+        if report.metrics and report.metrics_round > last.metrics_round:
+            values = ", ".join(f"{key} {value:.4f}" for key, value in sorted(report.metrics.items()))
+            self._record(
+                "partition.evaluated",
+                f"{name}: after round {report.metrics_round}: {values}",
+                name,
+                {"round": report.metrics_round, "metrics": report.metrics, "samples": report.metrics_samples},
+            )
+
+    def _to_running(self, event: Reported) -> None:
+        self.state = replace(self.state, started_at=event.at)
+        took = event.at - self.state.created_at
+        self._enter("running", f"training has begun, {took:.1f} s after the submission", {"seconds": took})
+
+    def _tell_peers(self) -> None:
+        parts = self.state.partitions
+        if not all(part.address for part in parts):
+            return
+        peers = tuple(Peer(part.region, part.epoch, part.address) for part in parts)
+        for part in parts:
+            if part.told != peers:
+                self._put(replace(part, told=peers))
+                self._out.append(SendPeers(part.region, part.epoch, peers))
+
+    # --- the end
+
+    def _finish_if_all_done(self, at: float) -> None:
+        if self.state.phase == "running" and all(part.state == "finished" for part in self.state.partitions):
+            digests = {part.region: part.report.model_digest for part in self.state.partitions if part.report}
+            if len(set(digests.values())) != 1:
+                told = ", ".join(f"{region} {digest or 'none'}" for region, digest in digests.items())
+                self._fail(at, Failure("INTERNAL", f"the regions ended with different models: {told}"))
+                return
+            self.state = replace(self.state, model_digest=next(iter(digests.values())))
+            self._enter("finishing", "all regions are done and hold the same model", {"model": self.state.model_digest})
+        if self.state.phase == "finishing":
+            self._ask_for_model()
+
+    def _ask_for_model(self) -> None:
+        """Ask the first region by name that can be reached and has the model, unless one is being waited for."""
+        if self.state.publisher:
+            return
+        able = [part for part in self.state.partitions if part.state == "finished" and part.link == "live"]
+        if not able:
+            return
+        chosen = able[0]
+        self.state = replace(
+            self.state,
+            publisher=chosen.region,
+            publish_epoch=chosen.epoch,
+            publishes=self.state.publishes + 1,
+        )
+        self._out.append(SendPublish(chosen.region, chosen.epoch))
+        self._record("job.publishing", f"{chosen.region} hands the model in", chosen.region)
+
+    def _published(self, event: Reported) -> None:
+        if event.blob_bytes is None or not event.report.blob_digest:
+            if self.state.publishes >= MAX_PUBLISHES:
+                text = f"the model did not arrive whole from {event.region} after {MAX_PUBLISHES} attempts"
+                self._fail(event.at, Failure("DIGEST_MISMATCH", text))
+                return
+            part = self.state.partition(event.region)
+            if part is not None:
+                self._put(replace(part, state="finished"))
+            self.state = replace(self.state, publisher="")
+            self._ask_for_model()
+            return
+        self.state = replace(
+            self.state, blob_digest=event.report.blob_digest, blob_bytes=event.blob_bytes, publisher=""
+        )
+        self._stop_all("the job has succeeded")
+        self._end(event.at, "succeeded", f"succeeded; the model is {event.report.blob_digest}")
+
+    def _cancel_asked(self, event: CancelAsked) -> None:
+        if self.state.phase == "cancelling":
+            return
+        self.state = replace(self.state, reason=event.reason, publisher="")
+        if self.state.phase in ("queued", "planned"):
+            self._end(event.at, "cancelled", _because("cancelled before it started", event.reason))
+            return
+        self._enter("cancelling", _because("being cancelled", event.reason))
+        self._stop_all(event.reason or "cancelled")
+        self._cancelled_if_all_ended(event.at)
+
+    def _cancelled_if_all_ended(self, at: float) -> None:
+        if all(part.link == "lost" or part.state in ENDED_PARTITION for part in self.state.partitions):
+            self._end(at, "cancelled", _because("cancelled", self.state.reason))
+
+    def _fail(self, at: float, failure: Failure) -> None:
+        self.state = replace(self.state, error=failure, publisher="")
+        self._stop_all(f"the job has failed: {failure.code}")
+        self._end(at, "failed", f"failed: {failure.message}", {"code": failure.code})
+
+    def _stop_all(self, reason: str) -> None:
+        for part in self.state.partitions:
+            self._out.append(SendStop(part.region, part.epoch, reason, discard=True))
+
+    def _end(self, at: float, phase: JobPhase, text: str, data: dict[str, Any] | None = None) -> None:
+        self.state = replace(self.state, finished_at=at)
+        self._enter(phase, text, data, terminal=True)
+
+    # --- regions come and go
+
+    def _region_live(self, event: RegionLive) -> None:
+        part = self.state.partition(event.region)
+        if part is None:
+            return
+        before, part = part, self._relink(part, "live", event.at)
+        if self.state.phase not in _STARTED:
+            return
+        if before.link == "lost" or event.restarted:
+            self._restart(part)
+        elif before.link != "live" and self.state.phase == "finishing":
+            self._ask_for_model()
+
+    def _restart(self, part: Partition) -> None:
+        """The agent gets its orders anew; what it holds durably, it goes on from."""
+        if self.state.publisher == part.region:
+            self.state = replace(self.state, publisher="")
+        self._record(
+            "partition.restarted",
+            f"{part.region} is given its partition again, epoch {part.epoch}",
+            part.region,
+            {"epoch": part.epoch},
+        )
+        self._start(replace(part, told=()))
+
+    def _region_unreachable(self, event: RegionUnreachable) -> None:
+        part = self.state.partition(event.region)
+        if part is not None and part.link == "live":
+            self._relink(part, "unreachable", event.at)
+
+    def _region_lost(self, event: RegionLost) -> None:
+        part = self.state.partition(event.region)
+        if part is None or part.link == "lost":
+            return
+        part = self._relink(part, "lost", event.at)
+        if self.state.phase == "cancelling":
+            self._cancelled_if_all_ended(event.at)
+        if self.state.phase not in _STARTED:
+            return
+        self._put(replace(part, epoch=part.epoch + 1, state="pending", address="", told=()))
+        self._record(
+            "partition.fenced",
+            f"{part.region} is lost; epoch {part.epoch} ends, {part.epoch + 1} begins when it is back",
+            part.region,
+            {"epoch": part.epoch + 1},
+        )
+        if self.state.publisher == part.region:
+            self.state = replace(self.state, publisher="")
+            self._ask_for_model()
+
+    def _tick(self, event: Tick) -> None:
+        if self.state.phase not in _STARTED or self.state.publisher:
+            return
+        for part in self.state.partitions:
+            if part.link == "lost" and event.at - part.since > self.state.lost_limit_seconds:
+                text = f"region {part.region} was lost for longer than {self.state.lost_limit_seconds:.0f} s"
+                self._fail(event.at, Failure("REGION_LOST", text))
+                return
+
+    def _relink(self, part: Partition, link: Link, at: float) -> Partition:
+        changed = part if part.link == link else replace(part, link=link, since=at)
+        self._put(changed)
+        return changed
+
+    # --- small change
+
+    def _put(self, changed: Partition) -> None:
+        parts = tuple(changed if part.region == changed.region else part for part in self.state.partitions)
+        self.state = replace(self.state, partitions=parts)
+
+    def _enter(self, phase: JobPhase, text: str, data: dict[str, Any] | None = None, *, terminal: bool = False) -> None:
+        self.state = replace(self.state, phase=phase)
+        self._out.append(Record(f"job.{phase}", text, "", data or {}, terminal))
+
+    def _record(self, kind: str, text: str, region: str, data: dict[str, Any] | None = None) -> None:
+        self._out.append(Record(kind, text, region, data or {}))
+
+
+def condition_of(state: JobState) -> str:
+    """What a job waits for, in words; empty when it waits for nothing."""
+    if state.terminal:
+        return ""
+    away = [part for part in state.partitions if part.link != "live"]
+    if away and state.phase in (*_STARTED, "cancelling"):
+        return "waiting: " + "; ".join(f"region {part.region} {part.link} since {_clock(part.since)}" for part in away)
+    if state.phase == "queued":
+        return "waiting: for a plan"
+    if state.phase == "starting":
+        unready = [part.region for part in state.partitions if not part.address]
+        return f"waiting: for {_listed(unready)} to get ready" if unready else ""
+    if state.phase == "cancelling":
+        going = [part.region for part in state.partitions if part.state not in ENDED_PARTITION]
+        return f"waiting: for {_listed(going)} to stop"
+    if state.phase == "finishing":
+        return f"waiting: for {state.publisher} to hand the model in" if state.publisher else ""
+    said = [f"{p.region}: {p.report.condition}" for p in state.partitions if p.report and p.report.condition]
+    return "; ".join(said)
+
+
+def _failure_of(region: str, report: Report) -> Failure:
+    if report.error is None:
+        return Failure("INTERNAL", f"region {region} {report.state} its partition without saying why")
+    verb = "refuses the partition" if report.state == "refused" else "failed"
+    return replace(report.error, message=f"region {region} {verb}: {report.error.message}")
+
+
+def _because(text: str, reason: str) -> str:
+    return f"{text}: {reason}" if reason else text
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names)
+
+
+def _clock(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

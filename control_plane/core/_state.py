@@ -1,0 +1,128 @@
+"""What a job is at one moment: frozen, and the same after a trip through JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+JobPhase = Literal[
+    "queued", "planned", "starting", "running", "finishing", "succeeded", "failed", "cancelling", "cancelled"
+]
+Link = Literal["live", "unreachable", "lost"]
+TERMINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+ENDED_PARTITION: frozenset[str] = frozenset({"stopped", "failed", "refused"})
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why something failed, in the words of the error catalogue."""
+
+    code: str
+    message: str
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Charge:
+    """One item of a region's meter, cumulative."""
+
+    item: str
+    quantity: float
+    unit: str
+    usd: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """How an agent says its partition stands; the fields of the wire's PartitionReport."""
+
+    epoch: int
+    state: str
+    condition: str = ""
+    ps_address: str = ""
+    round: int = 0
+    step: int = 0
+    samples: int = 0
+    loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    metrics_samples: int = 0
+    metrics_round: int = 0
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    received_bytes: dict[str, int] = field(default_factory=dict)
+    money: tuple[Charge, ...] = ()
+    model_digest: str = ""
+    blob_digest: str = ""
+    error: Failure | None = None
+    workers: int = 0
+    attempt: int = 0
+    samples_per_second: float = 0.0
+    compute_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    applied_updates: int = 0
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A parameter server that others exchange with."""
+
+    region: str
+    epoch: int
+    address: str
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One region's part of a job."""
+
+    region: str
+    epoch: int = 1
+    """Fences what an older holder of this partition still says."""
+    state: str = "pending"
+    """"pending", "assigned", then what the reports of this epoch say."""
+    report: Report | None = None
+    """The last one, of this or an earlier epoch: its figures are cumulative."""
+    address: str = ""
+    """Of the parameter server of this epoch."""
+    told: tuple[Peer, ...] = ()
+    """The peers that this region was last sent."""
+    link: Link = "live"
+    since: float = 0.0
+    """When `link` became what it is."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    """All that the job machine knows."""
+
+    job: str
+    lost_limit_seconds: float
+    """How long a region may stay lost before the job fails."""
+    created_at: float
+    phase: JobPhase = "queued"
+    partitions: tuple[Partition, ...] = ()
+    """Sorted by region."""
+    started_at: float = 0.0
+    """First training step; 0: not yet."""
+    finished_at: float = 0.0
+    model_digest: str = ""
+    """Of the flat final model, once all regions agree on it."""
+    publisher: str = ""
+    """The region that was asked to hand the model in."""
+    publish_epoch: int = 0
+    publishes: int = 0
+    """How often a region was asked to."""
+    blob_digest: str = ""
+    blob_bytes: int = 0
+    error: Failure | None = None
+    reason: str = ""
+    """Why it is being cancelled."""
+
+    def partition(self, region: str) -> Partition | None:
+        """The partition of a region, if it takes part."""
+        return next((part for part in self.partitions if part.region == region), None)
+
+    @property
+    def terminal(self) -> bool:
+        """True once nothing can change any more."""
+        return self.phase in TERMINAL

@@ -1,0 +1,27 @@
+"""The job file: its schema, how it is read, and how the code beside it is packed."""
+
+from typing import Any
+
+from control_plane.spec._demand import to_demand
+from control_plane.spec._load import LoadedSpec, load, parse_json
+from control_plane.spec._model import JobSpec
+from control_plane.spec._pack import MAX_BUNDLE_BYTES, pack
+from control_plane.spec._task import check_task
+
+__all__ = [
+    "MAX_BUNDLE_BYTES",
+    "JobSpec",
+    "LoadedSpec",
+    "check_task",
+    "json_schema",
+    "load",
+    "pack",
+    "parse_json",
+    "to_demand",
+]
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of the job file, for editors."""
+    schema = JobSpec.model_json_schema(by_alias=True)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "geofed training job", **schema}

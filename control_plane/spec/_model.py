@@ -1,0 +1,201 @@
+"""The job file as types. Keys are camelCase in the file; what is not listed here is an error."""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime, timedelta
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+from pydantic.alias_generators import to_camel
+
+from control_plane._durations import format_duration, parse_duration
+
+
+def _auto_or_count(value: Any) -> int | Literal["auto"]:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 1 << 31:
+        return value
+    raise ValueError("write `auto` or a whole number from 1 on")
+
+
+def _duration(value: Any) -> timedelta:
+    if isinstance(value, timedelta):
+        return value
+    if not isinstance(value, str):
+        raise ValueError("write a duration like 30s, 10m or 1h30m")
+    return parse_duration(value)
+
+
+def _deadline(value: Any) -> Any:
+    if value is None or not isinstance(value, str):
+        return value
+    if value[:1].isdigit() and "-" not in value:
+        parse_duration(value)
+        return value
+    try:
+        moment = datetime.fromisoformat(value)
+    except ValueError:
+        raise ValueError(f"{value!r} is neither a duration like 2h nor a time like 2030-01-31T18:00:00Z") from None
+    if moment.tzinfo is None:
+        raise ValueError(f"{value!r} names no time zone; end it with Z or an offset")
+    return value
+
+
+AutoOrCount = Annotated[
+    int | Literal["auto"],
+    PlainValidator(_auto_or_count),
+    WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1}]}),
+]
+Duration = Annotated[
+    timedelta,
+    PlainValidator(_duration),
+    PlainSerializer(format_duration, return_type=str),
+    WithJsonSchema({"type": "string", "examples": ["30s", "10m", "1h30m"]}),
+]
+_LABEL = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
+Name = Annotated[str, Field(pattern=_LABEL, description="a DNS label: lower-case letters, digits and hyphens")]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, alias_generator=to_camel, use_attribute_docstrings=True
+    )
+
+
+class Metadata(_Section):
+    name: Name
+    """What the job is called; need not be unique."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """For the user's own order; not used for decisions."""
+
+
+class Task(_Section):
+    module: str
+    """Path of the task module, relative to the job file."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Handed to the module's functions as a dict."""
+
+    @field_validator("module")
+    @classmethod
+    def _stays_inside(cls, value: str) -> str:
+        path = PurePosixPath(value)
+        if path.is_absolute() or ".." in path.parts or path.suffix != ".py":
+            raise ValueError("give the path of a .py file in the job file's folder")
+        return str(path)
+
+    @field_validator("config")
+    @classmethod
+    def _is_plain(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for number in _numbers(value):
+            if not math.isfinite(number):
+                raise ValueError("numbers must be finite")
+        return value
+
+
+class Data(_Section):
+    dataset: str = Field(min_length=1)
+    """Name in the catalogue of the regions."""
+    residency: Literal["region"] = "region"
+    """How far the raw data may go: `region`, it stays where it is."""
+
+
+class End(_Section):
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the data."""
+    steps: int | None = Field(default=None, ge=1)
+    """Steps of the region that makes the most."""
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> End:
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError("give exactly one of `epochs` and `steps`")
+        return self
+
+
+class Train(_Section):
+    batch: int = Field(ge=1)
+    """Samples of one worker in one step."""
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
+    workers: AutoOrCount = "auto"
+    """Workers in each region."""
+    end: End
+    evaluate_every: int = Field(default=0, ge=0)
+    """Rounds between evaluations; 0: only at the end."""
+
+
+class Objective(_Section):
+    minimise: Literal["cost", "time"] = "cost"
+    deadline: Annotated[str | None, BeforeValidator(_deadline)] = None
+    """A duration from the submission, like 2h, or a time, like 2030-01-31T18:00:00Z."""
+    budget: float | None = Field(default=None, gt=0)
+    """In USD."""
+
+
+class Regions(_Section):
+    use: list[Name] = Field(default_factory=list)
+    """Empty: all that hold data."""
+    avoid: list[Name] = Field(default_factory=list)
+
+
+class Wan(_Section):
+    policy: Literal["auto", "ma"] = "auto"
+    """`ma`: synchronous model averaging every `interval` steps."""
+    interval: AutoOrCount = "auto"
+    """Local steps between WAN exchanges of the region that makes the most."""
+    codec: Literal["auto", "fp32"] = "auto"
+
+
+class Function(_Section):
+    memory_mb: AutoOrCount = "auto"
+    slice: Duration = timedelta(seconds=30)
+    """An invocation ends at the first step boundary after this."""
+
+
+class Limits(_Section):
+    lost_region: Duration = timedelta(minutes=10)
+    """How long the job waits for a region whose lease is over."""
+
+
+class JobSpec(_Section):
+    """One training job."""
+
+    api_version: Literal["geofed/v1"]
+    kind: Literal["TrainingJob"]
+    metadata: Metadata
+    task: Task
+    data: Data
+    train: Train
+    objective: Objective = Field(default_factory=Objective)
+    regions: Regions = Field(default_factory=Regions)
+    collective: Literal["auto", "server-reduce"] = "auto"
+    """How the workers of a region merge their gradients."""
+    channel: Literal["auto", "file"] = "auto"
+    """What the workers of a region exchange tensors through."""
+    wan: Wan = Field(default_factory=Wan)
+    function: Function = Field(default_factory=Function)
+    limits: Limits = Field(default_factory=Limits)
+
+    def to_json(self) -> str:
+        """The normalised form: all defaults filled in, keys in the order of the model."""
+        return self.model_dump_json(by_alias=True)
+
+
+def _numbers(value: Any) -> list[float]:
+    if isinstance(value, dict):
+        return [number for held in value.values() for number in _numbers(held)]
+    if isinstance(value, list):
+        return [number for held in value for number in _numbers(held)]
+    return [value] if isinstance(value, float) else []

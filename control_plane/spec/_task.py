@@ -1,0 +1,54 @@
+"""What can be known of a task module without running it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from geofed_pb.errors import GeofedError
+
+_REQUIRED = {"model": 1, "dataset": 3, "loss": 2}
+"""The functions every task module defines, and with how many positional arguments they are called."""
+
+
+def check_task(folder: Path, module: str) -> None:
+    """See that the module parses and defines `model`, `dataset` and `loss`. Raises ``GeofedError`` TASK_INVALID."""
+    path = folder / module
+    try:
+        tree = ast.parse(path.read_bytes(), filename=module)
+    except FileNotFoundError:
+        raise GeofedError("TASK_INVALID", f"there is no task module {module} in {folder}") from None
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        raise GeofedError("TASK_INVALID", f"{module}:{line}: {getattr(error, 'msg', None) or error}") from None
+    defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    missing = [name for name in _REQUIRED if name not in defined and name not in _bound(tree)]
+    if missing:
+        last = max((node.end_lineno or 1 for node in tree.body), default=1)
+        raise GeofedError("TASK_INVALID", f"{module}:{last}: defines no {', no '.join(missing)}")
+    for name, count in _REQUIRED.items():
+        node = defined.get(name)
+        if isinstance(node, ast.FunctionDef) and not _takes(node.args, count):
+            raise GeofedError(
+                "TASK_INVALID",
+                f"{module}:{node.lineno}: {name} is called with {count} positional argument{'s' if count > 1 else ''}",
+                hint="the functions are model(config), dataset(uri, split, config), loss(model, batch)",
+            )
+
+
+def _bound(tree: ast.Module) -> set[str]:
+    """Names that come from assignments and imports."""
+    names = set()
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+def _takes(arguments: ast.arguments, count: int) -> bool:
+    positional = len(arguments.posonlyargs) + len(arguments.args)
+    enough = arguments.vararg is not None or positional >= count
+    required_keyword = any(default is None for default in arguments.kw_defaults)
+    return enough and positional - len(arguments.defaults) <= count and not required_keyword
