@@ -1,0 +1,28 @@
+"""Speaking to a function platform through the OpenFaaS REST API, and an embedded platform that serves it."""
+
+from region_agent.gateway.callback import CallbackReceiver, CallbackResult
+from region_agent.gateway.client import GatewayClient
+from region_agent.gateway.functions import (
+    BasicAuth,
+    FunctionSpec,
+    FunctionStatus,
+    LogLine,
+    Response,
+    fixed_scale_labels,
+    timeout_env,
+)
+from region_agent.gateway.retry import RetryPolicy
+
+__all__ = [
+    "BasicAuth",
+    "CallbackReceiver",
+    "CallbackResult",
+    "FunctionSpec",
+    "FunctionStatus",
+    "GatewayClient",
+    "LogLine",
+    "Response",
+    "RetryPolicy",
+    "fixed_scale_labels",
+    "timeout_env",
+]

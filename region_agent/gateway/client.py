@@ -1,0 +1,364 @@
+"""A client of the OpenFaaS REST API; it serves the embedded gateway and a real one alike."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import ipaddress
+import json
+import ssl
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import httpx
+
+from geofed_pb.errors import GeofedError
+from region_agent.gateway.functions import (
+    EXIT_HEADER,
+    INTERNAL_HEADER,
+    BasicAuth,
+    FunctionSpec,
+    FunctionStatus,
+    LogLine,
+    Response,
+    parse_timestamp,
+)
+from region_agent.gateway.quantities import format_duration
+from region_agent.gateway.retry import RetryPolicy, is_retryable
+
+__all__ = ["GatewayClient"]
+
+_SYSTEM_TIMEOUT = timedelta(seconds=30)
+_CONNECT_TIMEOUT_S = 10.0
+_ANSWER_GRACE = timedelta(seconds=5)
+
+
+class GatewayClient:
+    """One gateway, over pooled connections; an async context manager.
+
+    ``url`` is ``https://host:port``, ``http://`` on a loopback address only, or ``unix:///path``. ``verify`` is
+    an SSL context or the path of the CA's PEM file; ``None`` takes the system's authorities. Credentials go to
+    the system routes alone: a function never sees them.
+
+    Every method raises ``GeofedError``: ``GATEWAY_UNAVAILABLE``, ``UNAUTHENTICATED``, ``FUNCTION_NOT_FOUND``,
+    ``FUNCTION_BUSY``, ``FUNCTION_TIMEOUT``, ``FUNCTION_OUT_OF_MEMORY``, ``FUNCTION_FAILED``, ``LIMIT_EXCEEDED``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        auth: BasicAuth | None = None,
+        verify: ssl.SSLContext | str | Path | None = None,
+        namespace: str = "",
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        base, uds = _endpoint(url)
+        self._url = url
+        self._namespace = namespace
+        self._retry = retry or RetryPolicy()
+        self._auth = httpx.BasicAuth(auth.user, auth.password) if auth else None
+        context: ssl.SSLContext | bool = False
+        if base.startswith("https"):
+            context = verify if isinstance(verify, ssl.SSLContext) else ssl.create_default_context(cafile=verify)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self._http = httpx.AsyncClient(
+            base_url=base,
+            transport=httpx.AsyncHTTPTransport(verify=context, uds=uds, limits=limits),
+            timeout=httpx.Timeout(_SYSTEM_TIMEOUT.total_seconds(), connect=_CONNECT_TIMEOUT_S, pool=None),
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> GatewayClient:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the pooled connections."""
+        await self._http.aclose()
+
+    # functions
+
+    async def deploy(self, spec: FunctionSpec) -> None:
+        """Create the function or bring it to this specification; returns before its replicas are ready."""
+        body = spec.as_json()
+        if self._namespace and not spec.namespace:
+            body["namespace"] = self._namespace
+        answer = await self._send("PUT", "/system/functions", json_body=body, accept=(404,))
+        if answer.status_code == 404:
+            await self._send("POST", "/system/functions", json_body=body)
+
+    async def delete(self, name: str) -> None:
+        """Remove the function; one that does not exist is ``FUNCTION_NOT_FOUND``."""
+        body = {"functionName": name, "namespace": self._namespace}
+        await self._send("DELETE", "/system/functions", json_body=body)
+
+    async def list(self) -> tuple[FunctionStatus, ...]:
+        """All functions of the namespace."""
+        answer = await self._send("GET", "/system/functions", params=self._query())
+        return tuple(_status(item) for item in _json(answer) or ())
+
+    async def get(self, name: str) -> FunctionStatus:
+        """One function."""
+        return _status(_json(await self._send("GET", f"/system/function/{quote(name)}", params=self._query())))
+
+    async def scale(self, name: str, replicas: int) -> None:
+        """Ask for so many replicas; the community edition clamps to 1..5, so ``get`` tells what became of it."""
+        body = {"serviceName": name, "namespace": self._namespace, "replicas": replicas}
+        await self._send("POST", f"/system/scale-function/{quote(name)}", json_body=body)
+
+    async def wait_ready(self, name: str, replicas: int, timeout: timedelta) -> FunctionStatus:
+        """Poll until exactly so many replicas answer; raises ``FUNCTION_FAILED`` when the time is up."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        pause_s = 0.01
+        while True:
+            status = await self.get(name)
+            if status.replicas == replicas and status.available_replicas == replicas:
+                return status
+            if time.monotonic() + pause_s > deadline:
+                raise GeofedError(
+                    "FUNCTION_FAILED",
+                    f"function {name}: {status.available_replicas} of {replicas} replicas are ready "
+                    f"after {timeout.total_seconds():g} s (the gateway wants {status.replicas})",
+                )
+            await asyncio.sleep(pause_s)
+            pause_s = min(0.5, pause_s * 1.5)
+
+    # calls
+
+    async def invoke(
+        self,
+        name: str,
+        body: bytes = b"",
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout: timedelta = timedelta(seconds=60),
+        call_id: str | None = None,
+        idempotent: bool = False,
+    ) -> Response:
+        """Call the function and wait for its answer.
+
+        A status that the function itself chose comes back as a ``Response``, whatever it is; failures of the
+        infrastructure raise. They are retried only if ``idempotent``, within the retry policy's deadline.
+        """
+        call_id = call_id or str(uuid.uuid4())
+        sent = {**(headers or {}), "X-Call-Id": call_id, "X-Timeout": format_duration(timeout)}
+        request = self._http.build_request(
+            "POST", f"/function/{self._route(name)}", content=body, headers=sent, timeout=_call_timeout(timeout)
+        )
+        answer = await self._attempts(request, idempotent=idempotent)
+        if _is_infrastructure(answer):
+            raise self._failure(answer, name)
+        return Response(name, answer.status_code, dict(answer.headers), answer.content, call_id)
+
+    async def invoke_async(
+        self,
+        name: str,
+        body: bytes = b"",
+        *,
+        callback_url: str | None = None,
+        call_id: str | None = None,
+        idempotent: bool = False,
+    ) -> str:
+        """Queue a call and return its call id; the answer is POSTed to ``callback_url``."""
+        headers = {"X-Call-Id": call_id or str(uuid.uuid4())}
+        if callback_url:
+            headers["X-Callback-Url"] = callback_url
+        request = self._http.build_request(
+            "POST", f"/async-function/{self._route(name)}", content=body, headers=headers
+        )
+        answer = await self._attempts(request, idempotent=idempotent)
+        if answer.status_code != 202:
+            raise self._failure(answer, name)
+        return str(answer.headers.get("X-Call-Id", headers["X-Call-Id"]))
+
+    async def logs(
+        self, name: str, *, tail: int | None = None, since: datetime | None = None, follow: bool = False
+    ) -> AsyncIterator[LogLine]:
+        """Lines of all replicas in order of arrival; with ``follow`` it ends when the function is deleted."""
+        query: dict[str, str] = {**self._query(), "name": name, "follow": "true" if follow else "false"}
+        if tail is not None:
+            query["tail"] = str(tail)
+        if since is not None:
+            query["since"] = since.isoformat()
+        request = self._http.build_request("GET", "/system/logs", params=query)
+        if follow:
+            request.extensions["timeout"] = {**request.extensions["timeout"], "read": None}
+        with self._transport_errors():
+            answer = await self._http.send(request, auth=self._auth, stream=True)
+            try:
+                if answer.status_code != 200:
+                    await answer.aread()
+                    raise self._failure(answer, name)
+                async for line in answer.aiter_lines():
+                    if line.strip():
+                        yield _log_line(line)
+            finally:
+                await answer.aclose()
+
+    # secrets
+
+    async def create_secret(self, name: str, value: bytes) -> None:
+        """Store a secret under a new name."""
+        await self._send("POST", "/system/secrets", json_body=self._secret(name, value))
+
+    async def update_secret(self, name: str, value: bytes) -> None:
+        """Replace a secret; replicas that run keep what they were started with."""
+        await self._send("PUT", "/system/secrets", json_body=self._secret(name, value))
+
+    async def delete_secret(self, name: str) -> None:
+        """Remove a secret."""
+        await self._send("DELETE", "/system/secrets", json_body={"name": name, "namespace": self._namespace})
+
+    async def list_secrets(self) -> tuple[str, ...]:
+        """Names of the secrets; no value ever comes back."""
+        answer = await self._send("GET", "/system/secrets", params=self._query())
+        return tuple(str(item["name"]) for item in _json(answer) or ())
+
+    # the gateway itself
+
+    async def info(self) -> dict[str, Any]:
+        """Provider, version and architecture."""
+        return dict(_json(await self._send("GET", "/system/info")))
+
+    async def health(self) -> bool:
+        """True where the gateway says that it is well; never raises."""
+        try:
+            return (await self._http.get("/healthz")).status_code == 200
+        except (httpx.HTTPError, OSError):
+            return False
+
+    async def namespaces(self) -> tuple[str, ...]:
+        """Namespaces that hold functions."""
+        return tuple(_json(await self._send("GET", "/system/namespaces")) or ())
+
+    # how it is sent
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        json_body: object = None,
+        accept: tuple[int, ...] = (),
+    ) -> httpx.Response:
+        """A call of a system route; all of them may be repeated."""
+        request = self._http.build_request(method, path, params=params, json=json_body)
+        answer = await self._attempts(request, idempotent=True, auth=self._auth)
+        if answer.is_success or answer.status_code in accept:
+            return answer
+        raise self._failure(answer, str((json_body or {}).get("name", path)) if isinstance(json_body, dict) else path)
+
+    async def _attempts(
+        self, request: httpx.Request, *, idempotent: bool, auth: httpx.BasicAuth | None = None
+    ) -> httpx.Response:
+        deadline = time.monotonic() + self._retry.deadline.total_seconds()
+        attempt = 0
+        while True:
+            wait_s = self._retry.wait(attempt).total_seconds()
+            last = not idempotent or time.monotonic() + wait_s >= deadline
+            try:
+                with self._transport_errors():
+                    answer = await self._http.send(request, auth=auth)
+                if last or not is_retryable(answer.status_code, answer.headers):
+                    return answer
+            except GeofedError as error:
+                if last or error.code != "GATEWAY_UNAVAILABLE":
+                    raise
+            attempt += 1
+            await asyncio.sleep(wait_s)
+
+    @contextlib.contextmanager
+    def _transport_errors(self) -> Any:
+        try:
+            yield
+        except httpx.ReadTimeout as error:
+            raise GeofedError("FUNCTION_TIMEOUT", f"the gateway at {self._url} gave no answer in time") from error
+        except (httpx.HTTPError, OSError) as error:
+            text = str(error) or type(error).__name__
+            raise GeofedError("GATEWAY_UNAVAILABLE", f"the gateway at {self._url} does not answer: {text}") from error
+
+    def _failure(self, answer: httpx.Response, subject: str) -> GeofedError:
+        text = answer.text[:500].strip() or f"status {answer.status_code}"
+        status = answer.status_code
+        if status in (401, 403):
+            return GeofedError("UNAUTHENTICATED", f"the gateway at {self._url} refused the user or password")
+        if answer.headers.get(EXIT_HEADER) == "memory":
+            return GeofedError("FUNCTION_OUT_OF_MEMORY", text)
+        if status == 413:
+            return GeofedError("LIMIT_EXCEEDED", text)
+        codes = {404: "FUNCTION_NOT_FOUND", 429: "FUNCTION_BUSY", 504: "FUNCTION_TIMEOUT"}
+        if status in codes:
+            return GeofedError(codes[status], text)
+        if status in (502, 503):
+            return GeofedError("GATEWAY_UNAVAILABLE", f"{subject}: {text}")
+        return GeofedError("FUNCTION_FAILED", f"{subject}: {text}")
+
+    def _query(self) -> dict[str, str]:
+        return {"namespace": self._namespace} if self._namespace else {}
+
+    def _route(self, name: str) -> str:
+        return quote(f"{name}.{self._namespace}" if self._namespace else name)
+
+    def _secret(self, name: str, value: bytes) -> dict[str, str]:
+        raw = base64.b64encode(value).decode()
+        return {"name": name, "namespace": self._namespace, "rawValue": raw}
+
+
+def _endpoint(url: str) -> tuple[str, str | None]:
+    """Base URL and unix socket path; plaintext is refused beyond this machine."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return "http://gateway", parts.path
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise GeofedError("CONFIG_INVALID", f"{url!r} is not the address of a gateway; write https://host:port")
+    if parts.scheme == "http" and not is_loopback(parts.hostname):
+        raise GeofedError("PLAINTEXT_REFUSED", f"{url} would send credentials and data in plaintext; use https://")
+    return url.rstrip("/"), None
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address that never leaves this machine."""
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def _call_timeout(timeout: timedelta) -> httpx.Timeout:
+    """A little longer than what the gateway was told, so that its own 504 arrives first."""
+    return httpx.Timeout((timeout + _ANSWER_GRACE).total_seconds(), connect=_CONNECT_TIMEOUT_S, pool=None)
+
+
+def _is_infrastructure(answer: httpx.Response) -> bool:
+    status = answer.status_code
+    return status == 401 or (status >= 400 and (INTERNAL_HEADER in answer.headers or status in (429, 502, 503, 504)))
+
+
+def _json(answer: httpx.Response) -> Any:
+    try:
+        return answer.json()
+    except ValueError as error:
+        raise GeofedError("GATEWAY_UNAVAILABLE", f"{answer.url} did not answer with JSON; is it a gateway?") from error
+
+
+def _status(body: Mapping[str, Any]) -> FunctionStatus:
+    try:
+        return FunctionStatus.from_json(body)
+    except (ValueError, TypeError) as error:
+        raise GeofedError("GATEWAY_UNAVAILABLE", f"the gateway's answer cannot be read: {error}") from error
+
+
+def _log_line(text: str) -> LogLine:
+    body = json.loads(text)
+    return LogLine(body["name"], body.get("instance", ""), parse_timestamp(body["timestamp"]), body.get("text", ""))

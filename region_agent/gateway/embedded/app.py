@@ -1,0 +1,161 @@
+"""The ASGI application: calls, authentication, and the life of the provider."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hmac
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from region_agent.gateway.embedded.async_queue import AsyncQueue, QueuedCall
+from region_agent.gateway.embedded.config import Config
+from region_agent.gateway.embedded.metrics import Metrics
+from region_agent.gateway.embedded.provider import Provider
+from region_agent.gateway.embedded.proxy import Call, Proxy
+from region_agent.gateway.embedded.running import FunctionLimits
+from region_agent.gateway.embedded.system_routes import SystemRoutes, function_name
+from region_agent.gateway.embedded.table import Refused
+from region_agent.gateway.functions import EXIT_HEADER, INTERNAL_HEADER, BasicAuth
+
+__all__ = ["create_app"]
+
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def create_app(config: Config, on_ready: Callable[[], None]) -> tuple[Starlette, Provider]:
+    """The application, which starts the provider in its lifespan and then calls ``on_ready``."""
+    provider = Provider(config)
+    metrics = Metrics()
+    proxy = Proxy(provider, metrics)
+    queue = AsyncQueue(proxy, config.limits, config.callback_ca)
+    calls = _CallRoutes(config, provider, proxy, queue)
+    system = SystemRoutes(provider)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await provider.start()
+        on_ready()
+        try:
+            yield
+        finally:
+            await queue.stop()
+            await provider.stop()
+
+    async def prometheus(request: Request) -> Response:
+        replicas = {name: provider.table.available(name) for name in provider.table.names()}
+        return Response(metrics.text(replicas), media_type="text/plain; version=0.0.4")
+
+    async def healthz(request: Request) -> Response:
+        return PlainTextResponse("OK")
+
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, Refused)
+        headers = {INTERNAL_HEADER: "gateway"}
+        if error.exit_reason:
+            headers = {INTERNAL_HEADER: "proxy", EXIT_HEADER: error.exit_reason}
+        return PlainTextResponse(error.text, error.status, headers)
+
+    routes = [
+        Route("/healthz", healthz, methods=["GET", "HEAD"]),
+        Route("/metrics", prometheus),
+        Route("/function/{name}", calls.invoke, methods=_METHODS),
+        Route("/function/{name}/{rest:path}", calls.invoke, methods=_METHODS),
+        Route("/async-function/{name}", calls.invoke_async, methods=["POST"]),
+        Route("/async-function/{name}", calls.cancel, methods=["DELETE"]),
+        Route("/async-function/{name}/{rest:path}", calls.invoke_async, methods=["POST"]),
+        *system.routes(),
+    ]
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={Refused: refused})
+    if (auth := config.auth) is not None:
+        app.add_middleware(_SystemAuth, auth=auth)
+    return app, provider
+
+
+class _SystemAuth:
+    """Basic authentication of everything under ``/system/``; calls of functions go without, as in OpenFaaS."""
+
+    def __init__(self, app: ASGIApp, auth: BasicAuth) -> None:
+        self._app = app
+        self._expected = b"Basic " + base64.b64encode(f"{auth.user}:{auth.password}".encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/system"):
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                headers = {"WWW-Authenticate": 'Basic realm="Restricted"'}
+                await PlainTextResponse("invalid credentials", 401, headers)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class _CallRoutes:
+    """Synchronous and asynchronous calls."""
+
+    def __init__(self, config: Config, provider: Provider, proxy: Proxy, queue: AsyncQueue) -> None:
+        self._config = config
+        self._provider = provider
+        self._proxy = proxy
+        self._queue = queue
+
+    async def invoke(self, request: Request) -> Response:
+        """Call a function and answer with its answer."""
+        started = time.time_ns()
+        call_id = request.headers.get("X-Call-Id") or str(uuid.uuid4())
+        identity = {"X-Call-Id": call_id, "X-Start-Time": str(started)}
+        try:
+            call = await self._read(request, call_id, started)
+            answered = await self._proxy.call(call)
+        except Refused as refusal:
+            headers = {**identity, INTERNAL_HEADER: "proxy" if refusal.exit_reason else "gateway"}
+            if refusal.exit_reason:
+                headers[EXIT_HEADER] = refusal.exit_reason
+            return PlainTextResponse(refusal.text, refusal.status, headers)
+        headers = {**answered.headers, **identity}
+        headers["X-Duration-Seconds"] = f"{answered.duration.total_seconds():.6f}"
+        headers["X-Served-By"] = f"geofed-gateway/{answered.replica}"
+        return Response(answered.body, answered.status, headers)
+
+    async def invoke_async(self, request: Request) -> Response:
+        """Queue a call and answer 202."""
+        started = time.time_ns()
+        call_id = request.headers.get("X-Call-Id") or str(uuid.uuid4())
+        call = await self._read(request, call_id, started)
+        self._queue.put(QueuedCall(call, request.headers.get("X-Callback-Url", ""), str(started)))
+        return Response(b"", 202, {"X-Call-Id": call_id, "X-Start-Time": str(started)})
+
+    async def cancel(self, request: Request) -> Response:
+        """Take a waiting call out of the queue."""
+        self._queue.cancel(request.path_params["name"])
+        return Response(b"", 200)
+
+    async def _read(self, request: Request, call_id: str, started_ns: int) -> Call:
+        name = function_name(request.path_params["name"])
+        limits = FunctionLimits.of(self._provider.table.spec(name), self._config)
+        most = self._config.max_body_bytes
+        body = bytearray()
+        try:
+            async with asyncio.timeout(limits.read_timeout.total_seconds()):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > most:
+                        raise Refused(
+                            413, f"a call may carry {most} bytes; pass keys and put the data into the channel"
+                        )
+        except TimeoutError:
+            raise Refused(504, f"the body of the call did not arrive within {limits.read_timeout}") from None
+        except ClientDisconnect:
+            raise Refused(400, "the body of the call broke off") from None
+        path = "/" + request.path_params.get("rest", "")
+        headers = {**request.headers, "x-call-id": call_id, "x-start-time": str(started_ns)}
+        target = f"{path}?{request.url.query}" if request.url.query else path
+        return Call(name, request.method, target, headers, bytes(body), call_id)

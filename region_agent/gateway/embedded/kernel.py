@@ -1,0 +1,103 @@
+"""What Linux offers beyond Python's ``os``: death signals, subreapers, private mounts, dropped capabilities."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["become_subreaper", "die_with_parent", "hide_paths"]
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_CAPBSET_DROP = 24
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NO_NEW_PRIVS = 38
+_PR_CAP_AMBIENT = 47
+_PR_CAP_AMBIENT_CLEAR_ALL = 4
+_CLONE_NEWNS = 0x00020000
+_CLONE_NEWUSER = 0x10000000
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
+_CAPABILITY_VERSION_3 = 0x20080522
+_LAST_CAPABILITY = 63
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel end this process when the thread that started it ends.
+
+    A parent that is already gone ends it at once. Any change of credentials clears the setting, so this comes
+    after ``hide_paths``.
+    """
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def become_subreaper() -> None:
+    """Adopt orphaned descendants, so that a function's daemonised children can still be found and ended."""
+    _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def hide_paths(hidden: Iterable[str], kept: Iterable[str]) -> None:
+    """Cover files and directories for this process and its children; ``kept`` stay visible within them.
+
+    Needs a single thread and a kernel with user namespaces; raises ``OSError`` where it has none or
+    forbids the mounts. Afterwards the process has no capability left, so it cannot uncover them, and lives in a user
+    namespace of its own, so that it can neither trace nor look through ``/proc`` into any process outside.
+    The working directory must be entered anew: the old one may lie under a cover.
+    """
+    uid, gid = os.getuid(), os.getgid()
+    _check(_libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS), "unshare")
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    try:
+        _cover_all(hidden, kept)
+    finally:
+        _drop_capabilities()
+        _check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
+
+
+def _cover_all(hidden: Iterable[str], kept: Iterable[str]) -> None:
+    _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
+    handles = {path: os.open(path, os.O_PATH) for path in kept if os.path.isdir(path)}
+    covered = [path for path in sorted(hidden, key=len) if os.path.exists(path) and _cover(path)]
+    for path, handle in handles.items():
+        if any(Path(path).is_relative_to(cover) for cover in covered):
+            os.makedirs(path, exist_ok=True)
+            _mount(f"/proc/self/fd/{handle}", path, None, _MS_BIND | _MS_REC)
+        os.close(handle)
+
+
+def _cover(path: str) -> bool:
+    if os.path.isdir(path):
+        _mount("tmpfs", path, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+        return True
+    _mount("/dev/null", path, None, _MS_BIND)
+    return False
+
+
+def _drop_capabilities() -> None:
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+    _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    for capability in range(_LAST_CAPABILITY + 1):
+        if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
+            break
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    nothing = (ctypes.c_uint32 * 6)()
+    _check(_libc.capset(header, nothing), "capset")
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int) -> None:
+    result = _libc.mount(source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags), None)
+    _check(result, f"mount on {target}")
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")

@@ -1,0 +1,50 @@
+"""How much memory a replica uses beyond what it shares with the warm parent."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+
+import psutil
+
+from region_agent.gateway.quantities import format_bytes
+
+__all__ = ["over_limit_text", "private_bytes", "usage"]
+
+
+def private_bytes(pid: int, enough: int) -> int:
+    """Memory of a process and its descendants that nobody shares; 0 where it is gone.
+
+    The resident size is cheap and never smaller, so where it stays below ``enough`` it is the answer; only above
+    are the page tables walked. An address-space limit would not do: torch maps far more than it touches.
+    """
+    total = 0
+    with contextlib.suppress(psutil.Error, OSError):
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+        total = sum(member.memory_info().rss for member in family)
+        if total > enough:
+            total = sum(member.memory_full_info().uss for member in family)
+    return total
+
+
+def usage(pids: Iterable[int]) -> dict[str, float]:
+    """CPU time per second of life, in thousandths of a core, and private memory in bytes."""
+    cpu_milli, memory_bytes = 0.0, 0
+    for pid in pids:
+        memory_bytes += private_bytes(pid, 0)
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            times = process.cpu_times()
+            lived_s = max(1.0, time.time() - process.create_time())
+            cpu_milli += 1000 * (times.user + times.system) / lived_s
+    return {"cpu": round(cpu_milli, 1), "totalMemoryBytes": memory_bytes}
+
+
+def over_limit_text(replica: str, used_bytes: int, limit_bytes: int) -> str:
+    """The sentence for a replica that was killed."""
+    return (
+        f"replica {replica} was killed: it used {format_bytes(used_bytes)} of memory, "
+        f"more than its limit of {format_bytes(limit_bytes)}"
+    )

@@ -1,0 +1,279 @@
+"""Carries out what the function table decides: processes, timers, logs, memory limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Coroutine
+from datetime import UTC, datetime
+from typing import Any
+
+import structlog
+
+from region_agent.gateway.embedded import memory
+from region_agent.gateway.embedded.config import Config
+from region_agent.gateway.embedded.logs import LogStore, pipe_to_lines
+from region_agent.gateway.embedded.running import FunctionLimits, Running, replica_spec
+from region_agent.gateway.embedded.secret_store import SecretStore
+from region_agent.gateway.embedded.table import (
+    Action,
+    CallEnded,
+    CallStarted,
+    Delete,
+    Deploy,
+    Event,
+    FunctionTable,
+    LimitDrain,
+    Refused,
+    ReplicaExited,
+    ReplicaReady,
+    RestartLater,
+    Scale,
+    StartReplica,
+    StopReplica,
+)
+from region_agent.gateway.embedded.zygote_link import ZygoteEvents, ZygoteLink
+from region_agent.gateway.functions import FunctionSpec, FunctionStatus
+
+__all__ = ["Provider"]
+
+_log = structlog.get_logger("gateway.provider")
+
+
+class Provider:
+    """The functions of one gateway, as processes of this machine."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.table = FunctionTable(config.limits.limits)
+        self.secrets = SecretStore(config.state_dir / "secrets")
+        self.logs = LogStore(
+            config.state_dir / "logs", lines_in_memory=config.log_lines, file_bytes=config.log_file_bytes
+        )
+        self._runtime_fd = -1
+        self._running: dict[str, Running] = {}
+        self._created: dict[str, datetime] = {}
+        self._last_failure: dict[str, str] = {}
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        events = ZygoteEvents(self._spawned, self._exited, self._zygote_lost, self._zygote_output)
+        self._zygote = ZygoteLink(config.preload, config.python_path, events)
+
+    async def start(self) -> None:
+        """Start the warm parent; what an earlier gateway left in the state directory is removed."""
+        runtime = self.config.state_dir / "r"
+        shutil.rmtree(runtime, ignore_errors=True)
+        runtime.mkdir(mode=0o700)
+        self._runtime_fd = os.open(runtime, os.O_PATH | os.O_CLOEXEC)
+        await self._zygote.start()
+        self._go(self._watch_memory())
+
+    async def stop(self) -> None:
+        """End every replica and the warm parent."""
+        self.logs.end()
+        await self._zygote.stop()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for running in list(self._running.values()):
+            await running.clean()
+        self._running.clear()
+        if self._runtime_fd >= 0:
+            os.close(self._runtime_fd)
+            shutil.rmtree(self.config.state_dir / "r", ignore_errors=True)
+
+    # requests
+
+    def deploy(self, spec: FunctionSpec) -> None:
+        """Create or change a function; raises ``Refused``."""
+        self.handler(spec.image)
+        FunctionLimits.of(spec, self.config)
+        for name in spec.secrets:
+            if name not in self.secrets.names():
+                raise Refused(400, f"function {spec.service} asks for secret {name}, which does not exist")
+        self.apply(Deploy(spec))
+        self._created.setdefault(spec.service, datetime.now(UTC))
+
+    def delete(self, name: str) -> None:
+        """Remove a function; its replicas finish their calls within the drain time."""
+        self.apply(Delete(name))
+        self._created.pop(name, None)
+        self._last_failure.pop(name, None)
+        self.logs.end(name)
+
+    def status(self, name: str) -> FunctionStatus:
+        """A function as it stands; raises ``Refused`` 404."""
+        return FunctionStatus(
+            spec=self.table.spec(name),
+            replicas=self.table.wanted(name),
+            available_replicas=self.table.available(name),
+            invocation_count=self.table.invocations(name),
+            created_at=self._created.get(name),
+        )
+
+    def usage(self, name: str) -> dict[str, float]:
+        """CPU seconds per second since start and memory of all replicas."""
+        pids = [running.pid for replica in self.table.replicas(name) if (running := self._running.get(replica))]
+        return memory.usage([pid for pid in pids if pid is not None])
+
+    def handler(self, image: str) -> str:
+        """The handler that an image names; raises ``Refused`` 400."""
+        prefixes = [prefix for prefix in self.config.images if image.startswith(prefix)]
+        if not prefixes:
+            known = ", ".join(sorted(self.config.images)) or "none"
+            raise Refused(400, f"image {image!r} names no handler of the embedded gateway; known prefixes: {known}")
+        return self.config.images[max(prefixes, key=len)]
+
+    @property
+    def isolation(self) -> str:
+        """``mount-namespace`` where every running replica is isolated, ``none`` otherwise or before the first."""
+        kinds = {running.isolation for running in self._running.values() if running.pid is not None}
+        return "mount-namespace" if kinds == {"mount-namespace"} else "none"
+
+    def apply(self, event: Event) -> None:
+        """Take an event into the table and carry out what follows from it; raises ``Refused``."""
+        actions = self.table.handle(event)
+        self._changed.set()
+        self._changed = asyncio.Event()
+        for action in actions:
+            self._carry_out(action)
+
+    async def acquire(self, name: str) -> Running:
+        """A replica with room for a call, which must be released; raises ``Refused`` 404, 429, 503."""
+        limits = FunctionLimits.of(self.table.spec(name), self.config)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.config.start_timeout.total_seconds()
+        if self.table.wanted(name) == 0:
+            if not self.config.limits.limits.scale_from_zero:
+                raise Refused(503, f"function {name} is scaled to zero")
+            self.apply(Scale(name, 1))
+        while (replica := self.table.pick(name, limits.max_inflight)) is None:
+            try:
+                await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
+            except TimeoutError:
+                cause = self._last_failure.get(name, "its replicas are still starting")
+                raise Refused(503, f"function {name} has no replica that answers: {cause}") from None
+        self.apply(CallStarted(replica))
+        return self._running[replica]
+
+    def release(self, running: Running) -> None:
+        """The call has left the replica."""
+        self.apply(CallEnded(running.name))
+
+    def kill(self, running: Running, reason: str, text: str) -> None:
+        """End a replica that broke a limit; it is replaced."""
+        running.kill_reason, running.kill_text = reason, text
+        self.logs.append(running.spec.service, running.name, text)
+        self._zygote.kill(running.name)
+
+    # actions
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case StartReplica(name, spec):
+                self._go(self._start_replica(name, spec))
+            case StopReplica(name):
+                self._stop_replica(name)
+            case LimitDrain(name):
+                self._after(self.config.drain_timeout.total_seconds(), self._stop_replica, name)
+            case RestartLater(due, wait):
+                self._after(wait.total_seconds(), self.apply, due)
+
+    async def _start_replica(self, name: str, spec: FunctionSpec) -> None:
+        running = Running.create(name, spec, self._runtime_fd, self.config)
+        self._running[name] = running
+        try:
+            self.secrets.copy(spec.secrets, running.directory / "secrets")
+        except Refused as refusal:
+            running.kill_text = refusal.text
+            self._exited(name, 0)
+            return
+        await self._zygote.wait_ready()
+        if name not in self._running:
+            return
+        control, theirs = socket.socketpair()
+        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        control.setblocking(False)
+        running.output = await pipe_to_lines(read_fd, lambda line: self.logs.append(spec.service, name, line))
+        try:
+            self._zygote.spawn(name, theirs.fileno(), write_fd)
+        except OSError as error:
+            control.close()
+            running.kill_text = f"replica {name} could not be forked: {error}"
+            self._exited(name, None)
+            return
+        finally:
+            theirs.close()
+            os.close(write_fd)
+        told = replica_spec(running, self.handler(spec.image), self.config)
+        if await running.introduce(control, told):
+            self.apply(ReplicaReady(name))
+
+    def _stop_replica(self, name: str) -> None:
+        running = self._running.get(name)
+        if running is not None:
+            running.kill_text = running.kill_text or f"replica {name} was stopped by a request"
+            self._zygote.kill(name)
+
+    # what the zygote reports
+
+    def _spawned(self, name: str, pid: int) -> None:
+        running = self._running.get(name)
+        if running is not None:
+            running.pid = pid
+            if running.kill_text:
+                self._zygote.kill(name)
+
+    def _exited(self, name: str, status: int | None) -> None:
+        running = self._running.pop(name, None)
+        if running is None:
+            return
+        text = running.end_text(status)
+        expected = running.kill_text.endswith("by a request")
+        if not expected:
+            self._last_failure[running.spec.service] = text
+            _log.warning("replica ended", replica=name, cause=text)
+        running.exited.set_result(text)
+        self._go(running.clean())
+        self.apply(ReplicaExited(name))
+
+    def _zygote_lost(self) -> None:
+        for name, running in list(self._running.items()):
+            if running.pid is not None:
+                # The kernel has killed the replica; what it had started is still in its process group.
+                with contextlib.suppress(OSError):
+                    os.killpg(running.pid, signal.SIGKILL)
+            self._exited(name, None)
+
+    def _zygote_output(self, line: str) -> None:
+        _log.warning("zygote output", text=line)
+
+    # tasks
+
+    async def _watch_memory(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.memory_poll.total_seconds())
+            for running in list(self._running.values()):
+                limit = running.limits.memory_bytes
+                if limit is None or running.pid is None or running.kill_reason:
+                    continue
+                used = memory.private_bytes(running.pid, limit)
+                if used > limit:
+                    self.kill(running, "memory", memory.over_limit_text(running.name, used, limit))
+
+    def _go(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("task failed", exc_info=error)
+
+    def _after(self, wait_s: float, call: Any, *arguments: Any) -> None:
+        asyncio.get_running_loop().call_later(wait_s, call, *arguments)

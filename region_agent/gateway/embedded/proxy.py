@@ -1,0 +1,136 @@
+"""Calls: from a request at the gateway to a replica and back, within the limits of time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import httpx
+
+from region_agent.gateway.embedded.metrics import Metrics
+from region_agent.gateway.embedded.provider import Provider
+from region_agent.gateway.embedded.running import Running
+from region_agent.gateway.embedded.table import Refused
+from region_agent.gateway.quantities import format_duration, parse_duration
+
+__all__ = ["Answered", "Call", "Proxy"]
+
+_HOP_HEADERS = frozenset(
+    ("connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length", "expect")
+)
+_OWN_HEADERS = frozenset(("date", "server", "x-duration-seconds"))
+# The gateway's password must not reach job code, should a client send it along.
+_PRIVATE_HEADERS = frozenset(("authorization", "proxy-authorization", "cookie"))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function."""
+
+    function: str
+    """Function, without namespace."""
+    method: str
+    """HTTP method."""
+    path: str
+    """Path below the function's route, with its query."""
+    headers: Mapping[str, str]
+    """Headers."""
+    body: bytes
+    """Body, whole."""
+    call_id: str
+    """Identity of the call."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What became of a call."""
+
+    status: int
+    """HTTP status."""
+    headers: Mapping[str, str]
+    """Headers of the function's answer."""
+    body: bytes
+    """Body."""
+    duration: timedelta
+    """Time in the replica."""
+    replica: str
+    """Replica that answered."""
+
+
+class Proxy:
+    """Sends calls to replicas."""
+
+    def __init__(self, provider: Provider, metrics: Metrics) -> None:
+        self._provider = provider
+        self._metrics = metrics
+
+    async def call(self, call: Call) -> Answered:
+        """Call a function; raises ``Refused`` for every failure that is not the function's own."""
+        started = time.monotonic()
+        self._metrics.started(call.function)
+        status = 500
+        try:
+            answered = await self._call(call)
+            status = answered.status
+            return answered
+        except Refused as refusal:
+            status = refusal.status
+            raise
+        finally:
+            self._metrics.ended(call.function, status, time.monotonic() - started)
+
+    async def _call(self, call: Call) -> Answered:
+        running = await self._provider.acquire(call.function)
+        try:
+            limit = time_limit(running.limits.call_timeout, call.headers)
+            started = time.monotonic()
+            answer = await self._exchange(running, call, limit)
+            duration = timedelta(seconds=time.monotonic() - started)
+            headers = {key: value for key, value in answer.headers.items() if key not in _HOP_HEADERS | _OWN_HEADERS}
+            return Answered(answer.status_code, headers, answer.content, duration, running.name)
+        finally:
+            self._provider.release(running)
+
+    async def _exchange(self, running: Running, call: Call, limit: timedelta) -> httpx.Response:
+        headers = {
+            key: value
+            for key, value in call.headers.items()
+            if key.lower() not in _HOP_HEADERS and key.lower() not in _PRIVATE_HEADERS
+        }
+        request = running.http.build_request(call.method, call.path, content=call.body, headers=headers)
+        try:
+            async with asyncio.timeout(limit.total_seconds()):
+                return await running.http.send(request)
+        except TimeoutError:
+            text = (
+                f"function {call.function} did not answer within {format_duration(limit)}; "
+                f"replica {running.name} was killed and is replaced"
+            )
+            self._provider.kill(running, "timeout", text)
+            raise Refused(504, text, exit_reason="timeout") from None
+        except httpx.HTTPError as error:
+            cause = await self._cause(running, error)
+            raise Refused(
+                500, f"function {call.function}: {cause}", exit_reason=running.kill_reason or "crash"
+            ) from error
+
+    async def _cause(self, running: Running, error: httpx.HTTPError) -> str:
+        """Why the connection broke: the process's end arrives a moment later than the broken connection."""
+        try:
+            return await asyncio.wait_for(asyncio.shield(running.exited), 2)
+        except TimeoutError:
+            return f"replica {running.name} broke the connection: {error}"
+
+
+def time_limit(bound: timedelta, headers: Mapping[str, str]) -> timedelta:
+    """The time of a call: ``X-Timeout`` may shorten it, never lengthen it; raises ``Refused`` 400."""
+    asked = next((value for key, value in headers.items() if key.lower() == "x-timeout"), None)
+    if asked is None:
+        return bound
+    try:
+        return min(bound, parse_duration(asked))
+    except ValueError as error:
+        raise Refused(400, f"X-Timeout: {error}") from error

@@ -1,0 +1,173 @@
+"""The HTTP side of a replica: requests in, events out, with the watchdog's two health paths."""
+
+from __future__ import annotations
+
+import json
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from email.message import Message
+from http.server import BaseHTTPRequestHandler
+from typing import Any, BinaryIO
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+__all__ = ["Answer", "Event", "ReplicaServer"]
+
+_MAX_LINE_BYTES = 65536
+
+
+@dataclass(frozen=True)
+class Event:
+    """A call as the handler sees it."""
+
+    body: bytes
+    """Body, whole."""
+    headers: Message[str, str]
+    """Headers, looked up without regard to case."""
+    method: str
+    """HTTP method."""
+    query: Mapping[str, str]
+    """Query parameters, the first of each name."""
+    path: str
+    """Path below the function's route."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the handler returned, as HTTP."""
+
+    status: int = 200
+    """HTTP status."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Headers."""
+    body: bytes = b""
+    """Body."""
+
+    @classmethod
+    def of(cls, returned: object) -> Answer:
+        """The answer in a handler's return value; raises ``TypeError`` for a type the contract lacks."""
+        status, headers = 200, {}
+        if isinstance(returned, dict):
+            status = int(returned.get("statusCode", 200))
+            headers = {str(key): str(value) for key, value in (returned.get("headers") or {}).items()}
+            returned = returned.get("body")
+        if returned is None:
+            return cls(status, headers, b"")
+        if isinstance(returned, bytes):
+            return cls(status, _with_type(headers, "application/octet-stream"), returned)
+        if isinstance(returned, str):
+            return cls(status, _with_type(headers, "text/plain; charset=utf-8"), returned.encode())
+        if isinstance(returned, dict | list):
+            return cls(status, _with_type(headers, "application/json"), json.dumps(returned).encode())
+        raise TypeError(f"a handler returns None, str, bytes or a dict, not {type(returned).__name__}")
+
+
+class ReplicaServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    """Serves a listening socket; one thread per connection parses, and ``call`` runs the handler elsewhere."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, listener: socket.socket, call: Callable[[Event], Answer], max_inflight: int) -> None:
+        super().__init__("", _Connection, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.call = call
+        self.places = threading.BoundedSemaphore(max_inflight)
+
+
+class _Connection(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1
+    disable_nagle_algorithm = False
+    server: ReplicaServer
+
+    def handle_one_request(self) -> None:
+        """Read one request and answer it, whatever its method."""
+        self.raw_requestline = self.rfile.readline(_MAX_LINE_BYTES + 1)
+        if not self.raw_requestline:
+            self.close_connection = True
+            return
+        if not self.parse_request():
+            return
+        started = time.monotonic()
+        try:
+            body = read_body(self.rfile, self.headers)
+        except (ValueError, EOFError) as error:
+            self.close_connection = True
+            self._write(Answer(400, {}, str(error).encode()), started)
+            return
+        self._write(self._answer(body), started)
+
+    def _answer(self, body: bytes) -> Answer:
+        parts = urlsplit(self.path)
+        if parts.path == "/_/health":
+            return Answer(200, {}, b"OK")
+        ready = parts.path == "/_/ready"
+        if not self.server.places.acquire(blocking=False):
+            return Answer(429, {"Retry-After": "1"}, b"max_inflight reached")
+        try:
+            if ready:
+                return Answer(200, {}, b"OK")
+            query = dict(reversed(parse_qsl(parts.query, keep_blank_values=True)))
+            return self.server.call(Event(body, self.headers, self.command, query, unquote(parts.path)))
+        finally:
+            self.server.places.release()
+
+    def _write(self, answer: Answer, started: float) -> None:
+        self.send_response(answer.status)
+        for key, value in answer.headers.items():
+            if key.lower() not in ("content-length", "transfer-encoding", "connection"):
+                self.send_header(key, value)
+        self.send_header("X-Duration-Seconds", f"{time.monotonic() - started:.6f}")
+        self.send_header("Content-Length", str(len(answer.body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.body)
+        self.wfile.flush()
+
+    def address_string(self) -> str:
+        return "gateway"
+
+    def log_request(self, code: Any = "-", size: Any = "-") -> None:
+        """Nothing: the replica's output belongs to the handler."""
+
+
+def read_body(stream: BinaryIO | Any, headers: Message[str, str]) -> bytes:
+    """The body of a request, with or without Content-Length; raises ``ValueError`` or ``EOFError``."""
+    if "chunked" in headers.get("Transfer-Encoding", "").lower():
+        return _read_chunks(stream)
+    length = int(headers.get("Content-Length", "0"))
+    return _exactly(stream, length)
+
+
+def _read_chunks(stream: BinaryIO | Any) -> bytes:
+    body = bytearray()
+    while True:
+        size_line = stream.readline(_MAX_LINE_BYTES)
+        if not size_line.strip():
+            raise EOFError("the body broke off")
+        size = int(size_line.split(b";")[0], 16)
+        if size == 0:
+            break
+        body += _exactly(stream, size)
+        stream.readline(_MAX_LINE_BYTES)
+    while stream.readline(_MAX_LINE_BYTES).strip():
+        pass
+    return bytes(body)
+
+
+def _exactly(stream: BinaryIO | Any, size: int) -> bytes:
+    data: bytes = stream.read(size) if size else b""
+    if len(data) != size:
+        raise EOFError("the body broke off")
+    return data
+
+
+def _with_type(headers: dict[str, str], content_type: str) -> dict[str, str]:
+    if any(key.lower() == "content-type" for key in headers):
+        return headers
+    return {**headers, "Content-Type": content_type}

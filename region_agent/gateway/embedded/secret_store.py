@@ -1,0 +1,65 @@
+"""Secrets of the embedded gateway: one private file each."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from region_agent.gateway.embedded.table import Refused
+from region_agent.gateway.functions import is_dns_label
+
+__all__ = ["SecretStore"]
+
+
+class SecretStore:
+    """Files of mode 0600 in a directory of mode 0700; every method raises ``Refused``."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._directory = directory
+
+    def names(self) -> list[str]:
+        """Names of all secrets."""
+        return sorted(path.name for path in self._directory.iterdir() if is_dns_label(path.name))
+
+    def create(self, name: str, value: bytes) -> None:
+        """Store a secret under a new name; 409 where it exists."""
+        if self._path(name).exists():
+            raise Refused(409, f"secret {name} exists; update it with PUT")
+        self._write(name, value)
+
+    def update(self, name: str, value: bytes) -> None:
+        """Replace a secret; 404 where there is none."""
+        self.read(name)
+        self._write(name, value)
+
+    def delete(self, name: str) -> None:
+        """Remove a secret; 404 where there is none."""
+        self.read(name)
+        self._path(name).unlink()
+
+    def read(self, name: str) -> bytes:
+        """The value; 404 where there is none."""
+        path = self._path(name)
+        if not path.exists():
+            raise Refused(404, f"secret {name} does not exist")
+        return path.read_bytes()
+
+    def copy(self, names: tuple[str, ...], directory: Path) -> None:
+        """Lay the named secrets into a replica's own directory."""
+        directory.mkdir(mode=0o700)
+        for name in names:
+            (directory / name).write_bytes(self.read(name))
+            (directory / name).chmod(0o400)
+
+    def _path(self, name: str) -> Path:
+        if not is_dns_label(name):
+            raise Refused(400, f"secret name {name!r} is not a DNS label")
+        return self._directory / name
+
+    def _write(self, name: str, value: bytes) -> None:
+        draft = self._directory / f".{name}"
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(value)
+        os.replace(draft, self._path(name))

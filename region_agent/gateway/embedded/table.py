@@ -1,0 +1,368 @@
+"""Which functions exist and which replicas they have: a state machine without processes, sockets or clock.
+
+A replica is STARTING until it reports ready, READY while it takes calls, DRAINING when it may only finish the
+calls it has. The table forgets a replica when it has exited. A function that changes gets a new generation;
+replicas of older generations go on serving until the new ones are ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from enum import Enum
+
+from region_agent.gateway.functions import SCALE_MIN_LABEL, FunctionSpec
+
+__all__ = ["FunctionTable", "Refused"]
+
+_FIRST_RESTART_WAIT = timedelta(milliseconds=200)
+_LONGEST_RESTART_WAIT = timedelta(seconds=10)
+
+
+class Refused(Exception):
+    """A request that cannot be granted, with the HTTP status that says so."""
+
+    def __init__(self, status: int, text: str, *, exit_reason: str = "") -> None:
+        super().__init__(text)
+        self.status = status
+        self.text = text
+        self.exit_reason = exit_reason
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an edition of the gateway allows."""
+
+    max_functions: int | None = None
+    """Functions that may exist."""
+    min_replicas: int = 0
+    """Fewest replicas of a function; scaling below it is clamped."""
+    max_replicas: int | None = None
+    """Most replicas of a function; scaling above it is clamped."""
+    scale_from_zero: bool = True
+    """True starts a replica when a call meets none."""
+
+
+class Phase(Enum):
+    """Where a replica is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True)
+class Deploy:
+    """Somebody deploys a function, new or known."""
+
+    spec: FunctionSpec
+    """The whole specification."""
+
+
+@dataclass(frozen=True)
+class Delete:
+    """Somebody deletes a function."""
+
+    name: str
+    """Function."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Somebody wants another number of replicas."""
+
+    name: str
+    """Function."""
+    replicas: int
+    """Wanted number, before clamping."""
+
+
+@dataclass(frozen=True)
+class ReplicaReady:
+    """A replica answers."""
+
+    replica: str
+    """Replica."""
+
+
+@dataclass(frozen=True)
+class ReplicaExited:
+    """A replica's process has ended, for whatever reason."""
+
+    replica: str
+    """Replica."""
+
+
+@dataclass(frozen=True)
+class RestartDue:
+    """The wait after failed starts is over."""
+
+    name: str
+    """Function."""
+    generation: int
+    """Generation whose wait it was."""
+
+
+@dataclass(frozen=True)
+class CallStarted:
+    """A call was given to a replica."""
+
+    replica: str
+    """Replica."""
+
+
+@dataclass(frozen=True)
+class CallEnded:
+    """A call has left its replica."""
+
+    replica: str
+    """Replica."""
+
+
+Event = Deploy | Delete | Scale | ReplicaReady | ReplicaExited | RestartDue | CallStarted | CallEnded
+
+
+@dataclass(frozen=True)
+class StartReplica:
+    """Start a process for this replica."""
+
+    replica: str
+    """Its name, never used before."""
+    spec: FunctionSpec
+    """The function it serves."""
+
+
+@dataclass(frozen=True)
+class StopReplica:
+    """End the replica's process now."""
+
+    replica: str
+    """Replica."""
+
+
+@dataclass(frozen=True)
+class LimitDrain:
+    """End the replica's process if it has not finished within the drain time."""
+
+    replica: str
+    """Replica."""
+
+
+@dataclass(frozen=True)
+class RestartLater:
+    """Report ``RestartDue`` after the wait; the function's replicas die before they are ready."""
+
+    due: RestartDue
+    """The event to report."""
+    wait: timedelta
+    """How long to wait."""
+
+
+Action = StartReplica | StopReplica | LimitDrain | RestartLater
+
+
+@dataclass
+class _Replica:
+    name: str
+    function: str
+    generation: int
+    phase: Phase = Phase.STARTING
+    calls: int = 0
+
+
+@dataclass
+class _Function:
+    spec: FunctionSpec
+    generation: int
+    wanted: int
+    invocations: int = 0
+    failed_starts: int = 0
+    waiting: bool = False
+
+
+@dataclass
+class FunctionTable:
+    """The state; ``handle`` is the only way to change it."""
+
+    limits: Limits = field(default_factory=Limits)
+    _functions: dict[str, _Function] = field(default_factory=dict)
+    _replicas: dict[str, _Replica] = field(default_factory=dict)
+    _counter: int = 0
+
+    def handle(self, event: Event) -> list[Action]:
+        """Take an event and return what is to be done; raises ``Refused`` and changes nothing."""
+        match event:
+            case Deploy(spec):
+                self._deploy(spec)
+                return self._reconcile(spec.service)
+            case Delete(name):
+                self._function(name)
+                del self._functions[name]
+                return self._drain(self._of(name))
+            case Scale(name, replicas):
+                self._function(name).wanted = self._clamp(replicas)
+                return self._reconcile(name)
+            case ReplicaReady(name):
+                return self._ready(name)
+            case ReplicaExited(name):
+                return self._exited(name)
+            case RestartDue(name, generation):
+                function = self._functions.get(name)
+                if function is None or function.generation != generation:
+                    return []
+                function.waiting = False
+                return self._reconcile(name)
+            case CallStarted(name):
+                replica = self._replicas[name]
+                replica.calls += 1
+                if replica.function in self._functions:
+                    self._functions[replica.function].invocations += 1
+                return []
+            case CallEnded(name):
+                return self._call_ended(name)
+
+    # questions
+
+    def names(self) -> list[str]:
+        """Names of all functions."""
+        return sorted(self._functions)
+
+    def spec(self, name: str) -> FunctionSpec:
+        """A function's specification; raises ``Refused`` 404."""
+        return self._function(name).spec
+
+    def wanted(self, name: str) -> int:
+        """How many replicas it should have."""
+        return self._function(name).wanted
+
+    def available(self, name: str) -> int:
+        """How many replicas take calls."""
+        return sum(replica.phase is Phase.READY for replica in self._of(name))
+
+    def invocations(self, name: str) -> int:
+        """Calls since it was deployed."""
+        return self._function(name).invocations
+
+    def replicas(self, name: str) -> list[str]:
+        """All replicas that have not exited."""
+        return [replica.name for replica in self._of(name)]
+
+    def pick(self, name: str, max_inflight: int) -> str | None:
+        """The replica for the next call: the least loaded, the newest generation first.
+
+        None where no replica is ready yet; raises ``Refused`` 429 where all have ``max_inflight`` calls.
+        """
+        self._function(name)
+        ready = [replica for replica in self._of(name) if replica.phase is Phase.READY]
+        if not ready:
+            return None
+        free = [replica for replica in ready if replica.calls < max_inflight]
+        if not free:
+            raise Refused(
+                429, f"function {name}: all {len(ready)} replicas have max_inflight={max_inflight} calls each"
+            )
+        return min(free, key=lambda replica: (replica.calls, -replica.generation)).name
+
+    # transitions
+
+    def _deploy(self, spec: FunctionSpec) -> None:
+        known = self._functions.get(spec.service)
+        if known is None:
+            most = self.limits.max_functions
+            if most is not None and len(self._functions) >= most:
+                raise Refused(400, f"this edition allows {most} functions, and so many are deployed")
+            self._counter += 1
+            self._functions[spec.service] = _Function(spec, self._counter, self._initial(spec))
+        elif known.spec != spec:
+            self._counter += 1
+            changed = _Function(spec, self._counter, known.wanted, known.invocations)
+            if spec.labels.get(SCALE_MIN_LABEL) != known.spec.labels.get(SCALE_MIN_LABEL):
+                changed.wanted = self._initial(spec)
+            only_labels = replace(spec, labels=known.spec.labels, annotations=known.spec.annotations) == known.spec
+            if only_labels:
+                changed.generation = known.generation
+            self._functions[spec.service] = changed
+
+    def _initial(self, spec: FunctionSpec) -> int:
+        label = spec.labels.get(SCALE_MIN_LABEL, "1")
+        if not label.isdigit():
+            raise Refused(400, f"label {SCALE_MIN_LABEL}={label!r} is not a whole number")
+        return self._clamp(int(label))
+
+    def _clamp(self, replicas: int) -> int:
+        if replicas < 0:
+            raise Refused(400, f"{replicas} replicas are less than none")
+        replicas = max(replicas, self.limits.min_replicas)
+        return replicas if self.limits.max_replicas is None else min(replicas, self.limits.max_replicas)
+
+    def _ready(self, name: str) -> list[Action]:
+        replica = self._replicas.get(name)
+        if replica is None or replica.phase is not Phase.STARTING:
+            return []
+        replica.phase = Phase.READY
+        function = self._functions.get(replica.function)
+        if function is not None and function.generation == replica.generation:
+            function.failed_starts = 0
+        return self._reconcile(replica.function)
+
+    def _exited(self, name: str) -> list[Action]:
+        replica = self._replicas.pop(name, None)
+        if replica is None:
+            return []
+        function = self._functions.get(replica.function)
+        if function is None or function.generation != replica.generation or replica.phase is not Phase.STARTING:
+            return self._reconcile(replica.function)
+        function.failed_starts += 1
+        if function.waiting:
+            return []
+        function.waiting = True
+        wait = min(_LONGEST_RESTART_WAIT, _FIRST_RESTART_WAIT * 2 ** min(function.failed_starts - 1, 10))
+        return [RestartLater(RestartDue(replica.function, function.generation), wait)]
+
+    def _call_ended(self, name: str) -> list[Action]:
+        replica = self._replicas.get(name)
+        if replica is None:
+            return []
+        replica.calls -= 1
+        if replica.phase is Phase.DRAINING and replica.calls == 0:
+            return [StopReplica(name)]
+        return []
+
+    def _reconcile(self, name: str) -> list[Action]:
+        function = self._functions.get(name)
+        if function is None:
+            return self._drain(self._of(name))
+        alive = [replica for replica in self._of(name) if replica.phase is not Phase.DRAINING]
+        current = [replica for replica in alive if replica.generation == function.generation]
+        actions: list[Action] = []
+        if not function.waiting:
+            actions += [self._start(function) for _ in range(function.wanted - len(current))]
+        if len(current) > function.wanted:
+            current.sort(key=lambda replica: (replica.phase is Phase.READY, replica.calls))
+            actions += self._drain(current[: len(current) - function.wanted])
+        if sum(replica.phase is Phase.READY for replica in current) >= function.wanted:
+            actions += self._drain(replica for replica in alive if replica.generation != function.generation)
+        return actions
+
+    def _start(self, function: _Function) -> Action:
+        self._counter += 1
+        name = f"{function.spec.service}-{self._counter}"
+        self._replicas[name] = _Replica(name, function.spec.service, function.generation)
+        return StartReplica(name, function.spec)
+
+    def _drain(self, replicas: Iterable[_Replica]) -> list[Action]:
+        actions: list[Action] = []
+        for replica in replicas:
+            if replica.phase is not Phase.DRAINING:
+                replica.phase = Phase.DRAINING
+                actions.append(LimitDrain(replica.name) if replica.calls else StopReplica(replica.name))
+        return actions
+
+    def _function(self, name: str) -> _Function:
+        if name not in self._functions:
+            raise Refused(404, f"function {name} is not deployed")
+        return self._functions[name]
+
+    def _of(self, name: str) -> list[_Replica]:
+        return [replica for replica in self._replicas.values() if replica.function == name]

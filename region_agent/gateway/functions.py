@@ -1,0 +1,245 @@
+"""What a function is, in the words of the OpenFaaS REST API: specifications, statuses, answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from geofed_pb.errors import GeofedError
+from region_agent.gateway.quantities import format_duration
+
+__all__ = [
+    "BasicAuth",
+    "FunctionSpec",
+    "FunctionStatus",
+    "LogLine",
+    "Response",
+    "fixed_scale_labels",
+    "timeout_env",
+]
+
+SCALE_MIN_LABEL = "com.openfaas.scale.min"
+SCALE_MAX_LABEL = "com.openfaas.scale.max"
+INTERNAL_HEADER = "X-OpenFaaS-Internal"
+EXIT_HEADER = "X-Geofed-Exit"
+_DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+
+
+def is_dns_label(name: str) -> bool:
+    """True where OpenFaaS accepts the name for a function, a secret or a namespace."""
+    return _DNS_LABEL.fullmatch(name) is not None
+
+
+def fixed_scale_labels(replicas: int) -> dict[str, str]:
+    """Labels under which the autoscaler of a gateway can do nothing: its minimum is its maximum."""
+    return {SCALE_MIN_LABEL: str(replicas), SCALE_MAX_LABEL: str(replicas)}
+
+
+def timeout_env(limit: timedelta) -> dict[str, str]:
+    """The watchdog's three time-outs raised together; one left at its default of 30 s would cut the call."""
+    text = format_duration(limit)
+    return {"read_timeout": text, "write_timeout": text, "exec_timeout": text}
+
+
+@dataclass(frozen=True)
+class BasicAuth:
+    """User and password of the gateway's system routes."""
+
+    user: str
+    """User name, ``admin`` in a standard installation."""
+    password: str = field(repr=False)
+    """Password; never printed."""
+
+    @classmethod
+    def from_files(cls, user_file: Path, password_file: Path) -> BasicAuth:
+        """Read both from files, as OpenFaaS keeps them; raises ``CONFIG_INVALID``."""
+        try:
+            auth = cls(user_file.read_text().strip(), password_file.read_text().strip())
+        except OSError as error:
+            raise GeofedError("CONFIG_INVALID", f"cannot read the gateway's credentials: {error}") from error
+        if not auth.user or not auth.password:
+            raise GeofedError("CONFIG_INVALID", f"{user_file} or {password_file} is empty")
+        return auth
+
+
+@dataclass(frozen=True)
+class FunctionSpec:
+    """A function as it is deployed."""
+
+    service: str
+    """Name, a DNS label of at most 63 characters."""
+    image: str
+    """Container image; the embedded gateway takes it for the name of a handler."""
+    namespace: str = ""
+    """Namespace, empty for the gateway's default."""
+    env_process: str = ""
+    """Command that the watchdog forks; the embedded gateway keeps it and does not use it."""
+    env_vars: Mapping[str, str] = field(default_factory=dict)
+    """Environment of the handler."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels, among them the autoscaler's bounds."""
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    """Free annotations."""
+    secrets: tuple[str, ...] = ()
+    """Names of the secrets that the function may read."""
+    limits: Mapping[str, str] = field(default_factory=dict)
+    """Upper bounds: ``memory``, ``cpu``, ``nvidia.com/gpu``, as Kubernetes quantities."""
+    requests: Mapping[str, str] = field(default_factory=dict)
+    """Reservations, in the same notation."""
+    constraints: tuple[str, ...] = ()
+    """Placement constraints."""
+    read_only_root: bool = False
+    """True mounts the root file system read-only."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The body of a deployment request; empty members are left out."""
+        members: dict[str, Any] = {
+            "service": self.service,
+            "image": self.image,
+            "namespace": self.namespace,
+            "envProcess": self.env_process,
+            "envVars": dict(self.env_vars),
+            "labels": dict(self.labels),
+            "annotations": dict(self.annotations),
+            "secrets": list(self.secrets),
+            "limits": dict(self.limits),
+            "requests": dict(self.requests),
+            "constraints": list(self.constraints),
+            "readOnlyRootFilesystem": self.read_only_root,
+        }
+        return {key: value for key, value in members.items() if value}
+
+    @classmethod
+    def from_json(cls, body: object) -> FunctionSpec:
+        """The specification in a deployment request; raises ``ValueError`` with what is wrong."""
+        if not isinstance(body, dict):
+            raise ValueError("the body must be a JSON object")
+        service, image = body.get("service"), body.get("image")
+        if not isinstance(service, str) or not is_dns_label(service):
+            raise ValueError(f"service {service!r} is not a DNS label of at most 63 characters")
+        if not isinstance(image, str) or not image:
+            raise ValueError("image is missing")
+        return cls(
+            service=service,
+            image=image,
+            namespace=_text(body, "namespace"),
+            env_process=_text(body, "envProcess"),
+            env_vars=_texts(body, "envVars"),
+            labels=_texts(body, "labels"),
+            annotations=_texts(body, "annotations"),
+            secrets=_list(body, "secrets"),
+            limits=_texts(body, "limits"),
+            requests=_texts(body, "requests"),
+            constraints=_list(body, "constraints"),
+            read_only_root=bool(body.get("readOnlyRootFilesystem", False)),
+        )
+
+
+@dataclass(frozen=True)
+class FunctionStatus:
+    """A function as the gateway reports it."""
+
+    spec: FunctionSpec
+    """What was deployed, as far as the gateway tells it."""
+    replicas: int
+    """How many replicas are wanted."""
+    available_replicas: int
+    """How many answer."""
+    invocation_count: int
+    """Calls since it was deployed."""
+    created_at: datetime | None
+    """When it was deployed, where the gateway says so."""
+
+    @property
+    def name(self) -> str:
+        return self.spec.service
+
+    def as_json(self) -> dict[str, Any]:
+        """The body of a status answer."""
+        body = self.spec.as_json()
+        body["name"] = body.pop("service")
+        body["replicas"] = self.replicas
+        body["availableReplicas"] = self.available_replicas
+        body["invocationCount"] = self.invocation_count
+        if self.created_at is not None:
+            body["createdAt"] = self.created_at.isoformat().replace("+00:00", "Z")
+        return body
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> FunctionStatus:
+        """The status in an answer; raises ``ValueError`` where it is none."""
+        created = body.get("createdAt")
+        return cls(
+            spec=FunctionSpec.from_json({**body, "service": body.get("name")}),
+            replicas=int(body.get("replicas") or 0),
+            available_replicas=int(body.get("availableReplicas") or 0),
+            invocation_count=int(body.get("invocationCount") or 0),
+            created_at=parse_timestamp(created) if isinstance(created, str) and created else None,
+        )
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line that a replica wrote."""
+
+    name: str
+    """Function."""
+    instance: str
+    """Replica."""
+    timestamp: datetime
+    """When the gateway read it."""
+    text: str
+    """The line without its newline."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """The answer of a function to a synchronous call."""
+
+    function: str
+    """The function that answered."""
+    status: int
+    """HTTP status that the function chose."""
+    headers: Mapping[str, str]
+    """Headers, their names in lower case."""
+    body: bytes
+    """Body, whole."""
+    call_id: str
+    """Identity of the call, as it stands in logs on both sides."""
+
+    def raise_for_status(self) -> Response:
+        """The response itself, or ``FUNCTION_FAILED`` where the status is 400 or above."""
+        if self.status < 400:
+            return self
+        text = self.body[:500].decode("utf-8", "replace").strip()
+        raise GeofedError("FUNCTION_FAILED", f"function {self.function} answered {self.status}: {text or 'no text'}")
+
+
+def parse_timestamp(text: str) -> datetime:
+    """A timestamp of RFC 3339, with Go's nanoseconds cut to microseconds; raises ``ValueError``."""
+    return datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", text).replace("Z", "+00:00"))
+
+
+def _text(body: Mapping[str, Any], key: str) -> str:
+    value = body.get(key) or ""
+    if not isinstance(value, str):
+        raise ValueError(f"{key} must be a string")
+    return value
+
+
+def _texts(body: Mapping[str, Any], key: str) -> dict[str, str]:
+    value = body.get(key) or {}
+    if not isinstance(value, dict) or not all(isinstance(part, str) for pair in value.items() for part in pair):
+        raise ValueError(f"{key} must be an object of strings")
+    return value
+
+
+def _list(body: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = body.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
+        raise ValueError(f"{key} must be a list of strings")
+    return tuple(value)

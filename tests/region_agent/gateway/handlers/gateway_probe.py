@@ -1,0 +1,127 @@
+"""A function for the contract tests: what it does stands in the path of the call."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+_started_calls = threading.Barrier(2)
+
+
+def handle(event: Any, context: Any) -> Any:
+    verb = event.path.strip("/").split("/")[0] or "echo"
+    return globals()[f"do_{verb}"](event, context)
+
+
+def do_echo(event: Any, context: Any) -> Any:
+    return event.body
+
+
+def do_describe(event: Any, context: Any) -> Any:
+    return {
+        "statusCode": int(event.query.get("status", "200")),
+        "headers": {"X-Probe": "yes"},
+        "body": {
+            "method": event.method,
+            "path": event.path,
+            "query": dict(event.query),
+            "headers": {key.lower(): value for key, value in event.headers.items()},
+            "hostname": context.hostname,
+            "pid": os.getpid(),
+            "size": len(event.body),
+            "thread": threading.current_thread().name,
+        },
+    }
+
+
+def do_none(event: Any, context: Any) -> Any:
+    return None
+
+
+def do_env(event: Any, context: Any) -> Any:
+    initial = Path("/proc/self/environ").read_bytes().decode()
+    return {"body": {"environ": dict(os.environ), "initial": initial, "cwd": os.getcwd()}}
+
+
+def do_wait(event: Any, context: Any) -> Any:
+    """Sleep, after saying so in the file that the body names."""
+    if event.body:
+        Path(event.body.decode()).write_text(str(os.getpid()))
+    time.sleep(float(event.query.get("s", "60")))
+    return "woke"
+
+
+def do_raise(event: Any, context: Any) -> Any:
+    raise ValueError("as asked")
+
+
+def do_crash(event: Any, context: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def do_exit(event: Any, context: Any) -> Any:
+    raise SystemExit(3)
+
+
+def do_eat(event: Any, context: Any) -> Any:
+    eaten = bytearray(int(event.query["mib"]) * 2**20)
+    for offset in range(0, len(eaten), 4096):
+        eaten[offset] = 1
+    time.sleep(float(event.query.get("s", "30")))
+    return str(len(eaten))
+
+
+def do_print(event: Any, context: Any) -> Any:
+    print(event.body.decode())
+    print("to stderr", file=sys.stderr)
+    return "printed"
+
+
+def do_secret(event: Any, context: Any) -> Any:
+    return (Path(os.environ["OPENFAAS_SECRETS"]) / event.query["name"]).read_bytes()
+
+
+def do_read(event: Any, context: Any) -> Any:
+    try:
+        return {"body": Path(event.query["path"]).read_bytes()}
+    except OSError as error:
+        return {"statusCode": 404, "body": type(error).__name__}
+
+
+def do_uncover(event: Any, context: Any) -> Any:
+    """Try to get at a hidden file by every way that occurs to job code."""
+    path = event.query["path"]
+    ways = [
+        ["umount", "-l", str(Path(path).parent)],
+        ["unshare", "-Urm", "umount", "-l", str(Path(path).parent)],
+        ["cat", f"/proc/{os.getppid()}/root{path}"],
+        ["nsenter", "-t", str(os.getppid()), "-m", "cat", path],
+    ]
+    got = [subprocess.run(way, capture_output=True, check=False).stdout.decode() for way in ways]
+    own = Path(path).read_text() if Path(path).exists() else ""
+    return json.dumps([*got, own])
+
+
+def do_spawn(event: Any, context: Any) -> Any:
+    """Leave a child in a session of its own behind."""
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    return str(child.pid)
+
+
+def do_touch(event: Any, context: Any) -> Any:
+    Path("here").write_text("x")
+    (Path(os.environ["TMPDIR"]) / "there").write_text("y")
+    return "written"
+
+
+def do_random(event: Any, context: Any) -> Any:
+    import numpy as np
+
+    return str(np.random.random())
