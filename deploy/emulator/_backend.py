@@ -1,0 +1,112 @@
+"""The two ways to delay packets, behind one interface: the kernel's netem, or the hold relay."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Protocol
+
+from deploy.emulator._hold import Relay
+from deploy.emulator._link import Link
+from deploy.emulator._nfqueue import send_to_queues
+from deploy.emulator._topology import address, fifo_lines, netem_lines, rate_line, segment_bytes
+
+Ends = tuple[int, int]
+"""A directed link by the indices of its sites."""
+
+
+class Backend(Protocol):
+    """Shapes links inside the core's namespace; every call comes from a thread that is in there."""
+
+    name: str
+
+    def segment_line(self, links: list[Link]) -> str:
+        """``ip`` line that limits the segments which a site with these links may send."""
+
+    def shape(self, changes: dict[Ends, Link]) -> None:
+        """Give these links their shapes; may be called again at any time."""
+
+    def relay_report(self) -> dict[str, float] | None:
+        """Processor seconds and lateness of a relay in user space, or None where there is none."""
+
+    def lost(self, ends: Ends) -> int | None:
+        """Packets that chance took from this link outside of the kernel's own counters."""
+
+
+class Netem:
+    """tc htb + netem."""
+
+    name = "netem"
+
+    def segment_line(self, links: list[Link]) -> str:
+        # netem draws and counts whole segments, so they must be packets already
+        return "link set eth0 gso_max_segs 1" if any(link.shaped for link in links) else ""
+
+    def shape(self, changes: dict[Ends, Link]) -> None:
+        lines = []
+        for (src, dst), link in changes.items():
+            lines += [rate_line(src, dst, link), *netem_lines(src, dst, link)]
+        batch("tc", lines)
+
+    def relay_report(self) -> dict[str, float] | None:
+        return None
+
+    def lost(self, ends: Ends) -> int | None:
+        return None
+
+
+class Hold:
+    """tc htb for the rate, NFQUEUE and the relay for delay, jitter and loss."""
+
+    name = "hold"
+
+    def __init__(self) -> None:
+        self._relay = Relay()
+        self._relay.start()
+        self._held: dict[Ends, Link] = {}
+
+    def segment_line(self, links: list[Link]) -> str:
+        return f"link set eth0 gso_max_size {segment_bytes(links)}"
+
+    def shape(self, changes: dict[Ends, Link]) -> None:
+        lines = []
+        for ends, link in changes.items():
+            lines += [rate_line(*ends, link), *fifo_lines(*ends, link)]
+            if link.held or ends in self._held:
+                self._relay.shape(_number(ends), link)
+            if link.held:
+                self._held[ends] = link
+            else:
+                self._held.pop(ends, None)
+        batch("tc", lines)
+        send_to_queues({(address(src), address(dst)): _number((src, dst)) for src, dst in self._held})
+
+    def relay_report(self) -> dict[str, float] | None:
+        late, self._relay.late_ms = self._relay.late_ms, 0.0
+        return {"cpu_s": round(self._relay.cpu_s(), 3), "late_ms": round(late, 3)}
+
+    def lost(self, ends: Ends) -> int | None:
+        return self._relay.lost.get(_number(ends), 0)
+
+
+def _number(ends: Ends) -> int:
+    return ends[0] << 8 | ends[1]
+
+
+def kernel_has_netem() -> bool:
+    """Try it on the loopback device of the calling thread's namespace."""
+    trial = subprocess.run("tc qdisc add dev lo root netem delay 1ms".split(), capture_output=True)
+    if trial.returncode == 0:
+        subprocess.run("tc qdisc del dev lo root".split(), check=True, capture_output=True)
+    return trial.returncode == 0
+
+
+def batch(tool: str, lines: list[str]) -> str:
+    """Run lines of ``ip`` or ``tc`` in one process in the calling thread's namespace; returns its output.
+
+    Raises RuntimeError with the tool's message.
+    """
+    text = "\n".join(line for line in lines if line) + "\n"
+    done = subprocess.run([tool, "-batch", "-"], input=text, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{tool}: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,116 @@
+"""What a link is: the shape of one directed region pair, and the profile that holds all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+from geofed_pb.errors import GeofedError
+
+CONTROL = "control"
+"""The site where the control plane runs. It is no region: its links are unshaped unless a profile says otherwise."""
+
+MTU_BYTES = 1500
+FRAME_OVERHEAD_BYTES = 14
+"""What the kernel's queues count beyond the IP packet: the Ethernet header of a veth device."""
+
+Pair = tuple[str, str]
+"""A directed link: (source site, destination site)."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The shape of one direction between two sites."""
+
+    rate_mbps: float | None = None
+    """Rate of IP packets, headers included, in 10^6 bit/s; None is as fast as the machine goes."""
+    delay_ms: float = 0.0
+    """One-way delay of every packet."""
+    jitter_ms: float = 0.0
+    """Half width of the uniform distribution around the delay, drawn per packet; packets may overtake."""
+    loss: float = 0.0
+    """Probability that a packet is lost, drawn per packet, in [0, 1]."""
+
+    def __post_init__(self) -> None:
+        if self.rate_mbps is not None and not 0.01 <= self.rate_mbps <= 100_000:
+            raise ValueError(f"rate_mbps must be between 0.01 and 100000, not {self.rate_mbps}")
+        if not 0 <= self.delay_ms <= 60_000:
+            raise ValueError(f"delay_ms must be between 0 and 60000, not {self.delay_ms}")
+        if not 0 <= self.jitter_ms <= self.delay_ms:
+            raise ValueError(f"jitter_ms must be between 0 and the delay ({self.delay_ms}), not {self.jitter_ms}")
+        if not 0 <= self.loss <= 1:
+            raise ValueError(f"loss must be a fraction between 0 and 1, not {self.loss}")
+
+    @property
+    def held(self) -> bool:
+        """True where packets must wait or be drawn for loss before they meet the rate."""
+        return self.delay_ms > 0 or self.loss > 0
+
+    @property
+    def drawn(self) -> bool:
+        """True where chance acts per packet, so that packets may not travel as segments of 64 KB."""
+        return self.jitter_ms > 0 or self.loss > 0
+
+    @property
+    def shaped(self) -> bool:
+        return self.held or self.rate_mbps is not None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A whole WAN: its regions and a link for every ordered pair of sites."""
+
+    name: str
+    """Name of the profile, as it stands in every result."""
+    description: str
+    """One sentence: what it stands for."""
+    source: str
+    """Where its figures come from."""
+    regions: tuple[str, ...]
+    """Region names, in order; the site ``control`` comes on top."""
+    links: Mapping[Pair, Link]
+    """One link for each ordered pair of distinct sites, ``control`` included."""
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return (CONTROL, *self.regions)
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain types, complete: ``Profile.from_dict(p.as_dict()) == p``."""
+        links = [{"src": src, "dst": dst, **asdict(link)} for (src, dst), link in self.links.items()]
+        return {
+            "name": self.name,
+            "description": self.description,
+            "source": self.source,
+            "regions": list(self.regions),
+            "links": links,
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, object]) -> Profile:
+        rows = data["links"]
+        assert isinstance(rows, list)
+        links = {
+            (row["src"], row["dst"]): Link(**{k: v for k, v in row.items() if k not in ("src", "dst")})
+            for row in rows
+        }
+        regions = data["regions"]
+        assert isinstance(regions, list)
+        return Profile(
+            name=str(data["name"]),
+            description=str(data["description"]),
+            source=str(data["source"]),
+            regions=tuple(regions),
+            links=links,
+        )
+
+
+def change(link: Link, **fields: float | None) -> Link:
+    """The link with some fields replaced.
+
+    Raises GeofedError CONFIG_INVALID where the result is no valid link.
+    """
+    try:
+        return replace(link, **fields)  # type: ignore[arg-type]  # names are checked by replace itself
+    except (TypeError, ValueError) as error:
+        raise GeofedError("CONFIG_INVALID", str(error), hint="see `wan-emulator set --help`") from error

@@ -1,0 +1,159 @@
+"""Network namespaces without names: held by open files of one process, gone when it and its guests are."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWNET = 0x40000000
+_PR_SET_TIMERSLACK = 29
+
+MARK = "GEOFED_EMULATOR_ID"
+"""Environment variable that every process started in a site carries: the id of its emulator."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(status: int, what: str) -> None:
+    if status != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def unshare(flags: int) -> None:
+    """Move the calling thread into new namespaces. Raises OSError."""
+    _check(_libc.unshare(flags), "unshare")
+
+
+def enter(netns: int) -> None:
+    """Move the calling thread into the network namespace of an open file. Raises OSError."""
+    _check(_libc.setns(netns, CLONE_NEWNET), "setns")
+
+
+def wake_exactly() -> None:
+    """Let timers of the calling thread fire when they are due, not up to 50 microseconds later."""
+    _libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+
+
+def become_root_of_user_namespace() -> None:
+    """Map the caller's user to root of a new user namespace. Raises OSError where the machine forbids it."""
+    uid, gid = os.geteuid(), os.getegid()
+    unshare(CLONE_NEWUSER)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+
+
+def new_netns() -> int:
+    """Create a network namespace with lo up and return an open file that keeps it.
+
+    The calling thread is inside it afterwards.
+    """
+    unshare(CLONE_NEWNET)
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True, capture_output=True)
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
+@contextmanager
+def inside(netns: int) -> Iterator[None]:
+    """Run a block in a namespace; the calling thread returns to where it was."""
+    before = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        enter(netns)
+        yield
+    finally:
+        enter(before)
+        os.close(before)
+
+
+def unsupported() -> str | None:
+    """Why this user cannot make network namespaces here, or None. Tries it in a child process."""
+    for tool in ("ip", "tc", "nsenter"):
+        if not any(os.access(f"{folder}/{tool}", os.X_OK) for folder in _search_path()):
+            return f"`{tool}` is not installed (packages iproute2 and util-linux)"
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            if os.geteuid() != 0 or not _may_unshare():
+                become_root_of_user_namespace()
+            unshare(CLONE_NEWNET)
+            code = 0
+        except OSError:
+            code = 2
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    if status == 0:
+        return None
+    return "neither root nor a user namespace may create network namespaces on this machine"
+
+
+def _search_path() -> list[str]:
+    return [*os.environ.get("PATH", "").split(":"), "/usr/sbin", "/sbin"]
+
+
+def _may_unshare() -> bool:
+    """True where this process has CAP_SYS_ADMIN (bit 21), which containers take from root."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> 21 & 1)
+    return False
+
+
+def needs_user_namespace() -> bool:
+    """True where network namespaces take a user namespace first."""
+    return os.geteuid() != 0 or not _may_unshare()
+
+
+def processes_inside(inodes: Collection[int], *, mark: str | None = None) -> list[int]:
+    """Ids of the processes whose network namespace is one of ``inodes``.
+
+    With ``mark``, only those that also carry this emulator id in their environment. That is needed once the
+    emulator's own process is gone: the kernel may then have given the inode to somebody else's namespace.
+    """
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        try:
+            if os.stat(f"/proc/{entry}/ns/net").st_ino not in inodes:
+                continue
+            if mark is None or f"{MARK}={mark}".encode() in Path(f"/proc/{entry}/environ").read_bytes():
+                found.append(int(entry))
+        except OSError:
+            continue  # gone meanwhile, or another user's
+    return found
+
+
+def end_processes(inodes: Collection[int], *, mark: str | None = None, grace_s: float = 1.0) -> int:
+    """Terminate what runs in the namespaces, kill what does not heed it, and return how many there were."""
+    first = processes_inside(inodes, mark=mark)
+    _signal(first, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    left = first
+    while left and time.monotonic() < deadline:
+        time.sleep(0.02)
+        left = processes_inside(inodes, mark=mark)
+    for _ in range(50):
+        if not left:
+            break
+        _signal(left, signal.SIGKILL)
+        time.sleep(0.01)
+        left = processes_inside(inodes, mark=mark)
+    return len(first)
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
