@@ -1,5 +1,8 @@
 """The pure machines: events in, actions out; no I/O, no clock, no database, no protobuf."""
 
+import dataclasses
+import json
+
 from pydantic import TypeAdapter
 
 from control_plane.core._events import (
@@ -79,7 +82,7 @@ _REGION = TypeAdapter(RegionState)
 
 def job_state_to_json(state: JobState) -> str:
     """A job's state as it is stored."""
-    return _JOB.dump_json(state).decode()
+    return json.dumps(dataclasses.asdict(state))  # a loss may be NaN, which pydantic would write as null
 
 
 def job_state_from_json(text: str) -> JobState:
@@ -89,7 +92,7 @@ def job_state_from_json(text: str) -> JobState:
 
 def region_state_to_json(state: RegionState) -> str:
     """A region's state as it is stored."""
-    return _REGION.dump_json(state).decode()
+    return json.dumps(dataclasses.asdict(state))
 
 
 def region_state_from_json(text: str) -> RegionState:

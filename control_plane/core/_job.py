@@ -230,6 +230,8 @@ class JobMachine:
         if part is None:
             return
         before, part = part, self._relink(part, "live", event.at)
+        if self.state.phase == "cancelling" and event.restarted:
+            self._out.append(SendStop(part.region, part.epoch, self.state.reason or "cancelled", discard=True))
         if self.state.phase not in _STARTED:
             return
         if before.link == "lost" or event.restarted:
@@ -284,8 +286,13 @@ class JobMachine:
                 return
 
     def _relink(self, part: Partition, link: Link, at: float) -> Partition:
-        changed = part if part.link == link else replace(part, link=link, since=at)
+        if part.link == link:
+            return part
+        changed = replace(part, link=link, since=at)
         self._put(changed)
+        words = "reachable again" if link == "live" else link
+        data = {"before": part.link, "seconds": at - part.since if part.since else None}
+        self._record(f"region.{link}", f"region {part.region} is {words}", part.region, data)
         return changed
 
     # --- small change

@@ -1,0 +1,117 @@
+"""Content-addressed files: the code of jobs, and models. What has its final name is whole and verified."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from control_plane._files import sync_folder
+from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import CHUNK_BYTES
+from geofed_pb.v1 import common_pb2
+
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+class BlobStore:
+    """Blobs under one folder. Uploads go on where they broke off."""
+
+    def __init__(self, folder: Path) -> None:
+        self._whole = folder
+        self._partial = folder / "partial"
+        self._partial.mkdir(parents=True, exist_ok=True)
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def path(self, digest: str) -> Path:
+        """Where the whole blob lies, or would lie. Raises ``GeofedError`` FRAME_INVALID for what is no digest."""
+        return self._whole / _name(digest)
+
+    def size(self, digest: str) -> int | None:
+        """Bytes of a blob that is whole; None where it is not."""
+        try:
+            return self.path(digest).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def stat(self, digest: str) -> common_pb2.BlobAck:
+        """How much of a blob is here."""
+        whole = self.size(digest)
+        if whole is not None:
+            return common_pb2.BlobAck(digest=digest, have_bytes=whole, complete=True)
+        partial = self._partial / _name(digest)
+        have = partial.stat().st_size if partial.exists() else 0
+        return common_pb2.BlobAck(digest=digest, have_bytes=have)
+
+    async def receive(self, chunks: AsyncIterator[common_pb2.BlobChunk], *, limit_bytes: int) -> common_pb2.BlobAck:
+        """Take an upload; what arrived stays, also when the stream breaks.
+
+        Raises ``GeofedError``: LIMIT_EXCEEDED, FRAME_INVALID (a gap), DIGEST_MISMATCH (the partial file is dropped).
+        """
+        first = await anext(aiter(chunks), None)
+        if first is None:
+            raise GeofedError("FRAME_INVALID", "an upload without a byte")
+        digest, total = first.digest, first.total_bytes
+        if total > limit_bytes:
+            raise GeofedError("LIMIT_EXCEEDED", f"the blob has {total} bytes; the limit is {limit_bytes}")
+        async with self._locks[_name(digest)]:
+            if self.size(digest) is None:
+                await self._append_all(first, chunks)
+        return self.stat(digest)
+
+    async def send(self, digest: str, offset: int) -> AsyncIterator[common_pb2.BlobChunk]:
+        """The bytes of a whole blob from `offset` on. Raises ``GeofedError`` MODEL_NOT_FOUND where it is not here."""
+        total = self.size(digest)
+        if total is None:
+            raise GeofedError("MODEL_NOT_FOUND", f"blob {digest} is not here", hint="see `control-plane status JOB`")
+        with self.path(digest).open("rb") as file:
+            file.seek(offset)
+            while data := await asyncio.to_thread(file.read, CHUNK_BYTES):
+                yield common_pb2.BlobChunk(digest=digest, total_bytes=total, offset=offset, data=data)
+                offset += len(data)
+
+    async def _append_all(self, first: common_pb2.BlobChunk, chunks: AsyncIterator[common_pb2.BlobChunk]) -> None:
+        digest, total = first.digest, first.total_bytes
+        partial = self._partial / _name(digest)
+        with partial.open("ab") as file:
+            have = file.tell()
+            chunk: common_pb2.BlobChunk | None = first
+            while chunk is not None:
+                have = await asyncio.to_thread(_append, file.fileno(), chunk, have, total)
+                chunk = await anext(aiter(chunks), None)
+            await asyncio.to_thread(os.fsync, file.fileno())
+        if have == total:
+            await asyncio.to_thread(self._adopt, partial, digest)
+
+    def _adopt(self, partial: Path, digest: str) -> None:
+        with partial.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != _name(digest):
+            partial.unlink()
+            raise GeofedError("DIGEST_MISMATCH", f"what arrived as {digest} is sha256:{found}")
+        os.replace(partial, self._whole / _name(digest))
+        sync_folder(self._whole)
+
+
+def _append(descriptor: int, chunk: common_pb2.BlobChunk, have: int, total: int) -> int:
+    """Write what is new of a chunk; returns the bytes held then."""
+    if chunk.offset > have:
+        raise GeofedError("FRAME_INVALID", f"a chunk begins at {chunk.offset}, but only {have} bytes are here")
+    fresh = memoryview(chunk.data)[have - chunk.offset :]
+    if have + len(fresh) > total:
+        raise GeofedError("FRAME_INVALID", f"more bytes than the {total} that were announced")
+    while fresh:
+        written = os.write(descriptor, fresh)
+        have += written
+        fresh = fresh[written:]
+    return have
+
+
+def _name(digest: str) -> str:
+    if not _DIGEST.fullmatch(digest):
+        raise GeofedError("FRAME_INVALID", f"{digest[:80]!r} is no digest")
+    return digest.removeprefix("sha256:")

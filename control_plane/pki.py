@@ -1,0 +1,254 @@
+"""Identity: the federation's own certificate authority, certificates, tokens and invitations."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import ipaddress
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from control_plane._files import write_whole
+from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import CONTROL_PLANE_NAME, region_name
+
+CA_LIFE = timedelta(days=3650)
+SERVER_LIFE = timedelta(days=365)
+REGION_LIFE = timedelta(days=30)
+BACKDATE = timedelta(minutes=5)
+"""Certificates begin this long before they are made, for clocks that are behind."""
+_TOKEN_PREFIX = "geofed1."
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A certificate that was signed for a region."""
+
+    certificate_pem: bytes
+    serial: str
+    expires: float
+    """Unix seconds."""
+
+
+@dataclass(frozen=True)
+class InvitationToken:
+    """What `region invite` prints: where the control plane is, how to know it, and a secret that works once."""
+
+    address: str
+    """host:port of the control port."""
+    ca_pem: bytes
+    region: str
+    secret: str
+
+    def __str__(self) -> str:
+        certificate = x509.load_pem_x509_certificate(self.ca_pem).public_bytes(serialization.Encoding.DER)
+        fields = {
+            "address": self.address,
+            "ca": base64.b64encode(certificate).decode(),
+            "region": self.region,
+            "secret": self.secret,
+        }
+        return _TOKEN_PREFIX + base64.urlsafe_b64encode(json.dumps(fields).encode()).decode().rstrip("=")
+
+    @classmethod
+    def parse(cls, text: str) -> InvitationToken:
+        """Read a token. Raises ``GeofedError`` TOKEN_INVALID."""
+        encoded = text.strip().removeprefix(_TOKEN_PREFIX)
+        try:
+            fields = json.loads(base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)))
+            certificate = x509.load_der_x509_certificate(base64.b64decode(fields["ca"]))
+            pem = certificate.public_bytes(serialization.Encoding.PEM)
+            return cls(str(fields["address"]), pem, str(fields["region"]), str(fields["secret"]))
+        except (ValueError, KeyError, TypeError, binascii.Error):
+            raise GeofedError("TOKEN_INVALID", "this is no invitation, or a part of it is missing") from None
+
+
+class Authority:
+    """The federation's CA. Its folder holds `ca.crt`, `ca.key`, `server.crt`, `server.key`; keys are mode 0600."""
+
+    def __init__(self, folder: Path, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+        self._folder = folder
+        self._certificate = certificate
+        self._key = key
+        self.ca_pem = certificate.public_bytes(serialization.Encoding.PEM)
+
+    @classmethod
+    def open(cls, folder: Path, federation: str, now: datetime) -> Authority:
+        """Load the CA of a folder, or make one. Raises ``GeofedError`` STATE_INVALID where half of it is missing."""
+        certificate_path, key_path = folder / "ca.crt", folder / "ca.key"
+        if certificate_path.exists() != key_path.exists():
+            raise GeofedError("STATE_INVALID", f"{folder} holds only one of ca.crt and ca.key")
+        if certificate_path.exists():
+            try:
+                certificate = x509.load_pem_x509_certificate(certificate_path.read_bytes())
+                key = serialization.load_pem_private_key(key_path.read_bytes(), None)
+            except ValueError as error:
+                raise GeofedError("STATE_INVALID", f"the CA in {folder} cannot be read: {error}") from None
+            if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+                raise GeofedError("STATE_INVALID", f"ca.key in {folder} does not belong to ca.crt")
+            return cls(folder, certificate, key)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        certificate, key = _make_ca(federation, now)
+        # The key first: without it the next start makes a new pair, with it alone it would not.
+        pem = certificate.public_bytes(serialization.Encoding.PEM)
+        write_whole(folder / "ca.key", _key_pem(key), mode=0o600)
+        write_whole(folder / "ca.crt", pem)
+        return cls(folder, certificate, key)
+
+    @property
+    def ca_file(self) -> Path:
+        """The CA certificate, for clients."""
+        return self._folder / "ca.crt"
+
+    def server_certificate(self, hosts: Sequence[str], now: datetime) -> tuple[Path, Path]:
+        """Certificate and key of this control plane for its names and `hosts`.
+
+        A new one is made where there is none, where half of its life is over, or where a name is missing.
+        """
+        certificate_path, key_path = self._folder / "server.crt", self._folder / "server.key"
+        names = list(dict.fromkeys([CONTROL_PLANE_NAME, *hosts]))
+        if certificate_path.exists() and key_path.exists():
+            current = x509.load_pem_x509_certificate(certificate_path.read_bytes())
+            if _in_first_half(current, now) and _names_of(current) >= set(names):
+                return certificate_path, key_path
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = self._sign(CONTROL_PLANE_NAME, names, key.public_key(), now, SERVER_LIFE)
+        write_whole(key_path, _key_pem(key), mode=0o600)
+        write_whole(certificate_path, certificate.public_bytes(serialization.Encoding.PEM))
+        return certificate_path, key_path
+
+    def sign_region(self, csr_pem: bytes, region: str, now: datetime, life: timedelta = REGION_LIFE) -> Issued:
+        """Sign the key of a certificate request for `region`; all names in the request are ignored.
+
+        Raises ``GeofedError`` CERTIFICATE_INVALID for a request that cannot be read, or a weak key.
+        """
+        try:
+            request = x509.load_pem_x509_csr(csr_pem)
+            valid = request.is_signature_valid
+            key = request.public_key()
+        except (ValueError, InvalidSignature):
+            raise GeofedError("CERTIFICATE_INVALID", "the certificate request cannot be read") from None
+        strong = isinstance(key, ec.EllipticCurvePublicKey) or (
+            isinstance(key, rsa.RSAPublicKey) and key.key_size >= 2048
+        )
+        if not valid or not strong:
+            raise GeofedError("CERTIFICATE_INVALID", "the certificate request is not signed, or its key is weak")
+        certificate = self._sign(region, [region_name(region)], key, now, life)  # type: ignore[arg-type]
+        return Issued(
+            certificate.public_bytes(serialization.Encoding.PEM),
+            serial_of(certificate),
+            certificate.not_valid_after_utc.timestamp(),
+        )
+
+    def _sign(
+        self,
+        name: str,
+        hosts: Sequence[str],
+        key: ec.EllipticCurvePublicKey | rsa.RSAPublicKey,
+        now: datetime,
+        life: timedelta,
+    ) -> x509.Certificate:
+        usage = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+            .issuer_name(self._certificate.subject)
+            .public_key(key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - BACKDATE)
+            .not_valid_after(now + life)
+            .add_extension(x509.SubjectAlternativeName([_general_name(host) for host in hosts]), critical=False)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(usage), critical=False)
+            .add_extension(_key_usage(ca=False), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
+        )
+        return builder.sign(self._key, hashes.SHA256())
+
+
+def serial_of(certificate: x509.Certificate) -> str:
+    """The serial number as it is stored."""
+    return f"{certificate.serial_number:x}"
+
+
+def new_secret() -> str:
+    """32 random bytes as text."""
+    return secrets.token_urlsafe(32)
+
+
+def hash_secret(secret: str) -> str:
+    """What is stored of a random secret: it has too much entropy to need salt or stretching."""
+    return f"sha256:{hashlib.sha256(secret.encode()).hexdigest()}"
+
+
+def utc_now(seconds: float) -> datetime:
+    """Unix seconds as certificates count time."""
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def _make_ca(federation: str, now: datetime) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"geofed CA of {federation}"[:64])])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - BACKDATE)
+        .not_valid_after(now + CA_LIFE)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(ca=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return certificate, key
+
+
+def _key_usage(*, ca: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=not ca,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=ca,
+        crl_sign=ca,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _names_of(certificate: x509.Certificate) -> set[str]:
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return {str(name.value) for name in names}
+
+
+def _in_first_half(certificate: x509.Certificate, now: datetime) -> bool:
+    begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    return now < begin + (end - begin) / 2

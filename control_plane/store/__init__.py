@@ -1,0 +1,31 @@
+"""The durable state of the control plane."""
+
+from control_plane.store._open import open_store
+from control_plane.store._records import (
+    Change,
+    CommandRow,
+    Committed,
+    Cursors,
+    EventRow,
+    Invitation,
+    JobRow,
+    LogRow,
+    RegionRow,
+    RunRow,
+)
+from control_plane.store._store import Store
+
+__all__ = [
+    "Change",
+    "CommandRow",
+    "Committed",
+    "Cursors",
+    "EventRow",
+    "Invitation",
+    "JobRow",
+    "LogRow",
+    "RegionRow",
+    "RunRow",
+    "Store",
+    "open_store",
+]

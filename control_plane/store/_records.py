@@ -1,0 +1,144 @@
+"""What goes into the store and what comes out: frozen rows, and the change that one incoming message makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class JobRow:
+    """A job as it is stored."""
+
+    id: str
+    name: str
+    request_id: str
+    content_digest: str
+    """Of spec and bundle together: what a request id stands for."""
+    bundle_digest: str
+    task_key: str
+    """Jobs with the same key run the same code on the same data at the same batch; their speeds compare."""
+    spec_json: str
+    plan_json: str
+    state_json: str
+    phase: str
+    created_at: float
+    result_json: str = ""
+    """Empty until the job ended."""
+
+
+@dataclass(frozen=True)
+class EventRow:
+    """One thing that happened."""
+
+    at: float
+    job: str
+    region: str
+    kind: str
+    text: str
+    data_json: str = "{}"
+    terminal: bool = False
+    cursor: int = 0
+    """Given by the store; 0: not stored yet."""
+
+
+@dataclass(frozen=True)
+class RegionRow:
+    """A region as it is stored."""
+
+    name: str
+    cloud: str
+    agent_version: str
+    catalogue_json: str
+    state_json: str
+    serials: tuple[str, ...]
+    """Serial numbers of the certificates that are taken."""
+    certificate_expires: float
+
+
+@dataclass(frozen=True)
+class Cursors:
+    """How far the two directions of a region's conversation have come."""
+
+    command_seq: int
+    """Of the last command that was made."""
+    command_cursor: int
+    """Of the last command that the agent has stored."""
+    report_cursor: int
+    """Of the last report that was applied."""
+
+
+@dataclass(frozen=True)
+class CommandRow:
+    """A durable command to an agent."""
+
+    region: str
+    job: str
+    payload: bytes
+    seq: int = 0
+    """Given by the store, 1, 2, 3 … for each region; 0: not stored yet."""
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """A one-time token for a region."""
+
+    secret_hash: str
+    region: str
+    expires: float
+    used_at: float = 0.0
+    """0: not used."""
+
+
+@dataclass(frozen=True)
+class LogRow:
+    """One line of a job's log."""
+
+    at: float
+    job: str
+    region: str
+    source: str
+    text: str
+    cursor: int = 0
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """What an ended run taught about a task in a region."""
+
+    job: str
+    region: str
+    task_key: str
+    at: float
+    samples_per_second: float
+    """Of one worker."""
+    model_bytes: int
+    start_seconds: float
+
+
+@dataclass(frozen=True)
+class Change:
+    """All that one incoming message changes; stored as a whole or not at all."""
+
+    jobs: tuple[JobRow, ...] = ()
+    regions: tuple[RegionRow, ...] = ()
+    events: tuple[EventRow, ...] = ()
+    commands: tuple[CommandRow, ...] = ()
+    logs: tuple[LogRow, ...] = ()
+    runs: tuple[RunRow, ...] = ()
+    invitations: tuple[Invitation, ...] = ()
+    """New, or used now."""
+    report_cursor: tuple[str, int] | None = None
+    """Region and sequence of the report that this change applies."""
+    command_cursor: tuple[str, int] | None = None
+    """Region and sequence up to which its agent has stored commands."""
+    reset_region: str = ""
+    """A region that starts anew with a fresh identity: its numbers begin at 0, its old commands are void."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A change as it was stored: with cursors and sequence numbers."""
+
+    events: tuple[EventRow, ...] = ()
+    commands: tuple[CommandRow, ...] = ()
+    logged: bool = False

@@ -1,0 +1,119 @@
+"""The tables, as the newest migration leaves them."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+)
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+    }
+)
+# SQLite numbers rows by itself only where the key is exactly INTEGER.
+_Cursor = BigInteger().with_variant(Integer, "sqlite")
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("name", String(64), nullable=False, index=True),
+    Column("request_id", String(256), nullable=False, unique=True),
+    Column("content_digest", String(80), nullable=False),
+    Column("bundle_digest", String(80), nullable=False),
+    Column("task_key", String(80), nullable=False),
+    Column("spec_json", Text, nullable=False),
+    Column("plan_json", Text, nullable=False),
+    Column("state_json", Text, nullable=False),
+    Column("phase", String(16), nullable=False, index=True),
+    Column("created_at", Double, nullable=False, index=True),
+    Column("result_json", Text, nullable=False),
+)
+events = Table(
+    "events",
+    metadata,
+    Column("cursor", _Cursor, primary_key=True, autoincrement=True),
+    Column("at", Double, nullable=False),
+    Column("job", String(64), nullable=False),
+    Column("region", String(64), nullable=False),
+    Column("kind", String(64), nullable=False),
+    Column("text", Text, nullable=False),
+    Column("data_json", Text, nullable=False),
+    Column("terminal", Boolean, nullable=False),
+    Index(None, "job", "cursor"),
+    sqlite_autoincrement=True,
+)
+regions = Table(
+    "regions",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("cloud", String(64), nullable=False),
+    Column("agent_version", String(64), nullable=False),
+    Column("catalogue_json", Text, nullable=False),
+    Column("state_json", Text, nullable=False),
+    Column("serials", Text, nullable=False),
+    Column("certificate_expires", Double, nullable=False),
+    Column("command_seq", BigInteger, nullable=False),
+    Column("command_cursor", BigInteger, nullable=False),
+    Column("report_cursor", BigInteger, nullable=False),
+)
+commands = Table(
+    "commands",
+    metadata,
+    Column("region", String(64), ForeignKey("regions.name"), primary_key=True),
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("job", String(64), nullable=False),
+    Column("payload", LargeBinary, nullable=False),
+)
+invitations = Table(
+    "invitations",
+    metadata,
+    Column("secret_hash", String(80), primary_key=True),
+    Column("region", String(64), nullable=False, index=True),
+    Column("expires", Double, nullable=False),
+    Column("used_at", Double, nullable=False),
+)
+logs = Table(
+    "logs",
+    metadata,
+    Column("cursor", _Cursor, primary_key=True, autoincrement=True),
+    Column("at", Double, nullable=False),
+    Column("job", String(64), nullable=False),
+    Column("region", String(64), nullable=False),
+    Column("source", String(64), nullable=False),
+    Column("text", Text, nullable=False),
+    Index(None, "job", "cursor"),
+    sqlite_autoincrement=True,
+)
+runs = Table(
+    "runs",
+    metadata,
+    Column("job", String(64), primary_key=True),
+    Column("region", String(64), primary_key=True),
+    Column("task_key", String(80), nullable=False, index=True),
+    Column("at", Double, nullable=False),
+    Column("samples_per_second", Double, nullable=False),
+    Column("model_bytes", BigInteger, nullable=False),
+    Column("start_seconds", Double, nullable=False),
+)
+meta = Table(
+    "meta",
+    metadata,
+    Column("key", String(64), primary_key=True),
+    Column("value", Text, nullable=False),
+)
