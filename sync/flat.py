@@ -22,11 +22,11 @@ class FlatModel:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        rest = {name: p for name, p in module.named_parameters() if not p.requires_grad}
-        rest |= dict(_persistent_buffers(module))
-        self._trained = list(trained.values())
-        self._all = [*trained.values(), *rest.values()]
+        trained: dict[str, torch.Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        rest: dict[str, torch.Tensor] = dict([*frozen, *_persistent_buffers(module)])
+        self._trained: list[torch.Tensor] = list(trained.values())
+        self._all: list[torch.Tensor] = [*trained.values(), *rest.values()]
         slots = [
             Slot(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in (trained | rest).items()
         ]
@@ -66,9 +66,8 @@ class FlatModel:
             for parameter in self._trained:
                 part = flat[at : at + parameter.numel()].reshape(parameter.shape)
                 if parameter.grad is None:
-                    parameter.grad = part.to(parameter.dtype, copy=True)
-                else:
-                    parameter.grad.copy_(part)
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(part)
                 at += parameter.numel()
         self._copy_in(vector, at, self._all[len(self._trained) :])
 

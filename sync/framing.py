@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
 
-__all__ = ["Array", "Frame", "decode", "digest_of", "encode"]
+__all__ = ["Array", "Buffer", "Frame", "decode", "digest_of", "encode"]
 
 Array = npt.NDArray[np.generic]
 Buffer = bytes | bytearray | memoryview
@@ -70,7 +70,7 @@ def encode(tensors: Mapping[str, Array], facts: Mapping[str, float] | None = Non
     pieces, written = [memoryview(prefix + bytes(table))], _PREFIX.size + len(table)
     for at, array in body:
         pieces.append(memoryview(bytes(at - written)))
-        pieces.append(memoryview(array.reshape(-1).view(np.uint8)))
+        pieces.append(memoryview(array.reshape(-1).view(np.uint8).data))
         written = at + array.nbytes
     if not body:
         pieces.append(memoryview(bytes(total - written)))

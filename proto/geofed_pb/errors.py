@@ -92,8 +92,14 @@ CATALOGUE: dict[str, Entry] = {
     ),
     "FUNCTION_FAILED": Entry(Exit.JOB_ENDED_BADLY, True, "`control-plane logs JOB` shows what the function wrote"),
     "FUNCTION_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "the gateway does not know it; deploy it first"),
-    "FUNCTION_BUSY": Entry(Exit.UNAVAILABLE, True, "every replica has its most calls in flight; wait, or scale the function"),
-    "FUNCTION_TIMEOUT": Entry(Exit.JOB_ENDED_BADLY, True, "raise the function's and the gateway's time-outs together, or shorten the time slice"),
+    "FUNCTION_BUSY": Entry(
+        Exit.UNAVAILABLE, True, "every replica has its most calls in flight; wait, or scale the function"
+    ),
+    "FUNCTION_TIMEOUT": Entry(
+        Exit.JOB_ENDED_BADLY,
+        True,
+        "raise the function's and the gateway's time-outs together, or shorten the time slice",
+    ),
     "FUNCTION_OUT_OF_MEMORY": Entry(Exit.JOB_ENDED_BADLY, False, "give the workers more memory, or a smaller batch"),
     "FENCED": Entry(Exit.CONFLICT, False, "a newer attempt has taken over; this one must stop"),
     "PORT_IN_USE": Entry(Exit.UNAVAILABLE, False, "stop what listens there, or choose another address"),

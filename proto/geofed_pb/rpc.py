@@ -23,6 +23,7 @@ __all__ = [
     "CHUNK_BYTES",
     "CONTROL_PLANE_NAME",
     "answering",
+    "blocking_channel",
     "channel",
     "channel_options",
     "error_of",
@@ -91,6 +92,12 @@ def channel(
     credentials = grpc.ssl_channel_credentials(ca_pem, key_pem, certificate_pem)
     options = [*channel_options(), ("grpc.ssl_target_name_override", name)]
     return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def blocking_channel(address: str, *, ca_pem: bytes, name: str) -> grpc.Channel:
+    """The same for code that does not run in an event loop."""
+    options = [*channel_options(), ("grpc.ssl_target_name_override", name)]
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca_pem), options=options)
 
 
 def with_token(token: str) -> tuple[tuple[str, str], ...]:

@@ -15,7 +15,7 @@ class AttachRequest(_message.Message):
     def __init__(self, layout_json: _Optional[str] = ..., initial_key: _Optional[str] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("round", "step", "model_key", "state_key", "boundary", "finished", "evaluate")
+    __slots__ = ("round", "step", "model_key", "state_key", "boundary", "finished", "evaluate", "pending")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     MODEL_KEY_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class AttachReply(_message.Message):
     BOUNDARY_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     EVALUATE_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
     round: int
     step: int
     model_key: str
@@ -30,7 +31,8 @@ class AttachReply(_message.Message):
     boundary: bool
     finished: bool
     evaluate: bool
-    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., model_key: _Optional[str] = ..., state_key: _Optional[str] = ..., boundary: bool = ..., finished: bool = ..., evaluate: bool = ...) -> None: ...
+    pending: bool
+    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., model_key: _Optional[str] = ..., state_key: _Optional[str] = ..., boundary: bool = ..., finished: bool = ..., evaluate: bool = ..., pending: bool = ...) -> None: ...
 
 class ReduceRequest(_message.Message):
     __slots__ = ("step", "key", "samples", "loss")
@@ -75,18 +77,20 @@ class BoundaryRequest(_message.Message):
     def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[str] = ..., model_key: _Optional[str] = ..., state_key: _Optional[str] = ..., samples: _Optional[float] = ..., loss: _Optional[float] = ..., compute_seconds: _Optional[float] = ...) -> None: ...
 
 class BoundaryReply(_message.Message):
-    __slots__ = ("pending", "round", "model_key", "evaluate", "finished")
+    __slots__ = ("pending", "round", "model_key", "evaluate", "finished", "state_key")
     PENDING_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     MODEL_KEY_FIELD_NUMBER: _ClassVar[int]
     EVALUATE_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    STATE_KEY_FIELD_NUMBER: _ClassVar[int]
     pending: bool
     round: int
     model_key: str
     evaluate: bool
     finished: bool
-    def __init__(self, pending: bool = ..., round: _Optional[int] = ..., model_key: _Optional[str] = ..., evaluate: bool = ..., finished: bool = ...) -> None: ...
+    state_key: str
+    def __init__(self, pending: bool = ..., round: _Optional[int] = ..., model_key: _Optional[str] = ..., evaluate: bool = ..., finished: bool = ..., state_key: _Optional[str] = ...) -> None: ...
 
 class EvaluatedRequest(_message.Message):
     __slots__ = ("round", "samples", "metrics")

@@ -1,0 +1,109 @@
+"""A region's shard: fetched, indexed and cut into batches that depend on nothing but the seed and the step."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import default_collate
+
+from geofed_pb.errors import GeofedError
+from region_agent.worker.invocation import ShardFile
+
+__all__ = ["EVALUATION_BATCH", "BatchStream", "evaluation_batches", "fetch_split", "move"]
+
+EVALUATION_BATCH = 256
+_FETCH_CHUNK = 1 << 20
+
+
+def fetch_split(files: tuple[ShardFile, ...], into: Path) -> str:
+    """A local path for a split: the file itself, or a folder where it has several."""
+    if not files:
+        raise GeofedError("SHARD_UNREADABLE", "the split has no files")
+    paths = [_fetch(file, into) for file in files]
+    if len(paths) == 1:
+        return str(paths[0])
+    roots = {Path(file.path).parents[len(Path(file.name).parts) - 1] for file in files if file.path}
+    return str(roots.pop() if len(roots) == 1 else into)
+
+
+def _fetch(file: ShardFile, into: Path) -> Path:
+    if file.path:
+        if not Path(file.path).exists():
+            raise GeofedError("SHARD_UNREADABLE", f"{file.path} is not there")
+        return Path(file.path)
+    place = into / file.name
+    if place.exists() and (file.size is None or place.stat().st_size == file.size):
+        return place
+    place.parent.mkdir(parents=True, exist_ok=True)
+    partial = place.with_name(place.name + ".partial")
+    try:
+        with httpx.stream("GET", file.url, timeout=30.0) as answer, partial.open("wb") as out:
+            answer.raise_for_status()
+            for piece in answer.iter_bytes(_FETCH_CHUNK):
+                out.write(piece)
+    except httpx.HTTPError as error:
+        # The address holds a signature; only the object's name is told.
+        raise GeofedError("SHARD_UNREADABLE", f"{file.name}: {type(error).__name__}") from None
+    partial.rename(place)
+    return place
+
+
+class BatchStream:
+    """Batches of one worker. The shard is permuted anew for each epoch; a step's samples follow from the step alone,
+    so that any invocation, also one that takes over, draws the same ones."""
+
+    def __init__(self, data: Any, seed: int, region: str, worker: int, workers: int, batch: int) -> None:
+        self._data, self._size = data, len(data)
+        if self._size == 0:
+            raise GeofedError("SHARD_UNREADABLE", "the training split is empty")
+        self._seed = [seed, zlib.crc32(region.encode())]
+        self._first, self._stride, self._batch = worker * batch, workers * batch, batch
+        self._orders: dict[int, npt.NDArray[np.int64]] = {}
+
+    def indices(self, step: int) -> list[int]:
+        """Of the samples of one step, counted from 1."""
+        start = (step - 1) * self._stride + self._first
+        return [int(self._order(at // self._size)[at % self._size]) for at in range(start, start + self._batch)]
+
+    def batch(self, step: int) -> Any:
+        """The collated samples of one step."""
+        return _collate(self._data, self.indices(step))
+
+    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
+        if epoch not in self._orders:
+            if len(self._orders) > 1:
+                self._orders.clear()
+            self._orders[epoch] = np.random.default_rng([*self._seed, epoch]).permutation(self._size)
+        return self._orders[epoch]
+
+
+def evaluation_batches(data: Any, worker: int, workers: int) -> tuple[int, Iterator[Any]]:
+    """How many samples of the test split are this worker's, and them in batches."""
+    mine = range(worker, len(data), workers)
+    starts = range(0, len(mine), EVALUATION_BATCH)
+    return len(mine), (_collate(data, list(mine[start : start + EVALUATION_BATCH])) for start in starts)
+
+
+def _collate(data: Any, indices: list[int]) -> Any:
+    items = data.__getitems__(indices) if hasattr(data, "__getitems__") else [data[index] for index in indices]
+    return default_collate(items)
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """A batch on a device, whatever it is made of."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: move(value, device) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(move(value, device) for value in batch)
+    return batch

@@ -1,0 +1,79 @@
+"""The worker function: what an OpenFaaS python3-http template or the embedded gateway calls."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from geofed_pb.errors import GeofedError
+from region_agent.worker.data import fetch_split
+from region_agent.worker.invocation import Invocation, Outcome, read_invocation
+from region_agent.worker.loop import WorkerLoop
+from region_agent.worker.task import Task, load_task, unpack
+from sync.channel import Channel, open_channel
+
+__all__ = ["handle"]
+
+
+class Event(Protocol):
+    """A request, as the OpenFaaS python3-http template hands it over."""
+
+    body: bytes
+
+
+def handle(event: Event, context: object) -> dict[str, object]:
+    """Run one invocation. Failures come back in the body, so that the agent sees their code; status 200 always
+    means that the function itself has answered."""
+    begun = time.monotonic()
+    try:
+        outcome = _run(read_invocation(event.body), begun)
+    except GeofedError as error:
+        print(f"{error.code}: {error.message}", file=sys.stderr, flush=True)
+        outcome = Outcome(status="failed", code=error.code, message=error.message, hint=error.hint)
+    except MemoryError:
+        text = "the worker ran out of memory"
+        outcome = Outcome(status="failed", code="FUNCTION_FAILED", message=text, hint="raise function.memoryMb")
+    return {"statusCode": 200, "body": outcome.model_dump_json(), "headers": {"Content-Type": "application/json"}}
+
+
+def _run(invocation: Invocation, begun: float) -> Outcome:
+    torch.set_num_threads(max(1, int(os.environ.get("GEOFED_WORKER_THREADS", "1"))))
+    channel = open_channel(invocation.channel, invocation.channel_address)
+    task = _task(channel, invocation)
+    return WorkerLoop(invocation, task, _data(invocation, task), channel, begun).run()
+
+
+def _task(channel: Channel, invocation: Invocation) -> Task:
+    bundle = channel.get(invocation.bundle_key)
+    if bundle is None:
+        raise GeofedError("TASK_INVALID", f"the task folder {invocation.bundle_key} is not in the channel")
+    return load_task(unpack(bundle, _scratch() / "bundles"), invocation.module, dict(invocation.config))
+
+
+_loaded: dict[str, tuple[Any, Any]] = {}
+"""Datasets by split, kept while the replica serves the same job with the same files."""
+
+
+def _data(invocation: Invocation, task: Task) -> dict[str, Any]:
+    data = {}
+    for split, files in invocation.splits.items():
+        mark = (invocation.job, invocation.bundle_key, [(file.name, file.path, file.size) for file in files])
+        if _loaded.get(split, (None, None))[0] != mark:
+            path = fetch_split(files, _scratch() / "data" / split)
+            _loaded[split] = (mark, task.dataset(path, split))
+        data[split] = _loaded[split][1]
+    if "train" not in data:
+        raise GeofedError("SHARD_UNREADABLE", "the region holds no training split")
+    return data
+
+
+@lru_cache(maxsize=1)
+def _scratch() -> Path:
+    return Path(tempfile.mkdtemp(prefix="geofed-worker-"))

@@ -1,0 +1,82 @@
+"""What an invocation is told and what it answers: the JSON bodies of the worker function."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from geofed_pb.errors import GeofedError
+
+__all__ = ["Invocation", "Outcome", "ShardFile", "read_invocation"]
+
+
+class ShardFile(BaseModel):
+    """One file of a shard: a path that the worker can open, or an address it can get it from."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    """Relative to the split."""
+    path: str = ""
+    url: str = ""
+    """Presigned: it is good for this object only, and for a short time."""
+    size: int | None = None
+
+
+class Invocation(BaseModel):
+    """One bounded call of the worker function."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    job: str
+    region: str
+    worker: int = Field(ge=0)
+    workers: int = Field(ge=1)
+    attempt: int = Field(ge=1)
+    token: str
+    """For the parameter server; bound to job, region, worker and attempt."""
+    ps_address: str
+    ps_name: str
+    ca_pem: str
+    channel: str
+    channel_address: str
+    bundle_key: str
+    """Channel key of the packed task folder."""
+    module: str
+    config: dict[str, object]
+    splits: dict[str, tuple[ShardFile, ...]]
+    batch: int = Field(ge=1)
+    steps_per_round: int = Field(ge=1)
+    rounds: int = Field(ge=1)
+    seed: int
+    slice_seconds: float = Field(gt=0)
+    resume_key: str = ""
+    """Channel key of what the last slice of this attempt left."""
+
+
+class Outcome(BaseModel):
+    """How an invocation ended."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    status: Literal["continue", "done", "failed"]
+    resume_key: str = ""
+    steps: int = 0
+    """Made in this invocation."""
+    samples: int = 0
+    compute_seconds: float = 0.0
+    code: str = ""
+    """Of the error catalogue, where it failed."""
+    message: str = ""
+    hint: str = ""
+
+
+def read_invocation(body: bytes) -> Invocation:
+    """Parse a body; raises ``GeofedError("CONFIG_INVALID")``."""
+    try:
+        return Invocation.model_validate_json(body)
+    except ValidationError as error:
+        raise GeofedError(
+            "CONFIG_INVALID", f"not an invocation: {error.error_count()} errors, {error.errors()[0]['loc']}"
+        ) from None

@@ -1,0 +1,53 @@
+"""An optimiser's state as a tensor frame, so that it survives from one invocation to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from geofed_pb.errors import GeofedError
+from sync import framing
+
+__all__ = ["dump_state", "load_state"]
+
+
+def dump_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, framing.Array], dict[str, float]]:
+    """Tensors and numbers of the state, named ``index/key``; hyper-parameters are the task module's to set again."""
+    tensors: dict[str, framing.Array] = {}
+    numbers: dict[str, float] = {}
+    for index, entries in optimizer.state_dict()["state"].items():
+        for key, value in entries.items():
+            name = f"{index}/{key}"
+            if isinstance(value, torch.Tensor):
+                tensors[name] = _to_array(name, value)
+            elif isinstance(value, bool | int | float):
+                numbers[name] = float(value)
+            elif value is not None:
+                kind = type(value).__name__
+                raise GeofedError("TASK_INVALID", f"the optimiser keeps a {kind} ({key}); it cannot be carried over")
+    return tensors, numbers
+
+
+def load_state(
+    optimizer: torch.optim.Optimizer, tensors: Mapping[str, framing.Array], numbers: Mapping[str, float]
+) -> None:
+    """Put a dumped state into a fresh optimiser over the same parameters."""
+    state: dict[int, dict[str, Any]] = {}
+    for name, array in tensors.items():
+        index, key = name.split("/", 1)
+        state.setdefault(int(index), {})[key] = torch.from_numpy(np.array(array))
+    for name, value in numbers.items():
+        index, key = name.split("/", 1)
+        state.setdefault(int(index), {})[key] = int(value) if value.is_integer() else value
+    fresh = optimizer.state_dict()
+    optimizer.load_state_dict({"state": state, "param_groups": fresh["param_groups"]})
+
+
+def _to_array(name: str, tensor: torch.Tensor) -> framing.Array:
+    if tensor.dtype is torch.bfloat16:
+        raise GeofedError("TASK_INVALID", f"the optimiser keeps {name} in bfloat16; keep its state in float32")
+    array: framing.Array = tensor.detach().cpu().numpy()
+    return array

@@ -1,0 +1,131 @@
+"""The user's task module: unpacked, loaded and checked."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import sys
+import tarfile
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from geofed_pb.errors import GeofedError
+
+__all__ = ["Task", "load_task", "task_errors", "unpack"]
+
+_LARGEST_BUNDLE_BYTES = 64 << 20
+_DEFAULT_LEARNING_RATE = 0.05
+
+
+@dataclass(frozen=True)
+class Task:
+    """The functions of a task module, with its configuration bound."""
+
+    folder: Path
+    config: dict[str, Any]
+    _functions: Mapping[str, Callable[..., Any]]
+
+    def model(self) -> torch.nn.Module:
+        with task_errors(self.folder, "model"):
+            module = self._functions["model"](dict(self.config))
+        if not isinstance(module, torch.nn.Module):
+            raise GeofedError("TASK_INVALID", f"model(config) returned {type(module).__name__}, not a torch.nn.Module")
+        return module
+
+    def dataset(self, path: str, split: str) -> Any:
+        with task_errors(self.folder, "dataset"):
+            data = self._functions["dataset"](path, split, dict(self.config))
+        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+            raise GeofedError("TASK_INVALID", "dataset(...) must return something with a length and items")
+        return data
+
+    def loss(self, module: torch.nn.Module, batch: Any) -> torch.Tensor:
+        with task_errors(self.folder, "loss"):
+            value = self._functions["loss"](module, batch)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            raise GeofedError("TASK_INVALID", "loss(model, batch) must return a tensor of one element")
+        return value
+
+    def optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        if "optimizer" not in self._functions:
+            rate = float(self.config.get("lr", _DEFAULT_LEARNING_RATE))
+            return torch.optim.SGD(parameters, lr=rate)
+        with task_errors(self.folder, "optimizer"):
+            made = self._functions["optimizer"](parameters, dict(self.config))
+        if not isinstance(made, torch.optim.Optimizer):
+            raise GeofedError("TASK_INVALID", "optimizer(parameters, config) must return a torch.optim.Optimizer")
+        return made
+
+    def metrics(self, module: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
+        """Of one part of the test data, each a mean over its samples."""
+        if "metrics" not in self._functions:
+            losses = [float(self.loss(module, batch)) for batch in batches]
+            return {"loss": sum(losses) / len(losses)} if losses else {}
+        with task_errors(self.folder, "metrics"):
+            return {str(name): float(value) for name, value in self._functions["metrics"](module, batches).items()}
+
+
+def unpack(bundle: bytes | memoryview, into: Path) -> Path:
+    """Unpack a task folder under its digest, once; refuses links, absolute paths and bombs."""
+    folder = into / hashlib.sha256(bundle).hexdigest()[:16]
+    if folder.exists():
+        return folder
+    partial = folder.with_suffix(".partial")
+    with tarfile.open(fileobj=io.BytesIO(bundle), mode="r:gz") as archive:
+        members = archive.getmembers()
+        if sum(member.size for member in members) > _LARGEST_BUNDLE_BYTES:
+            raise GeofedError(
+                "LIMIT_EXCEEDED", f"the task folder unpacks to more than {_LARGEST_BUNDLE_BYTES >> 20} MiB"
+            )
+        if any(not (member.isfile() or member.isdir()) for member in members):
+            raise GeofedError("TASK_INVALID", "the task folder may hold files and folders only")
+        archive.extractall(partial, filter="data")
+    partial.rename(folder)
+    return folder
+
+
+def load_task(folder: Path, module: str, config: dict[str, Any]) -> Task:
+    """Import a task module from its folder.
+
+    The folder goes to the end of ``sys.path``, so that a file of the user's never hides a library's or ours.
+    """
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    path = folder / module
+    spec = importlib.util.spec_from_file_location("geofed_task", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise GeofedError("TASK_INVALID", f"there is no task module {module}")
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules["geofed_task"] = loaded
+    with task_errors(folder, "import"):
+        spec.loader.exec_module(loaded)
+    functions = {
+        name: function
+        for name in ("model", "dataset", "loss", "metrics", "optimizer")
+        if callable(function := getattr(loaded, name, None))
+    }
+    missing = [name for name in ("model", "dataset", "loss") if name not in functions]
+    if missing:
+        raise GeofedError("TASK_INVALID", f"{module} does not define {', '.join(missing)}")
+    return Task(folder, config, functions)
+
+
+@contextmanager
+def task_errors(folder: Path, doing: str) -> Iterator[None]:
+    """What the user's code raises becomes TASK_FAILED, named by the innermost line of the user's own files."""
+    try:
+        yield
+    except (GeofedError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - the edge to the user's code: anything may come
+        traceback.print_exc(file=sys.stderr)
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(folder))]
+        where = f" at {Path(own[-1].filename).relative_to(folder)}:{own[-1].lineno}" if own else ""
+        raise GeofedError("TASK_FAILED", f"{doing} raised {type(error).__name__}: {error}{where}") from None

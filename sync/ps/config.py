@@ -1,0 +1,50 @@
+"""What a parameter-server process is started with: one JSON file, readable by its user only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from geofed_pb.errors import GeofedError
+
+__all__ = ["PsConfig", "read_config"]
+
+
+class PsConfig(BaseModel):
+    """Settings of one partition's parameter server."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    job: str
+    region: str
+    regions: tuple[str, ...]
+    epoch: int = Field(ge=1)
+    attempt: int = Field(ge=1)
+    workers: int = Field(ge=1)
+    rounds: int = Field(ge=1)
+    steps_per_round: int = Field(ge=1)
+    evaluate_every: int = Field(ge=0)
+    wan_policy: str
+    channel: str
+    channel_address: str
+    state_dir: Path
+    worker_listen: str
+    exchange_listen: str
+    ready_file: Path
+    """Written once both ports listen: {"worker": port, "exchange": port}."""
+    token_key: str
+    """Key that the agent signs the workers' tokens with."""
+    ca_file: Path
+    certificate_file: Path
+    key_file: Path
+    stall_seconds: float = 30.0
+    """A transfer fails after this long without progress; it is then tried again from its offset."""
+
+
+def read_config(path: Path) -> PsConfig:
+    """Read the file; raises ``GeofedError("CONFIG_INVALID")``."""
+    try:
+        return PsConfig.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise GeofedError("CONFIG_INVALID", f"{path}: {error}") from None

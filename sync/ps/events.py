@@ -1,0 +1,337 @@
+"""What happens to a parameter server, and what it then does: the vocabulary of its state machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = [
+    "Action",
+    "Applied",
+    "Apply",
+    "AttachAnswer",
+    "Attached",
+    "BoundaryAnswer",
+    "BoundaryArrived",
+    "CallGone",
+    "Configured",
+    "Evaluated",
+    "Event",
+    "Failed",
+    "Forget",
+    "Keep",
+    "Manifest",
+    "Merge",
+    "Merged",
+    "Peer",
+    "PeerHas",
+    "Prepare",
+    "Prepared",
+    "Progress",
+    "ReduceAnswer",
+    "ReduceArrived",
+    "Refuse",
+    "Reply",
+    "Ship",
+    "Stored",
+]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One region's update of one round, without its bytes."""
+
+    region: str
+    epoch: int
+    sequence: int
+    """The WAN round; 0 is the model that the job begins with."""
+    digest: str
+    total_bytes: int
+    weight: float
+    """Samples behind it."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another region's parameter server."""
+
+    region: str
+    epoch: int
+    address: str
+
+
+# Events
+
+
+@dataclass(frozen=True)
+class Configured:
+    """The agent says who the peers are and what is fenced."""
+
+    epoch: int
+    attempt: int
+    """0: unchanged."""
+    peers: tuple[Peer, ...]
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A worker asks where to go on."""
+
+    call: int
+    worker: int
+    attempt: int
+    layout_digest: str
+    initial_key: str
+
+
+@dataclass(frozen=True)
+class ReduceArrived:
+    """A worker's gradient of a step is in the channel."""
+
+    call: int
+    worker: int
+    attempt: int
+    step: int
+    key: str
+    samples: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The merged gradient of a step is in the channel."""
+
+    attempt: int
+    step: int
+    key: str
+    samples: float
+
+
+@dataclass(frozen=True)
+class BoundaryArrived:
+    """A worker has ended a round."""
+
+    call: int
+    worker: int
+    attempt: int
+    sequence: int
+    step: int
+    digest: str
+    model_key: str
+    """Empty from all workers but the first."""
+    state_key: str
+    samples: float
+    loss: float
+    compute_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Our update of a round is durable here."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Another region's update is durable here."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class PeerHas:
+    """A peer holds our update durably."""
+
+    region: str
+    sequence: int
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A round is over: the new model and the watermark are durable, and the model is in the channel."""
+
+    apply: Apply
+    digest: str
+    """Of the flat model."""
+    model_key: str
+    state_key: str
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A worker has measured its part of the test data."""
+
+    worker: int
+    attempt: int
+    sequence: int
+    samples: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class CallGone:
+    """Nobody waits for the answer to this call any more."""
+
+    call: int
+
+
+Event = (
+    Configured
+    | Attached
+    | ReduceArrived
+    | Merged
+    | BoundaryArrived
+    | Prepared
+    | Stored
+    | PeerHas
+    | Applied
+    | Evaluated
+    | CallGone
+)
+
+
+# Answers to workers
+
+
+@dataclass(frozen=True)
+class AttachAnswer:
+    """Where a worker goes on."""
+
+    sequence: int
+    """Rounds completed."""
+    step: int
+    model_key: str
+    state_key: str
+    boundary: bool
+    """This round's update is on its way already: wait for its end, train nothing."""
+    finished: bool
+    evaluate: bool
+
+
+@dataclass(frozen=True)
+class ReduceAnswer:
+    """The merged gradient."""
+
+    key: str
+    samples: float
+
+
+@dataclass(frozen=True)
+class BoundaryAnswer:
+    """The federation's model after a round."""
+
+    sequence: int
+    model_key: str
+    state_key: str
+    evaluate: bool
+    finished: bool
+
+
+# Actions
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Answer a waiting call."""
+
+    call: int
+    answer: AttachAnswer | ReduceAnswer | BoundaryAnswer
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Answer a call with an error."""
+
+    call: int
+    code: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Merge the gradients of a step and put the result into the channel; then say `Merged`."""
+
+    attempt: int
+    step: int
+    parts: tuple[tuple[str, float], ...]
+    """(key, samples), by worker."""
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Make our update of a round durable in the outbox; then say `Prepared`."""
+
+    sequence: int
+    epoch: int
+    model_key: str
+    state_key: str
+    weight: float
+    step: int
+
+
+@dataclass(frozen=True)
+class Ship:
+    """See that a peer gets our updates, from this one on, until it has them; say `PeerHas` for each."""
+
+    peer: Peer
+    manifests: tuple[Manifest, ...]
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Merge the round's updates into the model, make model and watermark durable; then say `Applied`."""
+
+    sequence: int
+    manifests: tuple[Manifest, ...]
+    """Ours included, sorted by region."""
+    step: int
+    samples: float
+    applied: int
+    """Remote updates in the model once this is done."""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Make the metrics of a round durable."""
+
+    sequence: int
+    samples: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Updates up to here are in the durable model (inbox), or durable at every peer (outbox)."""
+
+    inbox_up_to: int
+    outbox_up_to: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An invariant is broken; the partition cannot go on."""
+
+    code: str
+    text: str
+
+
+Action = Reply | Refuse | Merge | Prepare | Ship | Apply | Keep | Forget | Failed
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the parameter server tells of itself."""
+
+    phase: str
+    condition: str
+    epoch: int
+    attempt: int
+    sequence: int
+    step: int
+    samples: float
+    loss: float
+    applied: int
+    model_digest: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    metrics_samples: float = 0.0
+    metrics_sequence: int = 0

@@ -1,0 +1,461 @@
+"""The parameter server as a state machine: events in, actions out; no sockets, no clock, no files.
+
+A partition's life is a chain of rounds. In a round the workers make their local steps, merging gradients here after
+each (`Merge`); at its end their model's change becomes an update that is made durable (`Prepare`) and shipped to
+every peer (`Ship`). Once the updates of all regions are durable here, they are merged into the model (`Apply`), the
+same bits in every region, and the workers go on from it. Round 0 has no steps: the first region's fresh model is its
+update, so that all regions begin with the same bits whatever machine they run on.
+
+Exactly once: an update is named (job, region, sequence); it enters `inbox` once, and only `Apply` of exactly the next
+sequence takes it out. Model, watermark and optimiser state become durable in one step of the shell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sync.ps.events import (
+    Action,
+    Applied,
+    Apply,
+    AttachAnswer,
+    Attached,
+    BoundaryAnswer,
+    BoundaryArrived,
+    CallGone,
+    Configured,
+    Evaluated,
+    Event,
+    Failed,
+    Forget,
+    Keep,
+    Manifest,
+    Merge,
+    Merged,
+    Peer,
+    PeerHas,
+    Prepare,
+    Prepared,
+    Progress,
+    ReduceAnswer,
+    ReduceArrived,
+    Refuse,
+    Reply,
+    Ship,
+    Stored,
+)
+
+__all__ = ["Machine", "Recovered", "Setup"]
+
+NO_MODEL = -1
+"""The sequence before round 0 is applied."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What does not change in a partition's life."""
+
+    region: str
+    regions: tuple[str, ...]
+    """All of the job, sorted; the first one's fresh model is the one that all begin with."""
+    workers: int
+    rounds: int
+    steps_per_round: int
+    evaluate_every: int
+    """Rounds; 0: only after the last."""
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What the durable state held when the process started."""
+
+    sequence: int = NO_MODEL
+    step: int = 0
+    samples: float = 0.0
+    applied: int = 0
+    model_digest: str = ""
+    model_key: str = ""
+    state_key: str = ""
+    layout_digest: str = ""
+    inbox: tuple[Manifest, ...] = ()
+    outbox: tuple[Manifest, ...] = ()
+    metrics: Keep | None = None
+
+
+@dataclass
+class _Boundary:
+    """What the workers said at the end of the current round."""
+
+    arrived: dict[int, BoundaryArrived] = field(default_factory=dict)
+    waiting: dict[int, int] = field(default_factory=dict)
+    """Calls to answer when the round is over, and the sequence they wait for."""
+    preparing: bool = False
+    applying: bool = False
+
+
+@dataclass
+class _Reduce:
+    """Gradients of the current step."""
+
+    parts: dict[int, ReduceArrived] = field(default_factory=dict)
+    waiting: dict[int, int] = field(default_factory=dict)
+    """Calls, and the step they wait for."""
+    merging: int = 0
+    merged: dict[int, Merged] = field(default_factory=dict)
+
+
+class Machine:
+    """One partition's parameter server. Not thread-safe; one event at a time."""
+
+    def __init__(self, setup: Setup, recovered: Recovered | None = None) -> None:
+        recovered = recovered or Recovered()
+        self.setup = setup
+        self.epoch = 1
+        self.attempt = 1
+        self._peers: dict[str, Peer] = {}
+        self._sequence = recovered.sequence
+        self._step = recovered.step
+        self._samples = recovered.samples
+        self._applied = recovered.applied
+        self._model_digest, self._model_key = recovered.model_digest, recovered.model_key
+        self._state_key = recovered.state_key
+        self._layout_digest = recovered.layout_digest
+        self._inbox = {(m.region, m.sequence): m for m in recovered.inbox if m.sequence > recovered.sequence}
+        self._outbox = {m.sequence: m for m in recovered.outbox}
+        self._peer_has: dict[str, int] = {}
+        self._reduce, self._boundary = _Reduce(), _Boundary()
+        self._attaching: dict[int, Attached] = {}
+        self._evaluations: dict[int, Evaluated] = {}
+        self._metrics = recovered.metrics
+        self._loss = 0.0
+        self._live_step = recovered.step
+        self._failure: Failed | None = None
+
+    # What may be asked
+
+    @property
+    def sequence(self) -> int:
+        """Rounds completed; -1: not even the first model is there."""
+        return self._sequence
+
+    @property
+    def finished(self) -> bool:
+        """All rounds are done and the final model is evaluated."""
+        return self._complete and self._metrics is not None and self._metrics.sequence == self._sequence
+
+    @property
+    def progress(self) -> Progress:
+        metrics = self._metrics
+        return Progress(
+            phase=self._phase(),
+            condition=self._condition(),
+            epoch=self.epoch,
+            attempt=self.attempt,
+            sequence=max(0, self._sequence),
+            step=max(self._step, self._live_step),
+            samples=self._samples,
+            loss=self._loss,
+            applied=self._applied,
+            model_digest=self._model_digest,
+            metrics=dict(metrics.metrics) if metrics else {},
+            metrics_samples=metrics.samples if metrics else 0.0,
+            metrics_sequence=metrics.sequence if metrics else 0,
+        )
+
+    def wants(self, manifest: Manifest) -> bool:
+        """Whether an offered update is still to be fetched: not applied, and not in the inbox."""
+        known = (manifest.region, manifest.sequence) in self._inbox
+        return manifest.sequence > self._sequence and not known
+
+    def fences(self, region: str, epoch: int) -> bool:
+        """Whether an update of this epoch comes from a server that has been replaced."""
+        peer = self._peers.get(region)
+        return peer is not None and epoch < peer.epoch
+
+    # What may happen
+
+    def handle(self, event: Event) -> list[Action]:
+        """Take an event; returns what is to be done because of it, in order."""
+        if self._failure is not None:
+            call = getattr(event, "call", None)
+            return [Refuse(call, self._failure.code, self._failure.text)] if call is not None else []
+        match event:
+            case Configured():
+                return self._configured(event)
+            case Attached():
+                return self._attached(event)
+            case ReduceArrived():
+                return self._reduce_arrived(event)
+            case Merged():
+                return self._was_merged(event)
+            case BoundaryArrived():
+                return self._boundary_arrived(event)
+            case Prepared():
+                self._outbox[event.manifest.sequence] = event.manifest
+                self._boundary.preparing = False
+                return self._ship() + self._try_apply()
+            case Stored():
+                if self.wants(event.manifest):
+                    self._inbox[event.manifest.region, event.manifest.sequence] = event.manifest
+                return self._try_apply()
+            case PeerHas():
+                self._peer_has[event.region] = max(self._peer_has.get(event.region, -1), event.sequence)
+                return self._forget()
+            case Applied():
+                return self._was_applied(event)
+            case Evaluated():
+                return self._was_evaluated(event)
+            case CallGone():
+                self._attaching.pop(event.call, None)
+                self._reduce.waiting.pop(event.call, None)
+                self._boundary.waiting.pop(event.call, None)
+                return []
+
+    def _configured(self, event: Configured) -> list[Action]:
+        self.epoch = max(self.epoch, event.epoch)
+        actions = self._begin_attempt(event.attempt)
+        for peer in event.peers:
+            if peer.region != self.setup.region and peer.epoch >= self._epoch_of(peer.region):
+                self._peers[peer.region] = peer
+        return actions + self._ship()
+
+    def _epoch_of(self, region: str) -> int:
+        return self._peers[region].epoch if region in self._peers else 0
+
+    def _begin_attempt(self, attempt: int) -> list[Action]:
+        """A new attempt of the workers starts the round again; calls of the old one are fenced."""
+        if attempt <= self.attempt:
+            return []
+        self.attempt = attempt
+        stale = [*self._reduce.waiting, *self._boundary.waiting, *self._attaching]
+        self._reduce = _Reduce()
+        # The round's own update, once on its way to the outbox, stays what it is: only its waiters are gone.
+        self._boundary = _Boundary(preparing=self._boundary.preparing, applying=self._boundary.applying)
+        self._attaching, self._evaluations = {}, {}
+        self._live_step = self._step
+        return [Refuse(call, "FENCED", f"attempt {attempt} has taken over") for call in stale]
+
+    def _fenced(self, call: int, attempt: int) -> list[Action] | None:
+        """Refusal for a call of an old attempt; a newer attempt in a signed token is news of its start."""
+        if attempt < self.attempt:
+            return [Refuse(call, "FENCED", f"attempt {self.attempt} has taken over from {attempt}")]
+        return None
+
+    # Workers come
+
+    def _attached(self, event: Attached) -> list[Action]:
+        if (refusal := self._fenced(event.call, event.attempt)) is not None:
+            return refusal
+        actions = self._begin_attempt(event.attempt)
+        if self._layout_digest and event.layout_digest != self._layout_digest:
+            text = "the task module makes a model of another shape than before"
+            return [*actions, Refuse(event.call, "TASK_FAILED", text)]
+        self._layout_digest = event.layout_digest
+        self._attaching[event.call] = event
+        if self._sequence > NO_MODEL:
+            return actions + self._answer_attached()
+        if self.setup.region == self.setup.regions[0] and 0 not in self._outbox and not self._boundary.preparing:
+            self._boundary.preparing = True
+            actions.append(Prepare(0, self.epoch, event.initial_key, "", 1.0, 0))
+        return actions
+
+    def _answer_attached(self) -> list[Action]:
+        waiting, self._attaching = self._attaching, {}
+        under_way = self._boundary.preparing or self._sequence + 1 in self._outbox
+        answer = AttachAnswer(
+            sequence=self._sequence,
+            step=self._step,
+            model_key=self._model_key,
+            state_key=self._state_key,
+            boundary=under_way and not self._complete,
+            finished=self._complete,
+            evaluate=self._evaluates(self._sequence) and not self._has_metrics(self._sequence),
+        )
+        return [Reply(call, answer) for call in waiting]
+
+    # Steps
+
+    def _reduce_arrived(self, event: ReduceArrived) -> list[Action]:
+        if (refusal := self._fenced(event.call, event.attempt)) is not None:
+            return refusal
+        actions = self._begin_attempt(event.attempt)
+        if event.step in self._reduce.merged:
+            return [*actions, Reply(event.call, _reduced(self._reduce.merged[event.step]))]
+        self._reduce.waiting[event.call] = event.step
+        if event.step == self._reduce.merging:
+            return actions
+        held = next(iter(self._reduce.parts.values()), None)
+        if held is not None and held.step != event.step:
+            if event.step < held.step:
+                return [*actions, Refuse(event.call, "FENCED", f"step {event.step} is over")]
+            self._reduce.parts.clear()
+        self._reduce.parts[event.worker] = event
+        if len(self._reduce.parts) < self.setup.workers:
+            return actions
+        parts = [part for _, part in sorted(self._reduce.parts.items())]
+        self._reduce.parts, self._reduce.merging = {}, event.step
+        self._loss = _mean_loss(parts)
+        self._live_step = event.step
+        return [*actions, Merge(self.attempt, event.step, tuple((part.key, part.samples) for part in parts))]
+
+    def _was_merged(self, event: Merged) -> list[Action]:
+        if event.attempt != self.attempt:
+            return []
+        self._reduce.merging = 0
+        self._reduce.merged[event.step] = event
+        for step in [step for step in self._reduce.merged if step < event.step - 1]:
+            del self._reduce.merged[step]
+        ready = [call for call, step in self._reduce.waiting.items() if step == event.step]
+        for call in ready:
+            del self._reduce.waiting[call]
+        return [Reply(call, _reduced(event)) for call in ready]
+
+    # Rounds
+
+    def _boundary_arrived(self, event: BoundaryArrived) -> list[Action]:
+        if (refusal := self._fenced(event.call, event.attempt)) is not None:
+            return refusal
+        actions = self._begin_attempt(event.attempt)
+        if event.sequence <= self._sequence:
+            return [*actions, Reply(event.call, self._boundary_answer())]
+        if event.sequence != self._sequence + 1:
+            return [*actions, Refuse(event.call, "FENCED", f"round {event.sequence} has not begun")]
+        self._boundary.waiting[event.call] = event.sequence
+        if event.digest:
+            self._boundary.arrived[event.worker] = event
+        if self._boundary.preparing or event.sequence in self._outbox:
+            return actions
+        if len(self._boundary.arrived) < self.setup.workers:
+            return actions
+        return actions + self._prepare()
+
+    def _prepare(self) -> list[Action]:
+        ends = [end for _, end in sorted(self._boundary.arrived.items())]
+        if len({end.digest for end in ends}) > 1:
+            return self._fail("INTERNAL", f"workers hold different models at the end of round {ends[0].sequence}")
+        first = ends[0]
+        self._loss = _mean_loss(ends)
+        self._live_step = first.step
+        self._boundary.preparing = True
+        weight = sum(end.samples for end in ends)
+        return [Prepare(first.sequence, self.epoch, first.model_key, first.state_key, weight, first.step)]
+
+    def _ship(self) -> list[Action]:
+        actions: list[Action] = []
+        for region, peer in sorted(self._peers.items()):
+            missing = tuple(m for s, m in sorted(self._outbox.items()) if s > self._peer_has.get(region, -1))
+            if missing:
+                actions.append(Ship(peer, missing))
+        return actions
+
+    def _needed(self, sequence: int) -> tuple[str, ...]:
+        return self.setup.regions[:1] if sequence == 0 else self.setup.regions
+
+    def _round_manifest(self, region: str, sequence: int) -> Manifest | None:
+        return self._outbox.get(sequence) if region == self.setup.region else self._inbox.get((region, sequence))
+
+    def _try_apply(self) -> list[Action]:
+        sequence = self._sequence + 1
+        found = [self._round_manifest(region, sequence) for region in self._needed(sequence)]
+        manifests = tuple(manifest for manifest in found if manifest is not None)
+        if len(manifests) < len(found) or self._boundary.applying:
+            return []
+        self._boundary.applying = True
+        own = self._outbox.get(sequence)
+        remote = sum(1 for manifest in manifests if manifest.region != self.setup.region)
+        step = self._step + (self.setup.steps_per_round if sequence else 0)
+        samples = self._samples + (own.weight if own and sequence else 0.0)
+        return [Apply(sequence, manifests, step, samples, self._applied + remote)]
+
+    def _was_applied(self, event: Applied) -> list[Action]:
+        self._sequence, self._step = event.apply.sequence, event.apply.step
+        self._samples, self._applied = event.apply.samples, event.apply.applied
+        self._live_step = self._step
+        self._model_digest, self._model_key, self._state_key = event.digest, event.model_key, event.state_key
+        self._inbox = {key: m for key, m in self._inbox.items() if m.sequence > self._sequence}
+        self._evaluations = {}
+        done, self._boundary = self._boundary.waiting, _Boundary()
+        self._reduce = _Reduce()
+        actions: list[Action] = [Reply(call, self._boundary_answer()) for call in done]
+        return actions + self._answer_attached() + self._forget() + self._try_apply()
+
+    def _boundary_answer(self) -> BoundaryAnswer:
+        return BoundaryAnswer(
+            sequence=self._sequence,
+            model_key=self._model_key,
+            state_key=self._state_key,
+            evaluate=self._evaluates(self._sequence) and not self._has_metrics(self._sequence),
+            finished=self._complete,
+        )
+
+    def _forget(self) -> list[Action]:
+        others = [region for region in self.setup.regions if region != self.setup.region]
+        everywhere = min((self._peer_has.get(region, -1) for region in others), default=self._sequence)
+        # Our own update of the open round is needed here until it is applied.
+        up_to = min(everywhere, self._sequence)
+        self._outbox = {sequence: m for sequence, m in self._outbox.items() if sequence > up_to}
+        return [Forget(self._sequence, up_to)]
+
+    # Measures
+
+    @property
+    def _complete(self) -> bool:
+        return self._sequence >= self.setup.rounds
+
+    def _evaluates(self, sequence: int) -> bool:
+        every = self.setup.evaluate_every
+        return sequence >= self.setup.rounds or (every > 0 and sequence > 0 and sequence % every == 0)
+
+    def _has_metrics(self, sequence: int) -> bool:
+        return self._metrics is not None and self._metrics.sequence >= sequence
+
+    def _was_evaluated(self, event: Evaluated) -> list[Action]:
+        if event.attempt != self.attempt or event.sequence != self._sequence:
+            return []
+        self._evaluations[event.worker] = event
+        if len(self._evaluations) < self.setup.workers:
+            return []
+        total = sum(part.samples for part in self._evaluations.values())
+        sums: dict[str, float] = {}
+        for part in self._evaluations.values():
+            for name, value in part.metrics.items():
+                sums[name] = sums.get(name, 0.0) + value * part.samples
+        means = {name: value / total for name, value in sums.items()} if total else {}
+        self._metrics = Keep(event.sequence, total, means)
+        return [self._metrics]
+
+    # What it says of itself
+
+    def _fail(self, code: str, text: str) -> list[Action]:
+        self._failure = Failed(code, text)
+        stale = [*self._reduce.waiting, *self._boundary.waiting, *self._attaching]
+        return [self._failure, *(Refuse(call, code, text) for call in stale)]
+
+    def _phase(self) -> str:
+        if self._failure is not None:
+            return "failed"
+        if self.finished:
+            return "finished"
+        if self._sequence == NO_MODEL:
+            return "starting"
+        return "exchanging" if self._boundary.preparing or self._sequence + 1 in self._outbox else "training"
+
+    def _condition(self) -> str:
+        if self._failure is not None:
+            return self._failure.text
+        sequence = self._sequence + 1
+        own_there = sequence in self._outbox or self._sequence == NO_MODEL
+        if not self._complete and own_there:
+            missing = [r for r in self._needed(sequence) if self._round_manifest(r, sequence) is None]
+            if missing and missing != [self.setup.region]:
+                return f"waiting for the update of round {sequence} from {', '.join(missing)}"
+        return ""
+
+
+def _reduced(event: Merged) -> ReduceAnswer:
+    return ReduceAnswer(event.key, event.samples)
+
+
+def _mean_loss(parts: list[ReduceArrived] | list[BoundaryArrived]) -> float:
+    total = sum(part.samples for part in parts)
+    return sum(part.loss * part.samples for part in parts) / total if total else 0.0

@@ -1,0 +1,209 @@
+"""What a parameter server keeps on disk, and in which order it becomes durable.
+
+::
+
+    layout.json                  of the flat model, written before anything else
+    checkpoint-SEQ-DIGEST.frame  the model after round SEQ; the newest whole one counts
+    state-SEQ.frame              the workers' optimiser state at the end of round SEQ
+    metrics.json                 of the last evaluation
+    inbox/REGION/SEQ.{frame,json}  another region's update; durable once its .json is there
+    outbox/SEQ.{frame,json}        ours, the same
+
+Every file is written beside its place, flushed with fsync, renamed, and the folder flushed. A round's state and
+updates are durable before its checkpoint, and are deleted only after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from geofed_pb.errors import GeofedError
+from sync import framing
+from sync.layout import Layout, Vector
+from sync.ps.events import Keep, Manifest
+from sync.ps.machine import Recovered
+
+__all__ = ["PartialUpdate", "Storage"]
+
+_KEPT_CHECKPOINTS = 2
+
+
+class Storage:
+    """The durable state of one partition. Calls are made from one thread at a time."""
+
+    def __init__(self, folder: Path, region: str) -> None:
+        self._folder, self._region = folder, region
+        for part in (folder, folder / "inbox", folder / "outbox"):
+            part.mkdir(parents=True, exist_ok=True)
+        self.model: Vector | None = None
+        self.layout: Layout | None = None
+
+    def recover(self) -> Recovered:
+        """Read back what was durable when the process ended."""
+        inbox = tuple(_manifests(sorted(self._folder.glob("inbox/*/*.json"))))
+        outbox = tuple(_manifests(sorted(self._folder.glob("outbox/*.json"))))
+        with contextlib.suppress(FileNotFoundError):
+            self.layout = Layout.from_json((self._folder / "layout.json").read_text())
+        metrics = None
+        with contextlib.suppress(FileNotFoundError):
+            metrics = Keep(**json.loads((self._folder / "metrics.json").read_text()))
+        layout_digest = self.layout.digest if self.layout else ""
+        for sequence, path in sorted(self._checkpoints(), reverse=True):
+            frame = framing.decode(path.read_bytes())
+            model = np.array(frame.tensors["model"], np.float32)
+            digest = framing.digest_of([model.data.cast("B")])
+            if digest.removeprefix("sha256:") != path.stem.rpartition("-")[2]:
+                continue
+            self.model = model
+            facts = frame.facts
+            return Recovered(
+                sequence=sequence,
+                step=int(facts["step"]),
+                samples=facts["samples"],
+                applied=int(facts["applied"]),
+                model_digest=digest,
+                layout_digest=layout_digest,
+                inbox=inbox,
+                outbox=outbox,
+                metrics=metrics,
+            )
+        if any(True for _ in self._checkpoints()):
+            raise GeofedError("STATE_INVALID", f"no checkpoint in {self._folder} is whole")
+        return Recovered(layout_digest=layout_digest, inbox=inbox, outbox=outbox)
+
+    def _checkpoints(self) -> Iterator[tuple[int, Path]]:
+        for path in self._folder.glob("checkpoint-*.frame"):
+            yield int(path.name.split("-")[1]), path
+
+    def keep_layout(self, layout: Layout) -> None:
+        """Store the layout once; it never changes."""
+        if self.layout is None:
+            write_durably(self._folder / "layout.json", [layout.to_json().encode()])
+            self.layout = layout
+
+    def keep_metrics(self, metrics: Keep) -> None:
+        write_durably(self._folder / "metrics.json", [json.dumps(asdict(metrics)).encode()])
+
+    def keep_update(self, manifest: Manifest, pieces: Sequence[framing.Buffer]) -> None:
+        """Make our own update durable."""
+        write_durably(self._folder / "outbox" / f"{manifest.sequence}.frame", pieces)
+        self._keep_manifest(self._folder / "outbox" / f"{manifest.sequence}.json", manifest)
+
+    def keep_state(self, sequence: int, state: framing.Buffer) -> None:
+        """Make the optimiser state at the end of a round durable."""
+        write_durably(self._folder / f"state-{sequence}.frame", [state])
+
+    def state(self, sequence: int) -> bytes | None:
+        """Optimiser state at the end of a round, if one was kept."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self._folder / f"state-{sequence}.frame").read_bytes()
+        return None
+
+    def keep_checkpoint(self, sequence: int, model: Vector, facts: dict[str, float]) -> str:
+        """Make a round's model and watermark durable; returns the model's digest."""
+        digest = framing.digest_of([model.data.cast("B")])
+        name = f"checkpoint-{sequence}-{digest.removeprefix('sha256:')}.frame"
+        write_durably(self._folder / name, framing.encode({"model": model}, facts))
+        self.model = model
+        for old, path in self._checkpoints():
+            if old <= sequence - _KEPT_CHECKPOINTS:
+                path.unlink(missing_ok=True)
+                (self._folder / f"state-{old}.frame").unlink(missing_ok=True)
+        return digest
+
+    def update_path(self, region: str, sequence: int) -> Path:
+        """Where the bytes of a durable update are."""
+        folder = self._folder / "outbox" if region == self._region else self._folder / "inbox" / region
+        return folder / f"{sequence}.frame"
+
+    def incoming(self, manifest: Manifest) -> PartialUpdate:
+        """The part of another region's update that is here already."""
+        return PartialUpdate(self._folder / "inbox" / manifest.region, manifest)
+
+    def forget(self, inbox_up_to: int, outbox_up_to: int) -> None:
+        """Delete updates that nobody needs any more."""
+        for pattern, up_to in (("inbox/*/*.*", inbox_up_to), ("outbox/*.*", outbox_up_to)):
+            for path in self._folder.glob(pattern):
+                if int(path.name.split(".")[0]) <= up_to:
+                    path.unlink(missing_ok=True)
+
+    @staticmethod
+    def _keep_manifest(path: Path, manifest: Manifest) -> None:
+        write_durably(path, [json.dumps(asdict(manifest)).encode()])
+
+
+class PartialUpdate:
+    """Another region's update while it arrives; survives the process, so that a cut resumes at its offset."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.manifest = manifest
+        self._folder = folder
+        self._path = folder / f"{manifest.sequence}.{manifest.digest.removeprefix('sha256:')[:16]}.part"
+
+    @property
+    def have_bytes(self) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            return min(self._path.stat().st_size, self.manifest.total_bytes)
+        return 0
+
+    def append(self, offset: int, data: bytes) -> None:
+        """Write a chunk; raises ``GeofedError`` where it does not continue what is here, or the disk is full."""
+        if offset != self.have_bytes or offset + len(data) > self.manifest.total_bytes:
+            raise GeofedError("FRAME_INVALID", f"chunk at {offset}, expected at {self.have_bytes}")
+        with disk_full_is_told(self._path), self._path.open("ab") as file:
+            file.write(data)
+
+    def complete(self) -> None:
+        """Verify the bytes and make them durable; damaged ones are dropped and must be sent again."""
+        if framing.digest_of([self._path.read_bytes()]) != self.manifest.digest:
+            self._path.unlink()
+            raise GeofedError(
+                "DIGEST_MISMATCH", f"update {self.manifest.sequence} of {self.manifest.region} was damaged"
+            )
+        with self._path.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(self._path, self._folder / f"{self.manifest.sequence}.frame")
+        Storage._keep_manifest(self._folder / f"{self.manifest.sequence}.json", self.manifest)
+
+
+def write_durably(path: Path, pieces: Sequence[framing.Buffer]) -> None:
+    """Replace a file so that after a crash either the old or the new content is there, whole."""
+    partial = path.with_name(f".{path.name}.partial")
+    with disk_full_is_told(path):
+        with partial.open("wb") as file:
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+@contextlib.contextmanager
+def disk_full_is_told(path: Path) -> Iterator[None]:
+    """Turn a full disk into its error of the catalogue."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise GeofedError("DISK_FULL", f"no space left for {path}") from None
+        raise
+
+
+def _manifests(paths: list[Path]) -> Iterator[Manifest]:
+    for path in paths:
+        if path.with_suffix(".frame").exists():
+            yield Manifest(**json.loads(path.read_text()))
