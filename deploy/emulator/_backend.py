@@ -94,9 +94,9 @@ def _number(ends: Ends) -> int:
 
 def kernel_has_netem() -> bool:
     """Try it on the loopback device of the calling thread's namespace."""
-    trial = subprocess.run("tc qdisc add dev lo root netem delay 1ms".split(), capture_output=True)
+    trial = subprocess.run(["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"], capture_output=True)
     if trial.returncode == 0:
-        subprocess.run("tc qdisc del dev lo root".split(), check=True, capture_output=True)
+        subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], check=True, capture_output=True)
     return trial.returncode == 0
 
 

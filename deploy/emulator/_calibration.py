@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from geofed_pb.errors import GeofedError
-
 from deploy.emulator import _probe
 from deploy.emulator._emulator import Emulator
 from deploy.emulator._link import Link, Pair
+from geofed_pb.errors import GeofedError
 
 TOLERANCE = 0.05
 """Share by which a link may differ from its shape."""
@@ -95,14 +94,12 @@ def calibrate(emulator: Emulator, *, seconds: float, links: Sequence[Pair] | Non
     results = []
     for pair in chosen:
         if pair not in shapes:
-            raise GeofedError("REGION_NOT_FOUND", f"no link {pair[0]} to {pair[1]}")
+            raise GeofedError("REGION_NOT_FOUND", f"no link {pair[0]} to {pair[1]}", hint="see `wan-emulator status`")
         if frozenset(pair) not in rtts:
             rtts[frozenset(pair)] = _round_trip(emulator, pair, shapes[pair]["rtt_ms"])
         link = Link(**{name: shapes[pair][name] for name in ("rate_mbps", "delay_ms", "jitter_ms", "loss")})
         results.append(_one(emulator, pair, link, shapes[pair]["rtt_ms"], rtts[frozenset(pair)], seconds))
-    return Calibration(
-        status["profile"], status["backend"], status["congestion_control"], time.time(), tuple(results)
-    )
+    return Calibration(status["profile"], status["backend"], status["congestion_control"], time.time(), tuple(results))
 
 
 def _one(
@@ -113,7 +110,8 @@ def _one(
         faults.append("no echo came back")
     elif abs(measured_rtt_ms - rtt_ms) > max(RTT_FLOOR_MS, TOLERANCE * rtt_ms):
         faults.append(f"round trip {measured_rtt_ms:.2f} ms instead of {rtt_ms:.2f} ms")
-    warm_s = 0.3 + 12 * rtt_ms / 1000
+    # a connection's start overfills the queue, and what is sent again arrives in one lump
+    warm_s = 1.5 + 15 * rtt_ms / 1000
     measured_loss = None
     if link.drawn:
         # chance makes TCP slower than the link, so datagrams say what the link carries

@@ -19,13 +19,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from geofed_pb.errors import GeofedError
-
 from deploy.emulator import _namespaces as ns
 from deploy.emulator._backend import Backend, Ends, Hold, Netem, batch, kernel_has_netem
-from deploy.emulator._link import CONTROL, FRAME_OVERHEAD_BYTES, Link, Profile, change
+from deploy.emulator._link import CONTROL, FRAME_OVERHEAD_BYTES, Profile, change
 from deploy.emulator._state import lock, socket_path, sweep
 from deploy.emulator._topology import address, class_lines, core_lines, cut_line, site_lines
+from geofed_pb.errors import GeofedError
 
 SITE_SYSCTLS = {
     # 100 ms at 1 Gbit/s is 12.5 MB in flight; the default of 6 MB would be the bottleneck
@@ -59,7 +58,9 @@ class Core:
         ns.new_netns()
         has_netem = kernel_has_netem()
         if wanted == "netem" and not has_netem:
-            raise GeofedError("EMULATOR_UNSUPPORTED", "this kernel has no netem", hint="leave the choice open, or ask for hold")
+            raise GeofedError(
+                "EMULATOR_UNSUPPORTED", "this kernel has no netem", hint="leave the choice open, or ask for hold"
+            )
         everyone = range(len(self.sites))
         batch("ip", core_lines(len(self.sites), [f"/proc/{os.getpid()}/fd/{fd}" for fd in self.netns]))
         _sysctl({"net/ipv4/ip_forward": "1"})
@@ -78,7 +79,11 @@ class Core:
     def _ends(self, src: str, dst: str) -> Ends:
         for site in (src, dst):
             if site not in self.sites:
-                raise GeofedError("REGION_NOT_FOUND", f"no site {site!r}; there are: {', '.join(self.sites)}")
+                raise GeofedError(
+                    "REGION_NOT_FOUND",
+                    f"no site {site!r}; there are: {', '.join(self.sites)}",
+                    hint="see `wan-emulator status`",
+                )
         if src == dst:
             raise GeofedError("CONFIG_INVALID", f"no link leads from {src!r} to itself")
         return self.sites.index(src), self.sites.index(dst)
@@ -221,7 +226,7 @@ def _answer(core: Core, listener: socket.socket) -> bool:
             answer: dict[str, Any] = {"ok": core.handle(request)}
         except GeofedError as error:
             answer = {"error": error.as_dict()}
-        except Exception as error:  # the edge of the process: the asker gets it, the emulator lives on
+        except Exception as error:  # noqa: BLE001 - the process edge: the asker gets it, the emulator lives on
             answer = {"error": GeofedError("INTERNAL", f"{type(error).__name__}: {error}").as_dict()}
         try:
             stream.write(json.dumps(answer) + "\n")
@@ -244,7 +249,9 @@ def main() -> int:
     try:
         held = lock(state_dir)
     except BlockingIOError:
-        error = GeofedError("ILLEGAL_STATE", f"an emulator is up in {state_dir}", hint="take it down first: `wan-emulator down`")
+        error = GeofedError(
+            "ILLEGAL_STATE", f"an emulator is up in {state_dir}", hint="take it down first: `wan-emulator down`"
+        )
         print(json.dumps({"error": error.as_dict()}), flush=True)
         return int(error.exit)
     try:

@@ -17,11 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
-from geofed_pb.errors import CATALOGUE, GeofedError
-
 from deploy.emulator import _namespaces as ns
 from deploy.emulator import _state
 from deploy.emulator._link import Pair, Profile
+from geofed_pb.errors import CATALOGUE, GeofedError
 
 if TYPE_CHECKING:
     from deploy.emulator._calibration import Calibration
@@ -37,9 +36,7 @@ class Emulator:
     ...     emu.run("shanghai", ["curl", f"http://{emu.address('chongqing')}:8000/"])
     """
 
-    def __init__(
-        self, profile: Profile, *, state_dir: Path | str | None = None, backend: str | None = None
-    ) -> None:
+    def __init__(self, profile: Profile, *, state_dir: Path | str | None = None, backend: str | None = None) -> None:
         """``state_dir`` None takes a temporary one; ``backend`` None takes netem where the kernel has it."""
         self.profile: Profile | None = profile
         self._wanted = backend
@@ -54,14 +51,21 @@ class Emulator:
         return ns.unsupported()
 
     @classmethod
-    def attach(cls, state_dir: Path | str) -> Emulator:
-        """The emulator that is up in a state directory. Raises GeofedError EMULATOR_OFF."""
+    def at(cls, state_dir: Path | str) -> Emulator:
+        """The emulator of a state directory, up or not: enough for ``down``."""
         emulator = cls.__new__(cls)
         emulator.profile = None
         emulator._wanted = None
         emulator._temporary = False
         emulator._state_dir = Path(state_dir).absolute()
         emulator._process = None
+        emulator._about = {}
+        return emulator
+
+    @classmethod
+    def attach(cls, state_dir: Path | str) -> Emulator:
+        """The emulator that is up in a state directory. Raises GeofedError EMULATOR_OFF."""
+        emulator = cls.at(state_dir)
         emulator._about = emulator._ask("status")
         return emulator
 
@@ -246,7 +250,11 @@ class Emulator:
         for row in self._about["sites"]:
             if row["name"] == name:
                 return dict(row)
-        raise GeofedError("REGION_NOT_FOUND", f"no site {name!r}; there are: {', '.join(self.sites)}")
+        raise GeofedError(
+            "REGION_NOT_FOUND",
+            f"no site {name!r}; there are: {', '.join(self.sites)}",
+            hint="see `wan-emulator status`",
+        )
 
     def _ask(self, verb: str, **arguments: Any) -> dict[str, Any]:
         try:

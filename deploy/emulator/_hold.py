@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import os
 import random
@@ -83,7 +84,7 @@ class Relay:
     def _loop(self) -> None:
         wake_exactly()
         _prefer_this_thread()
-        numbers = {}
+        numbers: dict[int, int] = {}
         while True:
             timeout = max(0.0, self._due[0][0] - time.monotonic()) if self._due else None
             # epoll alone counts in milliseconds, select in microseconds
@@ -139,7 +140,6 @@ class Relay:
 
 def _prefer_this_thread() -> None:
     """Run ahead of ordinary processes: a busy machine must not show as a slower network."""
-    try:
+    # without privilege the accuracy is what the machine's load leaves
+    with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    except PermissionError:
-        pass  # without privilege the accuracy is what the machine's load leaves

@@ -91,8 +91,7 @@ class Profile:
         rows = data["links"]
         assert isinstance(rows, list)
         links = {
-            (row["src"], row["dst"]): Link(**{k: v for k, v in row.items() if k not in ("src", "dst")})
-            for row in rows
+            (row["src"], row["dst"]): Link(**{k: v for k, v in row.items() if k not in ("src", "dst")}) for row in rows
         }
         regions = data["regions"]
         assert isinstance(regions, list)

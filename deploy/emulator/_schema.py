@@ -6,13 +6,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
-from geofed_pb.errors import GeofedError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError
 
 from deploy.emulator._link import CONTROL, Link, Pair, Profile
+from geofed_pb.errors import GeofedError
 
 SiteName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,47}$")]
 
