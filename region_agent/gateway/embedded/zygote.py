@@ -149,10 +149,14 @@ class Zygote:
                     os.kill(pid, signal.SIGKILL)
 
     def _end_all(self) -> None:
+        """End every replica, then whatever they leave to this process, until it has no child."""
         for pid in self._pids.values():
             _signal_group(pid, signal.SIGKILL)
         self._pids.clear()
-        self._end_orphans()
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                self._end_orphans()
+                os.waitpid(-1, 0)
 
     def _tell(self, **event: object) -> None:
         with contextlib.suppress(OSError):

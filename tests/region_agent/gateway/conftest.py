@@ -1,0 +1,281 @@
+"""Gateways to test against: an embedded one as a real process, or a real one named by the environment.
+
+A real OpenFaaS gateway joins in when GEOFED_TEST_GATEWAY_URL is set, with GEOFED_TEST_GATEWAY_USER_FILE,
+GEOFED_TEST_GATEWAY_PASSWORD_FILE, GEOFED_TEST_GATEWAY_CA (if it has TLS) and GEOFED_TEST_GATEWAY_IMAGE, an image
+whose handler is ``handlers/gateway_probe.py``. Callbacks are tested against it when GEOFED_TEST_CALLBACK_URL
+names an address at which it reaches this machine's port 8765.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import ipaddress
+import itertools
+import json
+import os
+import select
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from region_agent.gateway import BasicAuth, FunctionSpec, GatewayClient, RetryPolicy, timeout_env
+from region_agent.gateway.functions import Response
+
+HANDLERS = Path(__file__).parent / "handlers"
+QUICK = RetryPolicy(deadline=timedelta(seconds=2))
+_numbers = itertools.count(1)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def until(question: Callable[[], Any], seconds: float = 10.0) -> Any:
+    """Ask until the answer is true; for states that nothing announces."""
+    deadline = time.monotonic() + seconds
+    while not (answer := question()):
+        assert time.monotonic() < deadline, "it never came true"
+        select.select([], [], [], 0.01)
+    return answer
+
+
+@dataclass
+class Embedded:
+    """An embedded gateway as a process of its own."""
+
+    directory: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    process: subprocess.Popen[bytes] | None = None
+    url: str = ""
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def state_dir(self) -> Path:
+        return self.directory / "state"
+
+    def start(self) -> None:
+        ready, file = self.directory / "ready.json", self.directory / "gateway.json"
+        ready.unlink(missing_ok=True)
+        base = {
+            "state_dir": str(self.state_dir),
+            "ready_file": str(ready),
+            "images": {"probe": "gateway_probe:handle", "broken": "no_such_module:handle"},
+            "python_path": [str(HANDLERS)],
+            "preload": [],
+        }
+        file.write_text(json.dumps(base | self.config))
+        command = [sys.executable, "-m", "region_agent.gateway.embedded", "--config", str(file), *self.arguments]
+        with open(self.directory / "gateway.log", "ab") as log:
+            self.process = subprocess.Popen([*command, "--die-with-parent", str(os.getpid())], stderr=log)
+        until(lambda: ready.exists() or self.process.poll() is not None, 30)  # type: ignore[union-attr]
+        assert self.process.poll() is None, (self.directory / "gateway.log").read_text()
+        self.url = json.loads(ready.read_text())["url"]
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait(15)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(15)
+
+    def family(self) -> list[psutil.Process]:
+        """The gateway's descendants: the warm parent, replicas, and what these started."""
+        return psutil.Process(self.pid).children(recursive=True)
+
+    def zygote(self) -> psutil.Process:
+        (child,) = psutil.Process(self.pid).children()
+        return child
+
+
+@dataclass
+class Target:
+    """A gateway under test, with a client for this test's event loop."""
+
+    client: GatewayClient
+    http: httpx.AsyncClient
+    image: str
+    embedded: Embedded | None
+    auth: BasicAuth | None
+    _deployed: list[str] = field(default_factory=list)
+
+    async def deploy(self, replicas: int = 1, **members: Any) -> Probe:
+        """A new function with the probe handler, ready to answer."""
+        name = f"probe-{os.getpid()}-{next(_numbers)}"
+        members["env_vars"] = {**timeout_env(timedelta(seconds=20)), **members.get("env_vars", {})}
+        spec = FunctionSpec(service=name, image=members.pop("image", self.image), **members)
+        self._deployed.append(name)
+        await self.client.deploy(spec)
+        if replicas != 1:
+            await self.client.scale(name, replicas)
+        await self.client.wait_ready(name, replicas, timedelta(seconds=60))
+        return Probe(self, spec)
+
+    async def clean(self) -> None:
+        for name in self._deployed:
+            with contextlib.suppress(Exception):
+                await self.client.delete(name)
+
+
+@dataclass
+class Probe:
+    """A deployed probe function."""
+
+    target: Target
+    spec: FunctionSpec
+
+    @property
+    def name(self) -> str:
+        return self.spec.service
+
+    async def __call__(self, do: str = "echo", body: bytes = b"", **options: Any) -> Response:
+        headers = {"X-Do": do, **options.pop("headers", {})}
+        return await self.target.client.invoke(self.name, body, headers=headers, **options)
+
+    async def pid(self) -> int:
+        return int(json.loads((await self("describe")).body)["pid"])
+
+
+@contextlib.asynccontextmanager
+async def open_target(
+    embedded: Embedded, auth: BasicAuth | None = None, ca: Path | None = None
+) -> AsyncIterator[Target]:
+    async with open_url(embedded.url, auth, ca, "probe", embedded) as target:
+        yield target
+
+
+@contextlib.asynccontextmanager
+async def open_url(
+    url: str, auth: BasicAuth | None, ca: Path | None, image: str, embedded: Embedded | None
+) -> AsyncIterator[Target]:
+    context = ssl.create_default_context(cafile=ca)
+    async with (
+        GatewayClient(url, auth=auth, verify=context, retry=QUICK) as client,
+        httpx.AsyncClient(base_url=url, verify=context, timeout=30, trust_env=False) as http,
+    ):
+        target = Target(client, http, image, embedded, auth)
+        yield target
+        await target.clean()
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Embedded]]:
+    """Start embedded gateways of one's own; they end with the test."""
+    started: list[Embedded] = []
+
+    def start(*arguments: str, **config: Any) -> Embedded:
+        directory = tmp_path / f"gateway-{len(started)}"
+        directory.mkdir()
+        embedded = Embedded(directory, config, arguments)
+        started.append(embedded)
+        embedded.start()
+        return embedded
+
+    yield start
+    for embedded in started:
+        embedded.kill()
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
+    """One embedded gateway with the default configuration for all tests that leave it whole."""
+    embedded = Embedded(tmp_path_factory.mktemp("shared"))
+    embedded.start()
+    yield embedded
+    embedded.kill()
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for loopback, which is its own authority, and its key."""
+    directory = tmp_path_factory.mktemp("tls")
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "gateway under test")])
+    now = datetime.datetime.now(datetime.UTC)
+    loopback = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost"), loopback]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    certificate_file, key_file = directory / "cert.pem", directory / "key.pem"
+    certificate_file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    key_file.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return certificate_file, key_file
+
+
+@pytest.fixture(scope="session")
+def embedded_session(
+    tmp_path_factory: pytest.TempPathFactory, authority: tuple[Path, Path]
+) -> Iterator[tuple[Embedded, BasicAuth, Path]]:
+    """One embedded gateway with TLS and authentication for all contract tests."""
+    directory = tmp_path_factory.mktemp("gateway")
+    (directory / "user").write_text("admin\n")
+    (directory / "password").write_text("correct horse\n")
+    certificate, key = authority
+    embedded = Embedded(
+        directory,
+        {
+            "auth_user_file": str(directory / "user"),
+            "auth_password_file": str(directory / "password"),
+            "tls_cert": str(certificate),
+            "tls_key": str(key),
+        },
+    )
+    embedded.start()
+    yield embedded, BasicAuth("admin", "correct horse"), certificate
+    embedded.stop()
+
+
+def _kinds() -> list[str]:
+    return ["embedded", "real"] if os.environ.get("GEOFED_TEST_GATEWAY_URL") else ["embedded"]
+
+
+@pytest.fixture(params=_kinds())
+async def gateway(request: pytest.FixtureRequest, anyio_backend: str) -> AsyncIterator[Target]:
+    """The gateway that the contract is checked on."""
+    if request.param == "embedded":
+        embedded, auth, ca = request.getfixturevalue("embedded_session")
+        async with open_target(embedded, auth, ca) as target:
+            yield target
+        return
+    setting = os.environ.get
+    files = setting("GEOFED_TEST_GATEWAY_USER_FILE"), setting("GEOFED_TEST_GATEWAY_PASSWORD_FILE")
+    real_auth = BasicAuth.from_files(Path(files[0]), Path(files[1])) if files[0] and files[1] else None
+    authority_file = setting("GEOFED_TEST_GATEWAY_CA")
+    image = os.environ["GEOFED_TEST_GATEWAY_IMAGE"]
+    url = os.environ["GEOFED_TEST_GATEWAY_URL"]
+    async with open_url(url, real_auth, Path(authority_file) if authority_file else None, image, None) as target:
+        yield target
