@@ -40,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.die_with_parent is not None:
         kernel.die_with_parent(options.die_with_parent or os.getppid())
+    kernel.become_subreaper()
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -104,7 +105,10 @@ def _bind(config: Config) -> tuple[socket.socket, str]:
         path = config.listen.removeprefix("unix:")
         Path(path).unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(path)
+        try:
+            listener.bind(path)
+        except OSError as error:
+            raise GeofedError("CONFIG_INVALID", f"cannot listen on unix:{path}: {error}") from error
         os.chmod(path, 0o600)
         listener.listen(1024)
         return listener, f"unix://{path}"

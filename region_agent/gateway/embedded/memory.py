@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 
+from region_agent.gateway.embedded import kernel
 from region_agent.gateway.quantities import format_bytes
 
 __all__ = ["over_limit_text", "private_bytes", "usage"]
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def private_bytes(pid: int, enough: int) -> int:
@@ -21,12 +26,20 @@ def private_bytes(pid: int, enough: int) -> int:
     """
     total = 0
     with contextlib.suppress(psutil.Error, OSError):
-        process = psutil.Process(pid)
-        family = [process, *process.children(recursive=True)]
-        total = sum(member.memory_info().rss for member in family)
+        family = [pid, *_descendants(pid)]
+        total = sum(_resident_bytes(member) for member in family)
         if total > enough:
-            total = sum(member.memory_full_info().uss for member in family)
+            total = sum(psutil.Process(member).memory_full_info().uss for member in family)
     return total
+
+
+def _descendants(pid: int) -> list[int]:
+    found = kernel.children(pid)
+    return found + [descendant for child in found for descendant in _descendants(child)]
+
+
+def _resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
 
 
 def usage(pids: Iterable[int]) -> dict[str, float]:

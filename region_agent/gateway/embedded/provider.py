@@ -23,6 +23,7 @@ from region_agent.gateway.embedded.table import (
     Action,
     CallEnded,
     CallStarted,
+    Condemned,
     Delete,
     Deploy,
     Event,
@@ -70,6 +71,8 @@ class Provider:
         runtime.mkdir(mode=0o700)
         self._runtime_fd = os.open(runtime, os.O_PATH | os.O_CLOEXEC)
         await self._zygote.start()
+        if self.config.isolate and not self._zygote.can_isolate:
+            _log.warning("this kernel cannot hide paths from functions: job code can read what this process can")
         self._go(self._watch_memory())
 
     async def stop(self) -> None:
@@ -130,9 +133,8 @@ class Provider:
 
     @property
     def isolation(self) -> str:
-        """``mount-namespace`` where every running replica is isolated, ``none`` otherwise or before the first."""
-        kinds = {running.isolation for running in self._running.values() if running.pid is not None}
-        return "mount-namespace" if kinds == {"mount-namespace"} else "none"
+        """``mount-namespace`` where replicas cannot see hidden paths, ``none`` where they can."""
+        return "mount-namespace" if self.config.isolate and self._zygote.can_isolate else "none"
 
     def apply(self, event: Event) -> None:
         """Take an event into the table and carry out what follows from it; raises ``Refused``."""
@@ -169,6 +171,7 @@ class Provider:
         running.kill_reason, running.kill_text = reason, text
         self.logs.append(running.spec.service, running.name, text)
         self._zygote.kill(running.name)
+        self.apply(Condemned(running.name))
 
     # actions
 

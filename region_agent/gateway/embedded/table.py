@@ -95,6 +95,14 @@ class ReplicaExited:
 
 
 @dataclass(frozen=True)
+class Condemned:
+    """A replica is being killed for breaking a limit; no further call may reach it."""
+
+    replica: str
+    """Replica."""
+
+
+@dataclass(frozen=True)
 class RestartDue:
     """The wait after failed starts is over."""
 
@@ -120,7 +128,7 @@ class CallEnded:
     """Replica."""
 
 
-Event = Deploy | Delete | Scale | ReplicaReady | ReplicaExited | RestartDue | CallStarted | CallEnded
+Event = Deploy | Delete | Scale | ReplicaReady | ReplicaExited | Condemned | RestartDue | CallStarted | CallEnded
 
 
 @dataclass(frozen=True)
@@ -207,6 +215,8 @@ class FunctionTable:
                 return self._ready(name)
             case ReplicaExited(name):
                 return self._exited(name)
+            case Condemned(name):
+                return self._condemned(name)
             case RestartDue(name, generation):
                 function = self._functions.get(name)
                 if function is None or function.generation != generation:
@@ -319,6 +329,13 @@ class FunctionTable:
         function.waiting = True
         wait = min(_LONGEST_RESTART_WAIT, _FIRST_RESTART_WAIT * 2 ** min(function.failed_starts - 1, 10))
         return [RestartLater(RestartDue(replica.function, function.generation), wait)]
+
+    def _condemned(self, name: str) -> list[Action]:
+        replica = self._replicas.get(name)
+        if replica is None or replica.phase is not Phase.READY:
+            return []
+        replica.phase = Phase.DRAINING
+        return self._reconcile(replica.function)
 
     def _call_ended(self, name: str) -> list[Action]:
         replica = self._replicas.get(name)

@@ -4,7 +4,7 @@ It speaks with the gateway over an inherited SOCK_SEQPACKET socket, one JSON obj
 
     gateway -> zygote   {"op": "spawn", "id": ...} with two descriptors: control socket, log pipe
                         {"op": "signal", "id": ..., "signal": ...}
-    zygote -> gateway   {"event": "ready", "failed_preloads": [...], "threads": n}
+    zygote -> gateway   {"event": "ready", "failed_preloads": [...], "threads": n, "can_isolate": true}
                         {"event": "spawned", "id": ..., "pid": ...}
                         {"event": "exited", "id": ..., "status": <waitpid status>}
 
@@ -24,8 +24,8 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import traceback
-from pathlib import Path
 from types import FrameType
 
 from region_agent.gateway.embedded import kernel, replica
@@ -51,11 +51,11 @@ class Zygote:
         failed = [name for name in preload if not _preload(name)]
         gc.collect()
         gc.freeze()
+        threads = len(os.listdir("/proc/self/task"))
+        self._tell(event="ready", failed_preloads=failed, threads=threads, can_isolate=_can_isolate())
         signal.set_wakeup_fd(self._wakeup_write)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._stop)
-        threads = len(os.listdir("/proc/self/task"))
-        self._tell(event="ready", failed_preloads=failed, threads=threads)
         while not self._stopping:
             sources: list[socket.socket | int] = [self._link, self._wakeup_read]
             readable, _, _ = select.select(sources, [], [])
@@ -142,10 +142,9 @@ class Zygote:
     def _end_orphans(self) -> None:
         """End children of functions that left their process group and lost their parent."""
         own = set(self._pids.values())
-        children = Path(f"/proc/self/task/{self._pid}/children")
-        with contextlib.suppress(OSError):
-            for pid in map(int, children.read_text().split()):
-                if pid not in own:
+        for pid in kernel.children():
+            if pid not in own:
+                with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
 
     def _end_all(self) -> None:
@@ -170,6 +169,19 @@ def _preload(name: str) -> bool:
         traceback.print_exc()
         return False
     return True
+
+
+def _can_isolate() -> bool:
+    """Whether hiding paths works here, tried in a child that has nothing else to do."""
+    with tempfile.TemporaryDirectory() as directory:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                kernel.hide_paths([directory], [])
+                os._exit(0)
+            except OSError:
+                os._exit(1)
+        return os.waitpid(pid, 0)[1] == 0
 
 
 def _signal_group(pid: int, signum: int) -> None:

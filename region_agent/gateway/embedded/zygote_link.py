@@ -15,6 +15,8 @@ from pathlib import Path
 
 import structlog
 
+from region_agent.gateway.embedded import kernel
+
 __all__ = ["ZygoteEvents", "ZygoteLink"]
 
 _PACKET_BYTES = 64 * 1024
@@ -43,6 +45,7 @@ class ZygoteLink:
         self._preload = preload
         self._python_path = python_path
         self._events = events
+        self.can_isolate = False
         self._ready = asyncio.Event()
         self._link: socket.socket | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -129,6 +132,7 @@ class ZygoteLink:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
+            await asyncio.to_thread(end_orphans)
             await output
 
     async def _relay_output(self, process: asyncio.subprocess.Process) -> None:
@@ -157,11 +161,23 @@ class ZygoteLink:
                     _log.warning("modules could not be preloaded", modules=failed)
                 if threads > 1:
                     _log.warning("a preloaded module has started threads; forks may hang", threads=threads)
+                self.can_isolate = bool(event.get("can_isolate"))
                 self._ready.set()
             case {"event": "spawned", "id": str(replica), "pid": int(pid)}:
                 self._events.spawned(replica, pid)
             case {"event": "exited", "id": str(replica), "status": int(status)}:
                 self._events.exited(replica, status)
+
+
+def end_orphans() -> None:
+    """End what a zygote left behind when it was killed; as a subreaper this process has inherited it."""
+    while orphans := kernel.children():
+        for pid in orphans:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in orphans:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
 
 
 def zygote_environment() -> dict[str, str]:

@@ -107,8 +107,10 @@ class Embedded:
         return psutil.Process(self.pid).children(recursive=True)
 
     def zygote(self) -> psutil.Process:
-        (child,) = psutil.Process(self.pid).children()
-        return child
+        found: list[psutil.Process] = until(
+            lambda: [child for child in psutil.Process(self.pid).children() if "zygote" in " ".join(child.cmdline())]
+        )
+        return found[0]
 
 
 @dataclass

@@ -105,6 +105,7 @@ async def test_dead_zygote_is_replaced_and_its_replicas_with_it(launch, tmp_path
     embedded = launch()
     async with open_target(embedded) as target:
         probe = await target.deploy(2)
+        child = int((await probe("spawn")).body)
         call, pid = await in_flight(probe, tmp_path)
         zygote = embedded.zygote()
         os.kill(zygote.pid, signal.SIGKILL)
@@ -113,6 +114,7 @@ async def test_dead_zygote_is_replaced_and_its_replicas_with_it(launch, tmp_path
         assert caught.value.code == "FUNCTION_FAILED"
         until(lambda: not psutil.pid_exists(pid))
         await target.client.wait_ready(probe.name, 2, SOON)
+        assert not psutil.pid_exists(child)
         assert embedded.zygote().pid != zygote.pid
         assert (await probe("echo", b"again")).body == b"again"
 
@@ -150,8 +152,8 @@ async def test_timed_out_replica_is_killed(shared, tmp_path: Path) -> None:
         call, pid = await in_flight(probe, tmp_path)
         with pytest.raises(GeofedError, match="within 1s"):
             await call
+        assert (await probe("echo", b"x")).body == b"x"
         until(lambda: not psutil.pid_exists(pid))
-        assert (await probe("echo", b"x", idempotent=True)).body == b"x"
 
 
 async def test_handler_that_cannot_be_imported_is_reported(launch) -> None:
@@ -209,7 +211,7 @@ async def test_memory_limit_kills_and_names_itself(shared) -> None:
         with pytest.raises(GeofedError, match="limit of 64 MiB") as caught:
             await probe("eat?mib=160", idempotent=True)
         assert caught.value.code == "FUNCTION_OUT_OF_MEMORY"
-        assert (await probe("echo", b"x", idempotent=True)).body == b"x"
+        assert (await probe("echo", b"x")).body == b"x"
 
 
 async def test_max_inflight_above_one_runs_calls_side_by_side(shared, tmp_path: Path) -> None:
@@ -322,6 +324,29 @@ async def test_hidden_paths_stay_hidden(launch, tmp_path: Path) -> None:
         assert (await probe(f"read?path={tmp_path / 'one.key'}")).body == b""
         assert (await probe("touch")).body == b"written"
         assert (keys / "region.key").read_text() == "PRIVATE"
+
+
+async def test_missing_isolation_is_reported(launch) -> None:
+    embedded = launch(isolate=False)
+    async with open_target(embedded) as target:
+        assert (await target.client.info())["provider"]["isolation"] == "none"
+        probe = await target.deploy()
+        assert (await probe(f"read?path={embedded.directory / 'gateway.json'}")).status == 200
+
+
+async def test_descriptors_and_directories_do_not_pile_up(shared) -> None:
+    async with open_target(shared) as target:
+        probe = await target.deploy()
+        await probe("echo")
+        process = psutil.Process(shared.pid)
+        before = process.num_fds()
+        for _ in range(5):
+            await target.client.scale(probe.name, 3)
+            await target.client.wait_ready(probe.name, 3, SOON)
+            await asyncio.gather(*(probe("echo", idempotent=True) for _ in range(3)))
+            await target.client.scale(probe.name, 1)
+            await target.client.wait_ready(probe.name, 1, SOON)
+        await asyncio.to_thread(until, lambda: process.num_fds() <= before + 1)
 
 
 async def test_death_of_the_warm_parent_reaches_isolated_replicas(launch) -> None:

@@ -13,6 +13,7 @@ from region_agent.gateway import FunctionSpec, fixed_scale_labels
 from region_agent.gateway.embedded.table import (
     CallEnded,
     CallStarted,
+    Condemned,
     Delete,
     Deploy,
     FunctionTable,
@@ -128,6 +129,18 @@ def test_pick_takes_the_least_loaded_and_refuses_beyond_max_inflight() -> None:
     with pytest.raises(Refused) as caught:
         table.pick("f", 1)
     assert caught.value.status == 429
+
+
+def test_condemned_replica_gets_no_call_and_is_replaced_at_once() -> None:
+    table, (name,) = table_with(1)
+    table.handle(CallStarted(name))
+    (replacement,) = started(table.handle(Condemned(name)))
+    assert table.handle(Condemned(name)) == []
+    assert table.pick("f", 9) is None
+    assert table.handle(CallEnded(name)) == [StopReplica(name)]
+    assert table.handle(ReplicaExited(name)) == []
+    table.handle(ReplicaReady(replacement))
+    assert table.pick("f", 1) == replacement
 
 
 def test_limits_clamp_replicas_and_bound_functions() -> None:
