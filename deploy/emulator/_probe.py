@@ -37,7 +37,7 @@ def ping(address: str, count: int, interval_s: float) -> dict[str, object]:
                 raw.sendto(_echo_request(ident, number), (address, 0))
                 number += 1
                 continue
-            limit = due if number < count else last + 2 + 2 * max(rtts, default=0) / 1000
+            limit = due if number < count else last + 1 + 2 * max(rtts, default=0) / 1000
             if now >= limit or len(rtts) == count:
                 break
             raw.settimeout(max(1e-6, limit - now))

@@ -1,0 +1,42 @@
+"""Measure a few link shapes with whatever back-end runs here, and write the figures as JSON.
+
+Run by the conformance test twice: on this machine with ``hold``, and in a kernel that has netem.
+Usage: measure.py BACKEND OUTPUT
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import permutations
+from pathlib import Path
+
+from deploy.emulator import CONTROL, Emulator, Link, Profile
+from deploy.emulator._calibration import ping, transfer_tcp, transfer_udp
+
+A_TO_B = ("a", "b")
+
+
+def wan() -> Profile:
+    sites = (CONTROL, "a", "b")
+    links = {pair: Link() if CONTROL in pair else Link(delay_ms=25) for pair in permutations(sites, 2)}
+    return Profile("conformance", "two regions", "the conformance test", ("a", "b"), links)
+
+
+def measure(emu: Emulator) -> dict[str, object]:
+    figures: dict[str, object] = {"backend": emu.backend}
+    figures["constant_ms"] = ping(emu, A_TO_B, count=80, interval_s=0.01)["rtts_ms"]
+    emu.set_link(*A_TO_B, jitter_ms=10)
+    figures["jitter_ms"] = ping(emu, A_TO_B, count=250, interval_s=0.008)["rtts_ms"]
+    emu.set_link(*A_TO_B, jitter_ms=0, loss=0.05)
+    figures["loss"] = transfer_udp(emu, A_TO_B, 8, 2, 0)["loss"]
+    emu.set_link(*A_TO_B, loss=0, rate_mbps=20)
+    figures["payload_mbps"] = transfer_tcp(emu, A_TO_B, 3.5, 2)["mbps"]
+    figures["datagram_mbps"] = transfer_udp(emu, A_TO_B, 24, 1, 0.5)["mbps"]
+    return figures
+
+
+if __name__ == "__main__":
+    with Emulator(wan(), backend=sys.argv[1]) as running:
+        found = measure(running)
+    Path(sys.argv[2]).write_text(json.dumps(found))
