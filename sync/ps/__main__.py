@@ -67,10 +67,15 @@ async def serve(config: PsConfig) -> None:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, admin.stopped.set)
-    await admin.stopped.wait()
+    ends = [asyncio.ensure_future(event.wait()) for event in (admin.stopped, engine.broken)]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for end in ends:
+        end.cancel()
     await links.close()
     await asyncio.gather(workers.stop(_STOP_GRACE_SECONDS), exchange.stop(_STOP_GRACE_SECONDS))
     await engine.close()
+    if engine.failed is not None:
+        raise engine.failed
 
 
 def _reloading_credentials(config: PsConfig) -> grpc.ServerCredentials:

@@ -74,6 +74,7 @@ class Engine:
         self.wan_wait_seconds = 0.0
         self._exchange_since: float | None = None
         self.failed: GeofedError | None = None
+        self.broken = asyncio.Event()
 
     def _publish_recovered(self, recovered: Recovered) -> Recovered:
         """Put the durable model back into the channel, which may have been emptied."""
@@ -188,7 +189,8 @@ class Engine:
     def _fail(self, error: GeofedError) -> None:
         """Nothing durable is touched any more; the process tells why and ends."""
         _log.error("%s", error)
-        self.failed = error
+        self.failed = self.failed or error
+        self.broken.set()
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(error)

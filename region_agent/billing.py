@@ -1,0 +1,43 @@
+"""What a partition has cost: the meters, times the region's prices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from region_agent.config import PricesConfig
+
+__all__ = ["Item", "bill", "invocation_amounts"]
+
+_MS_PER_S = 1000
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line of the account."""
+
+    item: str
+    quantity: float
+    unit: str
+    usd: float
+    source: str
+
+
+def invocation_amounts(seconds: float, memory_mb: int) -> dict[str, float]:
+    """Meters of one invocation: its time, rounded up to the millisecond as the clouds do, by its memory limit."""
+    billed = math.ceil(seconds * _MS_PER_S) / _MS_PER_S
+    return {"gb_seconds": billed * memory_mb / 1024, "calls": 1.0}
+
+
+def bill(meters: dict[str, float], prices: PricesConfig) -> list[Item]:
+    """The account of a partition, by item; egress by the region it went to."""
+    lines = [
+        ("function-seconds", meters.get("gb_seconds", 0.0), "GB-s", prices.function_usd_per_gb_second),
+        ("function-calls", meters.get("calls", 0.0), "1", prices.function_usd_per_request),
+        ("parameter-server", meters.get("ps_seconds", 0.0) / 3600, "h", prices.server_usd_per_hour),
+    ]
+    for name, value in sorted(meters.items()):
+        if name.startswith("sent_bytes:"):
+            to = name.removeprefix("sent_bytes:")
+            lines.append((f"egress to {to}", value / 1e9, "GB", prices.egress_to.get(to, prices.egress_usd_per_gb)))
+    return [Item(item, quantity, unit, quantity * price, prices.source) for item, quantity, unit, price in lines]

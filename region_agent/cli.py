@@ -1,0 +1,206 @@
+"""The command `region-agent`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from geofed_pb.errors import Exit, GeofedError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="region-agent",
+    help="Run one region of a federation: its workers, its parameter servers, its data.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+StateDir = Annotated[
+    Path,
+    typer.Option("--state-dir", envvar="GEOFED_REGION_STATE", help="Where the agent keeps its identity and state."),
+]
+DEFAULT_STATE = Path(".geofed/region-agent")
+_debug = False
+
+
+@app.callback()
+def options(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False) -> None:
+    global _debug
+    _debug = debug
+
+
+@app.command()
+def join(
+    token_file: Annotated[Path, typer.Option("--token-file", help="File with the invitation; - reads standard input.")],
+    state_dir: StateDir = DEFAULT_STATE,
+    control_plane: Annotated[
+        str | None, typer.Option("--control-plane", help="host:port, where the invitation's does not reach it.")
+    ] = None,
+) -> None:
+    """Join a federation with the one-time invitation of `control-plane region invite NAME`."""
+    from region_agent.enrolment import join_federation
+
+    try:
+        text = sys.stdin.read() if str(token_file) == "-" else token_file.read_text()
+    except OSError as error:
+        raise GeofedError("TOKEN_INVALID", f"cannot read {token_file}: {error.strerror}") from None
+    federation = asyncio.run(join_federation(text, state_dir, control_plane))
+    _say(f"region {federation.region} has joined {federation.federation} at {federation.address}")
+    _say(f"next: region-agent run --config REGION.yaml --state-dir {state_dir}")
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Option("--config", help="The region's configuration.")],
+    state_dir: StateDir = DEFAULT_STATE,
+    log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Run the agent until it is told to stop (SIGTERM)."""
+    logging.basicConfig(
+        level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    from region_agent.config import load_config
+    from region_agent.daemon import run as run_daemon
+    from region_agent.identity import Identity
+
+    settings = load_config(config)
+    identity = Identity(state_dir)
+    identity.check()
+    if identity.federation.region != settings.name:
+        text = f"the certificate is for region {identity.federation.region}, the configuration for {settings.name}"
+        raise GeofedError("CONFIG_INVALID", text)
+    with _only_one(state_dir):
+        asyncio.run(run_daemon(settings, state_dir))
+
+
+@app.command()
+def status(
+    state_dir: StateDir = DEFAULT_STATE,
+    output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
+) -> None:
+    """Say how the agent stands."""
+    path = state_dir / "status.json"
+    try:
+        told: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise GeofedError("UNAVAILABLE", f"no agent has run with {state_dir}") from None
+    told["running"] = _runs(int(told["pid"])) and time.time() - float(told["at"]) < 10
+    if output == "json":
+        print(json.dumps({"schema_version": 1, "status": "ok", "data": told}))
+    else:
+        _print_status(told)
+    if not told["running"]:
+        raise GeofedError("UNAVAILABLE", "the agent does not run", hint="start it with `region-agent run`")
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path, typer.Option("--config", help="The region's configuration.")],
+    state_dir: StateDir = DEFAULT_STATE,
+    output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
+) -> None:
+    """Check what the agent needs: identity, control plane, gateway, data, disk, clock."""
+    from region_agent.config import load_config
+    from region_agent.doctor import examine
+
+    findings = asyncio.run(examine(load_config(config), state_dir))
+    if output == "json":
+        checks = [{"name": f.name, "ok": f.ok, "text": f.text, "hint": f.hint} for f in findings]
+        print(json.dumps({"schema_version": 1, "status": "ok", "data": checks}))
+    else:
+        for finding in findings:
+            print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.name:<14} {finding.text}")
+            if not finding.ok and finding.hint:
+                print(f"{'':<22}hint: {finding.hint}")
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(int(Exit.JOB_ENDED_BADLY))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import version as installed
+
+    print(installed("geofed"))
+
+
+def _print_status(told: dict[str, Any]) -> None:
+    link = "connected" if told["connected"] else "not connected"
+    print(f"region         {told['region']}")
+    print(f"agent          {'runs' if told['running'] else 'does not run'} (pid {told['pid']})")
+    print(f"control plane  {told['control_plane']} ({told['federation']}), {link}")
+    if told["condition"]:
+        print(f"condition      {told['condition']}")
+    ends = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(told["certificate_ends"]))
+    print(f"certificate    until {ends}")
+    print(f"gateway        {told['gateway']}")
+    for job, part in told["partitions"].items():
+        print(f"job            {job}: {part['state']}, attempt {part['attempt']}  {part['condition']}".rstrip())
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+class _only_one:
+    """Two agents on one state directory would fence each other for ever."""
+
+    def __init__(self, state_dir: Path) -> None:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        self._path = state_dir / "agent.lock"
+        self._file: Any = None
+
+    def __enter__(self) -> None:
+        import fcntl
+
+        self._file = self._path.open("w")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise GeofedError(
+                "ILLEGAL_STATE", f"an agent runs with {self._path.parent} already", hint="stop it first"
+            ) from None
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def main() -> None:
+    """Entry point: every failure ends with one sentence, a hint and its exit status."""
+    try:
+        app(standalone_mode=True)
+    except GeofedError as error:
+        if _debug:
+            raise
+        _say(f"error[{error.code}]: {error.message}")
+        if error.hint:
+            _say(f"hint: {error.hint}")
+        sys.exit(int(error.exit))
+    except Exception as error:
+        if _debug:
+            raise
+        _say(f"error[INTERNAL]: {type(error).__name__}: {error}")
+        _say("hint: a bug in geofed; run again with --debug and report it")
+        sys.exit(int(Exit.BUG))

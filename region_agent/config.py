@@ -1,0 +1,232 @@
+"""The region's configuration: one YAML file, written by its operator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from geofed_pb.errors import GeofedError
+
+__all__ = ["DatasetConfig", "RegionConfig", "StoreConfig", "load_config"]
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True)
+
+
+class Metadata(_Section):
+    """Who the region is."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
+
+
+class CapacityConfig(_Section):
+    """What may run here at one time."""
+
+    workers: Annotated[int, Field(ge=1, le=1024)]
+    memory_mb: Annotated[int, Field(ge=128)] = 2048
+    samples_per_second: Positive | None = None
+    """Of one worker, if the operator knows it."""
+
+
+class PricesConfig(_Section):
+    """What the region costs; all must be stated, and where they come from."""
+
+    source: Annotated[str, Field(min_length=1)]
+    as_of: Annotated[str, Field(pattern=r"^\d{4}-\d{2}(-\d{2})?$")]
+    function_usd_per_gb_second: NotNegative
+    function_usd_per_request: NotNegative
+    server_usd_per_hour: NotNegative
+    egress_usd_per_gb: NotNegative
+    egress_to: dict[str, NotNegative] = {}
+
+
+class SplitConfig(_Section):
+    """One part of a shard."""
+
+    uri: str
+    """A path (relative to this file), `file://`, or `s3://bucket/key`; one that ends in `/` is a folder."""
+    samples: Annotated[int, Field(ge=0)]
+
+
+class DatasetConfig(_Section):
+    """A shard that this region holds."""
+
+    residency: Literal["region", "cloud", "anywhere"] = "region"
+    store: str = ""
+    """Name in `stores`, for s3:// addresses."""
+    splits: dict[str, SplitConfig]
+
+
+class LinkConfig(_Section):
+    """What the operator knows of the way to another region."""
+
+    rtt_ms: NotNegative
+    mbps: Positive
+
+
+class StoreConfig(_Section):
+    """An S3-compatible object store; its credentials come from the SDK's own chain."""
+
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    """Of the SDK's configuration."""
+
+
+class EmbeddedGateway(_Section):
+    """Functions as processes of this machine."""
+
+    kind: Literal["embedded"] = "embedded"
+    profile: Literal["none", "ce"] = "none"
+
+
+class OpenFaasGateway(_Section):
+    """A real OpenFaaS."""
+
+    kind: Literal["openfaas"]
+    url: str
+    user_file: Path | None = None
+    password_file: Path | None = None
+    ca_file: Path | None = None
+    image: str
+    namespace: str = ""
+
+
+class ChannelConfig(_Section):
+    """Where the workers of a partition exchange tensors."""
+
+    kind: Literal["file"] = "file"
+    path: Path | None = None
+    """Default: shared memory, or the state directory where there is none."""
+
+
+class PolicyConfig(_Section):
+    """What the region lets the federation do here."""
+
+    accept_jobs: bool = True
+    max_workers_per_job: int | None = None
+    ship_logs: bool = True
+    """Whether lines that job code writes may leave the region."""
+
+
+class ServerConfig(_Section):
+    """Where parameter servers listen."""
+
+    exchange_host: str = "0.0.0.0"
+    """For other regions' parameter servers, and this agent."""
+    worker_host: str = "127.0.0.1"
+    """For this region's workers."""
+    ports: tuple[int, int] | None = None
+    """First and last port for parameter servers; default: any free one."""
+
+
+class RegionConfig(_Section):
+    """The whole file."""
+
+    api_version: Literal["geofed/v1"]
+    kind: Literal["Region"]
+    metadata: Metadata
+    cloud: Annotated[str, Field(min_length=1)]
+    advertise: str = "127.0.0.1"
+    """Host or address under which other regions reach this one's parameter servers."""
+    capacity: CapacityConfig
+    prices: PricesConfig | None = None
+    datasets: dict[str, DatasetConfig] = {}
+    links: dict[str, LinkConfig] = {}
+    stores: dict[str, StoreConfig] = {}
+    gateway: Annotated[EmbeddedGateway | OpenFaasGateway, Field(discriminator="kind")] = EmbeddedGateway()
+    channel: ChannelConfig = ChannelConfig()
+    policy: PolicyConfig = PolicyConfig()
+    server: ServerConfig = ServerConfig()
+
+    @property
+    def name(self) -> str:
+        return self.metadata.name
+
+    def catalogue(self) -> dict[str, Any]:
+        """What the control plane is told, in the form that its scheduler reads; paths stay here."""
+        prices = self.prices.model_dump() if self.prices else None
+        return {
+            "name": self.name,
+            "cloud": self.cloud,
+            "capacity": self.capacity.model_dump(),
+            "prices": prices,
+            "datasets": [
+                {
+                    "name": name,
+                    "residency": held.residency,
+                    "splits": {split: {"samples": part.samples} for split, part in held.splits.items()},
+                }
+                for name, held in sorted(self.datasets.items())
+            ],
+            "links": [
+                {"source": self.name, "destination": other, "rtt_ms": link.rtt_ms, "mbps": link.mbps}
+                for other, link in sorted(self.links.items())
+            ],
+        }
+
+
+def load_config(path: Path) -> RegionConfig:
+    """Read a region's configuration; relative paths in it are taken from its folder.
+
+    Raises ``GeofedError("CONFIG_INVALID")`` with every wrong key and its line.
+    """
+    try:
+        raw = YAML(typ="rt").load(path.read_text())
+    except FileNotFoundError:
+        raise GeofedError("CONFIG_INVALID", f"there is no {path}", hint="give the file with --config") from None
+    except (OSError, YAMLError) as error:
+        raise GeofedError("CONFIG_INVALID", f"{path}: {error}") from None
+    if not isinstance(raw, dict):
+        raise GeofedError("CONFIG_INVALID", f"{path}: not a mapping")
+    try:
+        config = RegionConfig.model_validate(raw)
+    except ValidationError as error:
+        problems = [
+            f"{path}:{_line(raw, e['loc'])}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()
+        ]
+        raise GeofedError("CONFIG_INVALID", "\n".join(problems)) from None
+    return _resolved(config, path.parent.resolve())
+
+
+def _line(raw: Any, location: tuple[int | str, ...]) -> int:
+    """Line of the deepest part of a location that the file has."""
+    line = 1
+    for part in location:
+        if not isinstance(raw, dict) or part not in raw:
+            break
+        line = raw.lc.key(part)[0] + 1  # type: ignore[attr-defined]  # a CommentedMap knows its lines
+        raw = raw[part]
+    return line
+
+
+def _resolved(config: RegionConfig, folder: Path) -> RegionConfig:
+    datasets = {}
+    for name, held in config.datasets.items():
+        if any(part.uri.startswith("s3://") for part in held.splits.values()) and held.store not in {
+            "",
+            *config.stores,
+        }:
+            raise GeofedError("CONFIG_INVALID", f"dataset {name}: store {held.store!r} is not in stores")
+        splits = {
+            split: part.model_copy(update={"uri": _absolute(part.uri, folder)}) for split, part in held.splits.items()
+        }
+        datasets[name] = held.model_copy(update={"splits": splits})
+    return config.model_copy(update={"datasets": datasets})
+
+
+def _absolute(uri: str, folder: Path) -> str:
+    if uri.startswith("s3://"):
+        return uri
+    plain = uri.removeprefix("file://")
+    path = str(folder / plain)
+    return path + "/" if plain.endswith("/") and not path.endswith("/") else path

@@ -1,0 +1,284 @@
+"""The region agent's composition root: session, gateway and partitions, wired together."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import signal
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import to_proto
+from geofed_pb.v1 import agent_pb2
+from region_agent.billing import invocation_amounts
+from region_agent.config import OpenFaasGateway, RegionConfig
+from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess
+from region_agent.gateway import BasicAuth, GatewayClient
+from region_agent.hub import Hub
+from region_agent.identity import Identity
+from region_agent.partition import Partition, Surroundings
+from region_agent.partition_events import Happened, PublishAsked, Stopped
+from region_agent.policy import check_partition
+from region_agent.ps_process import PsProcess
+from region_agent.store import AgentStore
+from sync.framing import digest_of
+from sync.ps.storage import write_durably
+from sync.ps.tokens import new_key
+
+__all__ = ["Agent", "run"]
+
+_log = logging.getLogger("geofed.agent")
+_TICK_SECONDS = 1.0
+_LOG_FLUSH_SECONDS = 0.3
+_LONGEST_LOG_LINE = 4000
+
+
+@dataclass(frozen=True)
+class Status:
+    """What `region-agent status` prints; written to the state directory once a second."""
+
+    region: str
+    pid: int
+    at: float
+    connected: bool
+    last_heard: float
+    control_plane: str
+    federation: str
+    certificate_ends: float
+    gateway: str
+    partitions: dict[str, dict[str, object]]
+    condition: str
+
+
+class Agent:
+    """One region's daemon."""
+
+    def __init__(self, config: RegionConfig, state_dir: Path) -> None:
+        self._config, self._state_dir = config, state_dir
+        self._identity = Identity(state_dir)
+        self._store = AgentStore(state_dir / "agent.db")
+        catalogue = json.dumps(config.catalogue())
+        self._hub = Hub(self._identity, self._store, lambda: catalogue, version("geofed"))
+        self._partitions: dict[str, Partition] = {}
+        self._gateway: EmbeddedGatewayProcess | None = None
+        self._around: Surroundings | None = None
+        self._lines: list[agent_pb2.LogRecord] = []
+        self._closing: set[asyncio.Task[None]] = set()
+        self.stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        """Work until `stopped` is set."""
+        self._charge_interrupted()
+        client = await self._open_gateway()
+        self._around = self._surroundings(client)
+        tasks = [asyncio.create_task(work) for work in (self._tick(), self._flush_logs(), self._hub.run(self))]
+        if self._gateway is not None:
+            tasks.append(asyncio.create_task(self._watch_gateway(self._gateway)))
+        try:
+            for row in self._store.open_partitions():
+                self._take_up(agent_pb2.StartPartition.FromString(row.start))
+            stopping = asyncio.create_task(self.stopped.wait())
+            done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            for task in done - {stopping}:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
+            await asyncio.gather(*(partition.close() for partition in self._partitions.values()))
+            await client.aclose()
+            if self._gateway is not None:
+                await self._gateway.stop()
+            self._store.close()
+
+    # Around the partitions
+
+    def _surroundings(self, client: GatewayClient) -> Surroundings:
+        gateway = self._config.gateway
+        return Surroundings(
+            config=self._config,
+            identity=self._identity,
+            store=self._store,
+            gateway=client,
+            state_dir=self._state_dir,
+            channel_address=str(self._channel_folder()),
+            image=gateway.image if isinstance(gateway, OpenFaasGateway) else WORKER_IMAGE,
+            fetch_bundle=self._fetch_bundle,
+            publish_model=self._publish_model,
+            report=lambda message, durable: self._hub.report(message, durable=durable),
+            happened=self._happened,
+            log=self._log_line,
+        )
+
+    def _channel_folder(self) -> Path:
+        """Shared memory, one folder for each agent of the machine; the state directory where there is none."""
+        if self._config.channel.path is not None:
+            return self._config.channel.path
+        shared = Path("/dev/shm")
+        if not os.access(shared, os.W_OK):
+            return self._state_dir / "channel"
+        mark = hashlib.sha256(str(self._state_dir.resolve()).encode()).hexdigest()[:12]
+        return shared / f"geofed-{os.getuid()}-{mark}"
+
+    async def _open_gateway(self) -> GatewayClient:
+        gateway = self._config.gateway
+        if isinstance(gateway, OpenFaasGateway):
+            auth = (
+                BasicAuth.from_files(gateway.user_file, gateway.password_file)
+                if gateway.user_file and gateway.password_file
+                else None
+            )
+            return GatewayClient(gateway.url, auth=auth, verify=gateway.ca_file, namespace=gateway.namespace)
+        channel = self._channel_folder()
+        channel.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._gateway = EmbeddedGatewayProcess(
+            self._state_dir,
+            profile=gateway.profile,
+            keep_paths=[str(channel)],
+            hide_paths=[str(self._state_dir.resolve())],
+        )
+        return await self._gateway.start()
+
+    async def _watch_gateway(self, gateway: EmbeddedGatewayProcess) -> None:
+        await gateway.ended()
+        raise GeofedError("GATEWAY_UNAVAILABLE", "the embedded gateway has ended", hint="see gateway.log; start again")
+
+    async def _fetch_bundle(self, digest: str) -> bytes:
+        kept = self._state_dir / "bundles" / digest.removeprefix("sha256:")
+        if kept.exists():
+            return kept.read_bytes()
+        data = await self._hub.fetch_blob(digest)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(kept, [data])
+        return data
+
+    async def _publish_model(self, ps: PsProcess) -> str:
+        data = bytearray()
+        async for chunk in ps.model():
+            data += chunk.data
+        digest = digest_of([data])
+        await self._hub.put_blob(bytes(data), digest)
+        return digest
+
+    def _happened(self, job: str, action: Happened) -> None:
+        message = agent_pb2.Happening(
+            job=job, at=time.time(), kind=action.kind, text=action.text, data_json=json.dumps(action.data)
+        )
+        self._hub.send_durably(agent_pb2.FromAgent(happening=message))
+
+    def _log_line(self, job: str, source: str, text: str) -> None:
+        record = agent_pb2.LogRecord(job=job, at=time.time(), source=source, text=text[:_LONGEST_LOG_LINE])
+        self._lines.append(record)
+
+    async def _flush_logs(self) -> None:
+        while True:
+            await asyncio.sleep(_LOG_FLUSH_SECONDS)
+            if self._lines:
+                lines, self._lines = self._lines, []
+                self._hub.send_durably(agent_pb2.FromAgent(logs=agent_pb2.LogBatch(records=lines)))
+
+    def _charge_interrupted(self) -> None:
+        """Invocations that were open when an earlier life of the agent died ran at most until it was last seen."""
+        alive = self._store.last_alive()
+        for number, job, begun in self._store.open_invocations():
+            row = self._store.partition(job)
+            memory_mb = agent_pb2.StartPartition.FromString(row.start).plan.memory_mb if row else 0
+            self._store.invocation_ended(number, job, invocation_amounts(max(0.0, alive - begun), memory_mb))
+
+    async def _tick(self) -> None:
+        while True:
+            now = time.time()
+            self._store.alive(now)
+            write_durably(self._state_dir / "status.json", [json.dumps(asdict(self._status(now))).encode()])
+            if self._hub.connected and self._identity.renewal_due_in(now) < 0:
+                with suppress(GeofedError):
+                    await self._hub.renew()
+                    _log.info("the certificate was renewed")
+            await asyncio.sleep(_TICK_SECONDS)
+
+    def _status(self, now: float) -> Status:
+        federation = self._identity.federation
+        return Status(
+            region=self._config.name,
+            pid=os.getpid(),
+            at=now,
+            connected=self._hub.connected,
+            last_heard=self._hub.last_heard,
+            control_plane=federation.address,
+            federation=federation.federation,
+            certificate_ends=self._identity.certificate.not_valid_after_utc.timestamp(),
+            gateway=self._config.gateway.kind,
+            partitions={
+                job: {"state": p.machine.state, "attempt": p.machine.attempt, "condition": p.machine.condition}
+                for job, p in sorted(self._partitions.items())
+            },
+            condition=str(self._hub.refusal) if self._hub.refusal else "",
+        )
+
+    # Commands of the control plane
+
+    def start(self, seq: int, command: agent_pb2.StartPartition) -> None:
+        try:
+            check_partition(self._config, command)
+        except GeofedError as error:
+            self._store.took_stop(seq, command.job)
+            self._refuse(command, error)
+            return
+        self._store.took_start(seq, command.job, command.SerializeToString(), new_key())
+        running = self._partitions.get(command.job)
+        if running is not None:
+            running.again(command)
+        else:
+            self._take_up(command)
+
+    def _take_up(self, command: agent_pb2.StartPartition) -> None:
+        if self._around is None:
+            raise GeofedError("INTERNAL", "a command before the agent was ready")
+        partition = Partition(self._around, command)
+        self._partitions[command.job] = partition
+        partition.begin()
+
+    def _refuse(self, command: agent_pb2.StartPartition, error: GeofedError) -> None:
+        report = agent_pb2.PartitionReport(
+            job=command.job, epoch=command.epoch, state="refused", condition=error.message, error=to_proto(error)
+        )
+        self._hub.report(report, durable=True)
+
+    def peers(self, seq: int, command: agent_pb2.Peers) -> None:
+        self._store.took_peers(seq, command.job, command.SerializeToString())
+        if command.job in self._partitions:
+            self._partitions[command.job].peers(command)
+
+    def publish(self, seq: int, command: agent_pb2.PublishModel) -> None:
+        self._store.took_publish(seq, command.job)
+        if command.job in self._partitions:
+            self._partitions[command.job].feed(PublishAsked())
+
+    def stop(self, seq: int, command: agent_pb2.StopPartition) -> None:
+        self._store.took_stop(seq, command.job)
+        partition = self._partitions.pop(command.job, None)
+        if partition is None:
+            report = agent_pb2.PartitionReport(job=command.job, epoch=command.epoch, state="stopped")
+            self._hub.report(report, durable=True)
+            return
+        partition.feed(Stopped(command.reason, command.discard))
+        closing = asyncio.create_task(partition.drained())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+
+async def run(config: RegionConfig, state_dir: Path) -> None:
+    """Run the agent until SIGTERM or SIGINT."""
+    agent = Agent(config, state_dir)
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, agent.stopped.set)
+    await agent.run()

@@ -1,0 +1,123 @@
+"""What an agent needs, looked at one by one, with what to do where it is not there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import CONTROL_PLANE_NAME, channel
+from region_agent.config import OpenFaasGateway, RegionConfig
+from region_agent.gateway import BasicAuth, GatewayClient
+from region_agent.identity import Identity
+from region_agent.shards import shard_files
+
+__all__ = ["Finding", "examine"]
+
+_LEAST_FREE_BYTES = 1 << 30
+_CONNECT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    ok: bool
+    text: str
+    hint: str = ""
+
+
+async def examine(config: RegionConfig, state_dir: Path) -> list[Finding]:
+    """Look at everything; failures are findings, not exceptions."""
+    identity = Identity(state_dir)
+
+    async def dataset(name: str) -> str:
+        files = await asyncio.to_thread(shard_files, config.datasets[name], config.stores)
+        return ", ".join(f"{split}: {len(found)} file{'s' * (len(found) != 1)}" for split, found in files.items())
+
+    checks: list[tuple[str, Callable[[], Awaitable[str]]]] = [
+        ("identity", lambda: _identity(identity, config)),
+        ("control plane", lambda: _control_plane(identity)),
+        ("gateway", lambda: _gateway(config)),
+        ("prices", lambda: _prices(config)),
+        ("disk", lambda: _disk(state_dir)),
+        ("shared memory", _shared_memory),
+        *((f"data {name}", lambda name=name: dataset(name)) for name in sorted(config.datasets)),  # type: ignore[misc]
+    ]
+    return [await _look(name, check) for name, check in checks]
+
+
+async def _look(name: str, check: Callable[[], Awaitable[str]]) -> Finding:
+    try:
+        return Finding(name, True, await check())
+    except GeofedError as error:
+        return Finding(name, False, error.message, error.hint)
+    except OSError as error:
+        return Finding(name, False, str(error), "see the message of the system")
+
+
+async def _identity(identity: Identity, config: RegionConfig) -> str:
+    identity.check()
+    region = identity.federation.region
+    if region != config.name:
+        raise GeofedError("CONFIG_INVALID", f"the certificate is for {region}, the configuration for {config.name}")
+    days = (identity.certificate.not_valid_after_utc.timestamp() - time.time()) / 86_400
+    return f"{region}, certificate good for {days:.1f} days"
+
+
+async def _control_plane(identity: Identity) -> str:
+    federation = identity.federation
+    line = channel(
+        federation.address,
+        ca_pem=identity.ca_file.read_bytes(),
+        name=CONTROL_PLANE_NAME,
+        certificate_pem=identity.certificate_file.read_bytes(),
+        key_pem=identity.key_file.read_bytes(),
+    )
+    begun = time.monotonic()
+    async with line:
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                await line.channel_ready()
+        except TimeoutError:
+            raise GeofedError("UNAVAILABLE", f"no TLS connection to {federation.address}") from None
+    return f"{federation.address} answers in {(time.monotonic() - begun) * 1e3:.0f} ms"
+
+
+async def _gateway(config: RegionConfig) -> str:
+    gateway = config.gateway
+    if not isinstance(gateway, OpenFaasGateway):
+        return "embedded; it starts with the agent"
+    auth = None
+    if gateway.user_file and gateway.password_file:
+        auth = BasicAuth.from_files(gateway.user_file, gateway.password_file)
+    async with GatewayClient(gateway.url, auth=auth, verify=gateway.ca_file, namespace=gateway.namespace) as client:
+        info = await client.info()
+    return f"{gateway.url}: {info.get('provider', {}).get('orchestration', 'OpenFaaS')}"
+
+
+async def _prices(config: RegionConfig) -> str:
+    if config.prices is None:
+        raise GeofedError("PRICE_UNKNOWN", "no prices are stated")
+    return f"{config.prices.source}, as of {config.prices.as_of}"
+
+
+async def _disk(state_dir: Path) -> str:
+    place = state_dir if state_dir.exists() else Path()
+    free = shutil.disk_usage(place).free
+    if free < _LEAST_FREE_BYTES:
+        raise GeofedError("DISK_FULL", f"{free >> 20} MiB free in {place}")
+    return f"{free / 1e9:.0f} GB free in {place}"
+
+
+async def _shared_memory() -> str:
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        return "none; tensors go through the state directory, which is slower"
+    return f"{shutil.disk_usage(shared).free / 1e9:.1f} GB free in {shared}"

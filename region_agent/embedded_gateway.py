@@ -1,0 +1,92 @@
+"""The embedded function gateway as a child of the agent, for regions without OpenFaaS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from geofed_pb.errors import GeofedError
+from region_agent.gateway import BasicAuth, GatewayClient
+from sync.ps.storage import write_durably
+
+__all__ = ["WORKER_IMAGE", "EmbeddedGatewayProcess"]
+
+WORKER_IMAGE = "geofed/worker"
+_READY_SECONDS = 60.0
+
+
+class EmbeddedGatewayProcess:
+    """Serves on a socket file that only this user can open; ends with the agent."""
+
+    def __init__(self, state_dir: Path, *, profile: str, keep_paths: list[str], hide_paths: list[str]) -> None:
+        self._folder = state_dir / "gateway"
+        # Socket paths are limited to some hundred characters; a state directory may be deeper than that.
+        self._socket_folder = Path(tempfile.mkdtemp(prefix="geofed-gw-"))
+        self._profile, self._keep_paths, self._hide_paths = profile, keep_paths, hide_paths
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> GatewayClient:
+        """Start it and wait until it serves; a client of it."""
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        ready = self._folder / "ready.json"
+        ready.unlink(missing_ok=True)
+        user, password = self._folder / "user", self._folder / "password"
+        for path, content in ((user, "agent"), (password, secrets.token_urlsafe(24))):
+            write_durably(path, [content.encode()])
+            os.chmod(path, 0o600)
+        config = {
+            "state_dir": str(self._folder / "state"),
+            "listen": f"unix:{self._socket_folder / 'api'}",
+            "ready_file": str(ready),
+            "auth_user_file": str(user),
+            "auth_password_file": str(password),
+            "profile": self._profile,
+            "preload": ["numpy", "torch", "region_agent.worker.handler"],
+            "hide_paths": self._hide_paths,
+            "keep_paths": self._keep_paths,
+            "write_timeout": "1h",
+            "upstream_timeout": "1h",
+        }
+        config_file = self._folder / "config.json"
+        write_durably(config_file, [json.dumps(config).encode()])
+        log = (self._folder / "gateway.log").open("ab")
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "region_agent.gateway.embedded",
+                "--config", str(config_file), "--die-with-parent", str(os.getpid()),
+                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
+        finally:
+            log.close()
+        deadline = asyncio.get_running_loop().time() + _READY_SECONDS
+        while not ready.exists():
+            if self._process.returncode is not None or asyncio.get_running_loop().time() > deadline:
+                await self.stop()
+                raise GeofedError("GATEWAY_UNAVAILABLE", f"the embedded gateway did not start; see {log.name}")
+            await asyncio.sleep(0.05)
+        url = str(json.loads(ready.read_text())["url"])
+        return GatewayClient(url, auth=BasicAuth.from_files(user, password))
+
+    async def ended(self) -> None:
+        """Wait until the process is gone."""
+        if self._process is not None:
+            await self._process.wait()
+
+    async def stop(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(5):
+                    await self._process.wait()
+            if self._process.returncode is None:
+                self._process.kill()
+                await self._process.wait()
+        shutil.rmtree(self._socket_folder, ignore_errors=True)

@@ -1,0 +1,254 @@
+"""The agent's line to the control plane: one stream that is dialled again for ever, and blobs beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import CHUNK_BYTES, CONTROL_PLANE_NAME, channel, error_of
+from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
+from region_agent.identity import Identity
+from region_agent.store import AgentStore
+from sync.framing import digest_of
+
+__all__ = ["Commands", "Hub"]
+
+_log = logging.getLogger("geofed.hub")
+_BACKOFF_FIRST_SECONDS = 0.2
+_BACKOFF_MOST_SECONDS = 3.0
+_SILENCE_LEASES = 1.0
+"""A session that has brought nothing for this many leases is dead, whatever TCP says."""
+_DEFAULT_LEASE_SECONDS = 30.0
+
+
+class Commands(Protocol):
+    """Who carries out what the control plane asks for. Each is called once its command is stored."""
+
+    def start(self, seq: int, command: agent_pb2.StartPartition) -> None: ...
+    def peers(self, seq: int, command: agent_pb2.Peers) -> None: ...
+    def stop(self, seq: int, command: agent_pb2.StopPartition) -> None: ...
+    def publish(self, seq: int, command: agent_pb2.PublishModel) -> None: ...
+
+
+class Hub:
+    """One region's side of the session.
+
+    Commands are stored before they are acknowledged, reports before they are sent; after a break, each side tells
+    the other how far it has come, and both go on from there.
+    """
+
+    def __init__(self, identity: Identity, store: AgentStore, catalogue: Callable[[], str], version: str) -> None:
+        self._identity, self._store, self._catalogue, self._version = identity, store, catalogue, version
+        self._boot_id = uuid.uuid4().hex
+        self._channel: grpc.aio.Channel | None = None
+        self._passing: dict[str, agent_pb2.FromAgent] = {}
+        self._news = asyncio.Event()
+        self.lease_seconds = _DEFAULT_LEASE_SECONDS
+        self.connected = False
+        self.last_heard = 0.0
+        """Unix seconds of the last message from the control plane."""
+        self.skew_seconds = 0.0
+        """The control plane's clock minus ours."""
+        self.refusal: GeofedError | None = None
+        """Why the control plane does not take this agent, where it does not."""
+
+    # Reports
+
+    def report(self, message: agent_pb2.PartitionReport, *, durable: bool) -> None:
+        """Tell how a partition stands; of those that may be lost only the newest is kept."""
+        if durable:
+            self._store.add_report(agent_pb2.FromAgent(partition=message).SerializeToString())
+        else:
+            self._passing[message.job] = agent_pb2.FromAgent(partition=message)
+        self._news.set()
+
+    def send_durably(self, message: agent_pb2.FromAgent) -> None:
+        self._store.add_report(message.SerializeToString())
+        self._news.set()
+
+    # The session
+
+    async def run(self, commands: Commands) -> None:
+        """Keep a session until cancelled; raises only what no new try can mend."""
+        backoff = _BACKOFF_FIRST_SECONDS
+        while True:
+            try:
+                await self._session(commands)
+                backoff = _BACKOFF_FIRST_SECONDS
+            except grpc.RpcError as raised:
+                self._note(error_of(raised))
+            except TimeoutError:
+                self._note(GeofedError("UNAVAILABLE", "the control plane has gone silent"))
+            finally:
+                was_connected, self.connected = self.connected, False
+                await self._close()
+            backoff = _BACKOFF_FIRST_SECONDS if was_connected else min(backoff * 2, _BACKOFF_MOST_SECONDS)
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+
+    def _note(self, error: GeofedError) -> None:
+        if self.connected or self.refusal is None or self.refusal.code != error.code:
+            _log.warning("no session with the control plane: %s", error)
+        self.refusal = error
+
+    async def _session(self, commands: Commands) -> None:
+        stub = agent_pb2_grpc.AgentHubStub(self._open())
+        call: Any = stub.Session()
+        try:
+            hello = agent_pb2.Hello(
+                agent_version=self._version,
+                boot_id=self._boot_id,
+                command_cursor=self._store.command_cursor(),
+                catalogue_json=self._catalogue(),
+            )
+            await call.write(agent_pb2.FromAgent(hello=hello))
+            async with asyncio.timeout(_DEFAULT_LEASE_SECONDS):
+                first = await call.read()
+            if first is grpc.aio.EOF:
+                # Reading raises what ended the call, if it was an error.
+                await call
+                return
+            self._welcomed(first.welcome)
+            sending = asyncio.create_task(self._send(call, first.welcome.report_cursor))
+            try:
+                await self._receive(call, commands)
+            finally:
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+        finally:
+            call.cancel()
+
+    def _welcomed(self, welcome: agent_pb2.Welcome) -> None:
+        self.connected, self.refusal = True, None
+        self.lease_seconds = welcome.lease_seconds or _DEFAULT_LEASE_SECONDS
+        self.last_heard = time.time()
+        self.skew_seconds = welcome.at - self.last_heard
+        self._store.forget_reports(welcome.report_cursor)
+        _log.info("session %d with the control plane", welcome.session)
+
+    async def _receive(self, call: Any, commands: Commands) -> None:
+        while True:
+            async with asyncio.timeout(self.lease_seconds * _SILENCE_LEASES):
+                message = await call.read()
+            if message is grpc.aio.EOF:
+                await call
+                return
+            self.last_heard = time.time()
+            self._take(message, commands)
+            if message.seq:
+                # Stored by now; a repeated acknowledgement does no harm.
+                self._passing["ack"] = agent_pb2.FromAgent(command_ack=agent_pb2.CommandAck(seq=message.seq))
+                self._news.set()
+
+    def _take(self, message: agent_pb2.ToAgent, commands: Commands) -> None:
+        kind = message.WhichOneof("body")
+        if message.seq and message.seq <= self._store.command_cursor():
+            return
+        match kind:
+            case "lease":
+                self.lease_seconds = message.lease.lease_seconds or self.lease_seconds
+            case "report_ack":
+                self._store.forget_reports(message.report_ack.seq)
+            case "start":
+                commands.start(message.seq, message.start)
+            case "peers":
+                commands.peers(message.seq, message.peers)
+            case "stop":
+                commands.stop(message.seq, message.stop)
+            case "publish":
+                commands.publish(message.seq, message.publish)
+
+    async def _send(self, call: Any, cursor: int) -> None:
+        heartbeat_due = 0.0
+        while True:
+            self._news.clear()
+            for seq, raw in self._store.reports_after(cursor):
+                message = agent_pb2.FromAgent.FromString(raw)
+                message.seq = seq
+                await call.write(message)
+                cursor = seq
+            passing, self._passing = self._passing, {}
+            for message in passing.values():
+                await call.write(message)
+            now = time.monotonic()
+            if now >= heartbeat_due:
+                heartbeat_due = now + self.lease_seconds / 3
+                await call.write(agent_pb2.FromAgent(heartbeat=agent_pb2.Heartbeat(at=time.time())))
+            try:
+                async with asyncio.timeout(max(0.05, heartbeat_due - time.monotonic())):
+                    await self._news.wait()
+            except TimeoutError:
+                continue
+
+    # Blobs and certificates
+
+    async def fetch_blob(self, digest: str) -> bytes:
+        """A whole blob of the control plane, verified."""
+        held = bytearray()
+        try:
+            async for chunk in self._stub().FetchBlob(common_pb2.BlobRequest(digest=digest)):
+                held += chunk.data
+        except grpc.RpcError as error:
+            raise error_of(error) from None
+        if digest_of([held]) != digest:
+            raise GeofedError("DIGEST_MISMATCH", f"blob {digest} arrived damaged")
+        return bytes(held)
+
+    async def put_blob(self, data: bytes, digest: str) -> None:
+        """Hand a blob in; goes on at what the control plane has of it already."""
+        stub = self._stub()
+        try:
+            have = await stub.StatBlob(common_pb2.BlobRequest(digest=digest), timeout=30)
+            if not have.complete:
+                have = await stub.PutBlob(_chunks(data, digest, have.have_bytes))
+        except grpc.RpcError as error:
+            raise error_of(error) from None
+        if not have.complete:
+            raise GeofedError("UNAVAILABLE", f"the control plane has {have.have_bytes} of {len(data)} bytes")
+
+    async def renew(self) -> None:
+        """Have the certificate renewed, for the same key."""
+        request = agent_pb2.RenewRequest(csr_pem=self._identity.renewal_request())
+        try:
+            reply = await self._stub().Renew(request, timeout=30)
+        except grpc.RpcError as error:
+            raise error_of(error) from None
+        self._identity.renew(reply.certificate_pem, reply.ca_pem)
+
+    def _stub(self) -> agent_pb2_grpc.AgentHubStub:
+        return agent_pb2_grpc.AgentHubStub(self._open())
+
+    def _open(self) -> grpc.aio.Channel:
+        if self._channel is None:
+            identity = self._identity
+            self._channel = channel(
+                identity.federation.address,
+                ca_pem=identity.ca_file.read_bytes(),
+                name=CONTROL_PLANE_NAME,
+                certificate_pem=identity.certificate_file.read_bytes(),
+                key_pem=identity.key_file.read_bytes(),
+            )
+        return self._channel
+
+    async def _close(self) -> None:
+        if self._channel is not None:
+            held, self._channel = self._channel, None
+            await held.close(None)
+
+
+async def _chunks(data: bytes, digest: str, offset: int) -> AsyncIterator[common_pb2.BlobChunk]:
+    total = len(data)
+    while offset < total or total == 0:
+        piece = data[offset : offset + CHUNK_BYTES]
+        yield common_pb2.BlobChunk(digest=digest, total_bytes=total, offset=offset, data=piece)
+        offset += len(piece)
+        if total == 0:
+            return

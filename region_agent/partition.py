@@ -1,0 +1,406 @@
+"""The thin shell around a partition's machine: processes, calls, files and meters."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import region_name
+from geofed_pb.v1 import agent_pb2, sync_pb2
+from region_agent.billing import invocation_amounts
+from region_agent.config import RegionConfig
+from region_agent.gateway import FunctionSpec, GatewayClient, fixed_scale_labels, timeout_env
+from region_agent.identity import Identity
+from region_agent.partition_events import (
+    Action,
+    Begin,
+    ConfigurePs,
+    Event,
+    Happened,
+    Invoke,
+    PeersKnown,
+    Prepared,
+    PsEnded,
+    PsPeer,
+    PsReady,
+    PsSaid,
+    Publish,
+    PublishAsked,
+    Published,
+    Quit,
+    Report,
+    Restart,
+    Retry,
+    Setback,
+    Started,
+    StartPs,
+    WorkerEnded,
+)
+from region_agent.partition_machine import PartitionMachine
+from region_agent.partition_report import PartitionMeter, report_of, view_of
+from region_agent.ps_process import PsProcess
+from region_agent.shards import shard_files
+from region_agent.store import AgentStore
+from region_agent.worker.invocation import Invocation, Outcome
+from sync.channel import open_channel
+from sync.ps.config import PsConfig
+from sync.ps.tokens import WorkerIdentity, sign
+
+__all__ = ["Partition", "Surroundings"]
+
+_log = logging.getLogger("geofed.partition")
+_CALL_GRACE = timedelta(seconds=120)
+"""Beyond its slice an invocation may finish the step it is in, and wait for the parameter server."""
+_TOKEN_GRACE = timedelta(seconds=300)
+_READY = timedelta(seconds=60)
+_METER_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a partition has around it in its region."""
+
+    config: RegionConfig
+    identity: Identity
+    store: AgentStore
+    gateway: GatewayClient
+    state_dir: Path
+    channel_address: str
+    """Under which each job has a folder of its own."""
+    image: str
+    """Of the worker function."""
+    fetch_bundle: Callable[[str], Coroutine[Any, Any, bytes]]
+    """The packed task folder under a digest, from the control plane."""
+    publish_model: Callable[[PsProcess], Coroutine[Any, Any, str]]
+    """Hands the server's model to the control plane; its digest."""
+    report: Callable[[agent_pb2.PartitionReport, bool], None]
+    """Tell the control plane; the flag: durably."""
+    happened: Callable[[str, Happened], None]
+    log: Callable[[str, str, str], None]
+    """(job, source, line)."""
+
+
+class Partition:
+    """One job's partition in this region. Lives on the event loop."""
+
+    def __init__(self, around: Surroundings, start: agent_pb2.StartPartition) -> None:
+        self._around, self.start = around, start
+        self.job = start.job
+        row = around.store.partition(start.job)
+        if row is None:
+            raise GeofedError("INTERNAL", f"partition {start.job} was not stored")
+        self._row = row
+        self.machine = PartitionMachine(start.region, start.plan.workers, epoch=start.epoch, attempt=row.attempt)
+        self._folder = around.state_dir / "jobs" / start.job
+        self._channel_address = f"{around.channel_address}/{start.job}"
+        self._function = f"geofed-{start.job}"[:63].rstrip("-")
+        self._ps: PsProcess | None = None
+        self._starting_ps = False
+        self._splits: dict[str, Any] = {}
+        self._status = sync_pb2.PsStatus()
+        self.meter = PartitionMeter(around.store, start.job)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._wanted_config: ConfigurePs | None = None
+
+    # Events in
+
+    def feed(self, event: Event) -> None:
+        """Give the machine an event and carry out what it answers."""
+        for action in self.machine.handle(event):
+            self._carry_out(action)
+
+    def begin(self) -> None:
+        """Take the partition up, for the first time or after a restart of the agent."""
+        self.feed(Started(self.start.epoch))
+        if self._row.peers is not None:
+            self.peers(agent_pb2.Peers.FromString(self._row.peers))
+        if self._row.publish:
+            self.feed(PublishAsked())
+
+    def again(self, start: agent_pb2.StartPartition) -> None:
+        """The control plane repeats the command, perhaps with a higher epoch."""
+        self.feed(Started(start.epoch))
+
+    def peers(self, message: agent_pb2.Peers) -> None:
+        self.feed(PeersKnown(tuple(PsPeer(p.region, p.epoch, p.address) for p in message.peers)))
+
+    async def drained(self) -> None:
+        """Wait until what a stop has begun is done."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    async def close(self) -> None:
+        """End everything of this partition here; its durable state stays."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._ps is not None:
+            await self._ps.stop()
+
+    # Actions out
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Begin():
+                self._run(self._prepare())
+            case StartPs():
+                self._run(self._run_ps(action))
+            case ConfigurePs():
+                self._wanted_config = action
+                self._run(self._configure(action))
+            case Invoke():
+                self._run(self._invoke(action))
+            case Restart():
+                self._run(self._pause(action))
+            case Publish():
+                self._run(self._publish())
+            case Report():
+                self._report(durable=True, blob_digest=action.blob_digest)
+            case Happened():
+                self._around.happened(self.job, action)
+            case Quit():
+                self._run(self._quit(action))
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(self._guarded(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except GeofedError as error:
+            self.feed(Setback(error))
+        except Exception as error:  # noqa: BLE001 - the task's edge: what it broke on is told to the control plane
+            _log.exception("partition %s", self.job)
+            self.feed(Setback(GeofedError("INTERNAL", f"{type(error).__name__}: {error}")))
+
+    def _report(self, *, durable: bool, blob_digest: str = "") -> None:
+        message = report_of(self.machine, self.job, self._status, self.meter, self._around.config.prices)
+        message.workers = self.start.plan.workers
+        message.blob_digest = blob_digest
+        self._around.report(message, durable)
+
+    # What the actions mean
+
+    async def _prepare(self) -> None:
+        plan, task = self.start.plan, self.start.task
+        around = self._around
+        dataset = around.config.datasets.get(task.dataset)
+        if dataset is None:
+            raise GeofedError("SHARD_UNREADABLE", f"this region has no shard of {task.dataset}")
+        self._splits = await asyncio.to_thread(shard_files, dataset, around.config.stores)
+        bundle = await around.fetch_bundle(task.bundle_digest)
+        channel = open_channel(plan.channel, self._channel_address)
+        await asyncio.to_thread(channel.put, self._bundle_key, [bundle])
+        limits = {"memory": f"{plan.memory_mb}Mi"}
+        call_seconds = timedelta(seconds=plan.slice_seconds) + _CALL_GRACE
+        spec = FunctionSpec(
+            service=self._function,
+            image=around.image,
+            labels=fixed_scale_labels(plan.workers),
+            env_vars=timeout_env(call_seconds),
+            limits=limits,
+        )
+        await around.gateway.deploy(spec)
+        await around.gateway.scale(self._function, plan.workers)
+        await around.gateway.wait_ready(self._function, plan.workers, _READY)
+        if around.config.policy.ship_logs:
+            self._run(self._follow_logs())
+        self.feed(Prepared())
+
+    @property
+    def _bundle_key(self) -> str:
+        return f"bundle/{self.start.task.bundle_digest.removeprefix('sha256:')}"
+
+    async def _follow_logs(self) -> None:
+        with contextlib.suppress(GeofedError):
+            async for line in self._around.gateway.logs(self._function, follow=True):
+                self._around.log(self.job, f"worker {line.instance}", line.text)
+
+    async def _run_ps(self, action: StartPs) -> None:
+        if self._starting_ps or self._ps is not None:
+            return
+        self._starting_ps = True
+        ps = PsProcess(
+            self._ps_config(action),
+            self._folder / "ps.json",
+            self._around.identity,
+            lambda line: self._around.log(self.job, "ps", line),
+        )
+        try:
+            self._around.store.keep_attempt(self.job, action.attempt)
+            await ps.start()
+        except GeofedError as error:
+            self._row = self._without_ports(error)
+            self.feed(PsEnded(error))
+            return
+        finally:
+            self._starting_ps = False
+        self._ps = ps
+        self._around.store.keep_ports(self.job, ps.ports["worker"], ps.ports["exchange"])
+        self._row = self._around.store.partition(self.job) or self._row
+        self.meter.server_started(time.monotonic())
+        watching = asyncio.create_task(self._watch(ps))
+        self.feed(PsReady(f"{self._around.config.advertise}:{ps.ports['exchange']}"))
+        try:
+            reason = await ps.ended()
+        finally:
+            watching.cancel()
+            self.meter.server_ended(time.monotonic())
+        await ps.kill()
+        self._ps = None
+        self.feed(PsEnded(reason))
+
+    def _without_ports(self, error: GeofedError) -> Any:
+        """A port that somebody else has taken is not asked for again."""
+        if error.code == "PORT_IN_USE":
+            self._around.store.keep_ports(self.job, 0, 0)
+        return self._around.store.partition(self.job) or self._row
+
+    def _ps_config(self, action: StartPs) -> PsConfig:
+        plan, server, identity = self.start.plan, self._around.config.server, self._around.identity
+        return PsConfig(
+            job=self.job,
+            region=self.start.region,
+            regions=tuple(self.start.regions),
+            epoch=action.epoch,
+            attempt=action.attempt,
+            workers=plan.workers,
+            rounds=plan.rounds,
+            steps_per_round=plan.steps_per_round,
+            evaluate_every=plan.evaluate_every,
+            wan_policy=plan.wan_policy,
+            channel=plan.channel,
+            channel_address=self._channel_address,
+            state_dir=self._folder / "ps",
+            worker_listen=f"{server.worker_host}:{self._row.worker_port}",
+            exchange_listen=f"{server.exchange_host}:{self._row.exchange_port}",
+            ready_file=self._folder / "ps-ready.json",
+            token_key=self._row.token_key,
+            ca_file=identity.ca_file,
+            certificate_file=identity.certificate_file,
+            key_file=identity.key_file,
+        )
+
+    async def _watch(self, ps: PsProcess) -> None:
+        metered = 0.0
+        async for status in ps.watch():
+            self._status = status
+            if time.monotonic() - metered > _METER_SECONDS or status.phase == "finished":
+                metered = time.monotonic()
+                self.meter.server_said(status, metered)
+            self.feed(PsSaid(view_of(status)))
+            self._report(durable=False)
+
+    async def _configure(self, action: ConfigurePs) -> None:
+        if self._ps is None or action is not self._wanted_config:
+            return
+        self._around.store.keep_attempt(self.job, action.attempt)
+        try:
+            await self._ps.configure(action.epoch, action.attempt, action.peers)
+        except GeofedError as error:
+            # It is about to end, or has: what follows configures it anew.
+            self._around.log(self.job, "agent", f"the parameter server could not be configured: {error}")
+
+    async def _invoke(self, action: Invoke) -> None:
+        around, plan = self._around, self.start.plan
+        around.store.keep_attempt(self.job, action.attempt)
+        body = self._invocation(action).model_dump_json().encode()
+        begun = time.time()
+        number = around.store.invocation_begun(self.job, begun)
+        failure: GeofedError | None = None
+        outcome: Outcome | None = None
+        try:
+            outcome = await self._call(body, timedelta(seconds=plan.slice_seconds) + _CALL_GRACE)
+        except GeofedError as error:
+            failure = error
+        finally:
+            amounts = invocation_amounts(time.time() - begun, plan.memory_mb)
+            around.store.invocation_ended(number, self.job, amounts)
+        if outcome is None:
+            self.feed(WorkerEnded(action.worker, action.attempt, "failed", error=failure))
+            return
+        self.meter.invocation_said(outcome)
+        if outcome.status == "failed":
+            failure = GeofedError(outcome.code or "FUNCTION_FAILED", outcome.message, hint=outcome.hint or None)
+        self.feed(WorkerEnded(action.worker, action.attempt, outcome.status, outcome.resume_key, failure))
+
+    async def _call(self, body: bytes, limit: timedelta) -> Outcome:
+        """One call of the function; only a busy platform is asked again, since the call has not begun there."""
+        pause = 0.05
+        while True:
+            try:
+                answer = await self._around.gateway.invoke(self._function, body, timeout=limit)
+            except GeofedError as error:
+                if error.code != "FUNCTION_BUSY":
+                    raise
+                await asyncio.sleep(pause)
+                pause = min(pause * 1.5, 1.0)
+                continue
+            if answer.status != 200:
+                raise GeofedError("FUNCTION_FAILED", f"the function answered {answer.status}: {answer.body[:200]!r}")
+            return Outcome.model_validate_json(answer.body)
+
+    def _invocation(self, action: Invoke) -> Invocation:
+        plan, task, identity = self.start.plan, self.start.task, self._around.identity
+        who = WorkerIdentity(self.job, self.start.region, action.worker, action.attempt)
+        life = timedelta(seconds=plan.slice_seconds) + _TOKEN_GRACE
+        return Invocation(
+            job=self.job,
+            region=self.start.region,
+            worker=action.worker,
+            workers=plan.workers,
+            attempt=action.attempt,
+            token=sign(who, self._row.token_key, life),
+            ps_address=f"{self._around.config.server.worker_host}:{self._row.worker_port}",
+            ps_name=region_name(self.start.region),
+            ca_pem=identity.ca_file.read_text(),
+            channel=plan.channel,
+            channel_address=self._channel_address,
+            bundle_key=self._bundle_key,
+            module=task.module,
+            config=json.loads(task.config_json or "{}"),
+            splits=self._splits,
+            batch=plan.batch,
+            steps_per_round=plan.steps_per_round,
+            rounds=plan.rounds,
+            seed=plan.seed,
+            slice_seconds=plan.slice_seconds,
+            resume_key=action.resume_key,
+        )
+
+    async def _pause(self, action: Restart) -> None:
+        await asyncio.sleep(action.seconds)
+        self.feed(Retry(action.attempt))
+
+    async def _publish(self) -> None:
+        if self._ps is None:
+            raise GeofedError("UNAVAILABLE", "the parameter server does not run")
+        digest = await self._around.publish_model(self._ps)
+        self.feed(Published(digest))
+
+    async def _quit(self, action: Quit) -> None:
+        own = asyncio.current_task()
+        others = [task for task in self._tasks if task is not own]
+        ps, self._ps = self._ps, None
+        if ps is not None:
+            await ps.stop()
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        with contextlib.suppress(GeofedError):
+            await self._around.gateway.delete(self._function)
+        await asyncio.to_thread(shutil.rmtree, self._channel_address, ignore_errors=True)
+        if action.discard:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)

@@ -1,0 +1,232 @@
+"""What happens to a partition in its region, and what its agent then does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from geofed_pb.errors import GeofedError
+
+__all__ = [
+    "Action",
+    "Begin",
+    "ConfigurePs",
+    "Event",
+    "Happened",
+    "Invoke",
+    "Prepared",
+    "PsEnded",
+    "PsPeer",
+    "PsReady",
+    "PsSaid",
+    "Publish",
+    "PublishAsked",
+    "Published",
+    "Quit",
+    "Report",
+    "Restart",
+    "Retry",
+    "Setback",
+    "StartPs",
+    "Started",
+    "Stopped",
+    "WorkerEnded",
+]
+
+
+@dataclass(frozen=True)
+class PsPeer:
+    """Another region's parameter server."""
+
+    region: str
+    epoch: int
+    address: str
+
+
+@dataclass(frozen=True)
+class PsView:
+    """What the parameter server says of itself, as far as the partition's life depends on it."""
+
+    phase: str = "starting"
+    condition: str = ""
+    round: int = 0
+    error: GeofedError | None = None
+
+
+# Events
+
+
+@dataclass(frozen=True)
+class Started:
+    """The control plane has given the partition to this region, or said again that it has."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Code, data and function are there."""
+
+
+@dataclass(frozen=True)
+class PeersKnown:
+    """Where the other parameter servers are."""
+
+    peers: tuple[PsPeer, ...]
+
+
+@dataclass(frozen=True)
+class PsReady:
+    """The parameter server listens."""
+
+    address: str
+
+
+@dataclass(frozen=True)
+class PsSaid:
+    """The parameter server's state has changed."""
+
+    view: PsView
+
+
+@dataclass(frozen=True)
+class PsEnded:
+    """The parameter server's process is gone."""
+
+    error: GeofedError
+
+
+@dataclass(frozen=True)
+class WorkerEnded:
+    """An invocation is over: "continue", "done" or "failed"."""
+
+    worker: int
+    attempt: int
+    status: str
+    resume_key: str = ""
+    error: GeofedError | None = None
+
+
+@dataclass(frozen=True)
+class Setback:
+    """Something that must be there could not be prepared."""
+
+    error: GeofedError
+
+
+@dataclass(frozen=True)
+class Retry:
+    """The pause after a setback is over."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class PublishAsked:
+    """The control plane wants the final model from here."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """The control plane has the final model."""
+
+    blob_digest: str
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The control plane ends the partition."""
+
+    reason: str
+    discard: bool
+
+
+Event = (
+    Started
+    | Prepared
+    | PeersKnown
+    | PsReady
+    | PsSaid
+    | PsEnded
+    | WorkerEnded
+    | Setback
+    | Retry
+    | PublishAsked
+    | Published
+    | Stopped
+)
+
+
+# Actions
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Fetch the code, look at the data, deploy the function; then say `Prepared`, or `Setback`."""
+
+
+@dataclass(frozen=True)
+class StartPs:
+    """Start the parameter server's process; then say `PsReady`, and `PsEnded` when it is gone."""
+
+    epoch: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class ConfigurePs:
+    """Tell the parameter server who its peers are and what counts."""
+
+    epoch: int
+    attempt: int
+    peers: tuple[PsPeer, ...]
+
+
+@dataclass(frozen=True)
+class Invoke:
+    """Call the worker function; then say `WorkerEnded`."""
+
+    worker: int
+    attempt: int
+    resume_key: str = ""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Say `Retry` after a pause."""
+
+    attempt: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Hand the final model to the control plane; then say `Published`, or `Setback`."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Tell the control plane how the partition stands."""
+
+    state: str
+    condition: str = ""
+    error: GeofedError | None = None
+    blob_digest: str = ""
+
+
+@dataclass(frozen=True)
+class Happened:
+    """Add a line to the job's history."""
+
+    kind: str
+    text: str
+    data: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Quit:
+    """End the processes and calls of the partition, and remove its function."""
+
+    discard: bool
+
+
+Action = Begin | StartPs | ConfigurePs | Invoke | Restart | Publish | Report | Happened | Quit

@@ -1,0 +1,262 @@
+"""A partition's life in its region, as a state machine: events in, actions out.
+
+::
+
+    preparing ──► ready ──► training ──► finished ──► published
+        │           │           │            │
+        └───────────┴───────────┴────────────┴──► failed | stopped
+
+Workers belong to an *attempt*. When one of them fails, or the parameter server cannot go on with them, a new attempt
+begins: the parameter server fences the old one, and all workers are invoked again from the last durable round. A
+parameter server that dies is started again on its own state, and the workers' calls find it there; they need not
+begin anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from geofed_pb.errors import GeofedError
+from region_agent.partition_events import (
+    Action,
+    Begin,
+    ConfigurePs,
+    Event,
+    Happened,
+    Invoke,
+    PeersKnown,
+    Prepared,
+    PsEnded,
+    PsPeer,
+    PsReady,
+    PsSaid,
+    PsView,
+    Publish,
+    PublishAsked,
+    Published,
+    Quit,
+    Report,
+    Restart,
+    Retry,
+    Setback,
+    Started,
+    StartPs,
+    Stopped,
+    WorkerEnded,
+)
+
+__all__ = ["FATAL", "PartitionMachine"]
+
+FATAL = frozenset(
+    {"TASK_INVALID", "TASK_FAILED", "SHARD_UNREADABLE", "RESIDENCY_VIOLATION", "CONFIG_INVALID", "LIMIT_EXCEEDED"}
+)
+"""Codes that trying again does not mend."""
+_SETBACKS_WITHOUT_PROGRESS = 8
+"""After this many in a row, with no round in between, the partition has failed."""
+_FIRST_PAUSE_SECONDS = 0.2
+_LONGEST_PAUSE_SECONDS = 15.0
+_OVER = frozenset({"failed", "stopped", "published"})
+
+
+@dataclass
+class _Workers:
+    """The workers of the present attempt."""
+
+    running: set[int] = field(default_factory=set)
+    done: set[int] = field(default_factory=set)
+
+
+class PartitionMachine:
+    """One partition. ``attempt`` is the last one that an earlier life of the agent used."""
+
+    def __init__(self, region: str, workers: int, *, epoch: int, attempt: int = 0) -> None:
+        self.region, self.workers = region, workers
+        self.epoch, self.attempt = epoch, attempt
+        self.state = "new"
+        self.condition = ""
+        self.error: GeofedError | None = None
+        self.ps_address = ""
+        self._prepared = False
+        self._ps_up = False
+        self._peers: tuple[PsPeer, ...] = ()
+        self._view = PsView()
+        self._crew = _Workers()
+        self._setbacks = 0
+        self._setback_round = 0
+        self._publish_wanted = False
+        self._publishing = False
+        self._ps_restarted = False
+        self._blob_digest = ""
+        self._retry_begin = False
+
+    @property
+    def over(self) -> bool:
+        """Nothing but a stop can follow."""
+        return self.state in _OVER
+
+    def handle(self, event: Event) -> list[Action]:
+        """Take an event; returns what is to be done because of it, in order."""
+        if isinstance(event, Stopped):
+            return self._stopped(event)
+        if self.state in ("failed", "stopped"):
+            return [self._report()] if isinstance(event, Started) else []
+        match event:
+            case Started():
+                return self._started(event)
+            case Prepared():
+                self._prepared = True
+                return self._maybe_train()
+            case PeersKnown():
+                self._peers = event.peers
+                return self._configure()
+            case PsReady():
+                return self._ps_ready(event)
+            case PsSaid():
+                return self._ps_said(event.view)
+            case PsEnded():
+                self._ps_up, self._ps_restarted = False, True
+                return self._after_setback(event.error, "ps-ended", "the parameter server ended")
+            case WorkerEnded():
+                return self._worker_ended(event)
+            case Setback():
+                self._retry_begin = not self._prepared
+                self._publishing = False
+                return self._after_setback(event.error, "setback", "a step could not be taken")
+            case Retry():
+                return self._retry(event)
+            case PublishAsked():
+                self._publish_wanted = True
+                return self._maybe_publish()
+            case Published():
+                self._blob_digest = event.blob_digest
+                return self._enter("published")
+
+    # The control plane speaks
+
+    def _started(self, event: Started) -> list[Action]:
+        if self.state == "new":
+            self.epoch, self.attempt = max(self.epoch, event.epoch), self.attempt + 1
+            return [*self._enter("preparing"), Begin(), StartPs(self.epoch, self.attempt)]
+        if event.epoch > self.epoch:
+            self.epoch = event.epoch
+            return [*self._configure(), self._report()]
+        return [self._report()]
+
+    def _stopped(self, event: Stopped) -> list[Action]:
+        if self.state == "stopped":
+            return [self._report()]
+        self.condition = event.reason
+        return [Quit(event.discard), *self._enter("stopped", event.reason)]
+
+    # The parameter server speaks
+
+    def _ps_ready(self, event: PsReady) -> list[Action]:
+        moved = event.address != self.ps_address
+        self.ps_address, self._ps_up = event.address, True
+        actions = self._configure()
+        if moved and self.state not in ("preparing", "new"):
+            actions.append(self._report())
+        return actions + self._maybe_train() + self._maybe_publish()
+
+    def _configure(self) -> list[Action]:
+        return [ConfigurePs(self.epoch, self.attempt, self._peers)] if self._ps_up else []
+
+    def _ps_said(self, view: PsView) -> list[Action]:
+        before, self._view = self._view, view
+        if view.round > before.round:
+            self._setbacks, self._ps_restarted = 0, False
+        if view.phase == "finished" and self.state == "training":
+            return self._enter("finished")
+        all_done = len(self._crew.done) == self.workers
+        if self.state == "training" and self._ps_restarted and all_done and view.phase == "training":
+            # It died between the workers' last word and the disk: it is told once more.
+            self._ps_restarted = False
+            return self._new_attempt()
+        if view.condition != before.condition and self.state == "training":
+            self.condition = view.condition
+            return [self._report()]
+        return []
+
+    # Workers
+
+    def _maybe_train(self) -> list[Action]:
+        if not (self._prepared and self._ps_up):
+            return []
+        actions: list[Action] = []
+        if self.state == "preparing":
+            actions += self._enter("ready")
+            actions += self._enter("training")
+        if self.state == "training" and not self._crew.running and not self._crew.done:
+            actions += self._invoke_all()
+        return actions
+
+    def _invoke_all(self) -> list[Action]:
+        self._crew = _Workers(running=set(range(self.workers)))
+        return [Invoke(worker, self.attempt) for worker in range(self.workers)]
+
+    def _worker_ended(self, event: WorkerEnded) -> list[Action]:
+        if event.attempt != self.attempt or event.worker not in self._crew.running:
+            return []
+        if event.status == "continue":
+            return [Invoke(event.worker, self.attempt, event.resume_key)]
+        self._crew.running.discard(event.worker)
+        if event.status == "done":
+            self._crew.done.add(event.worker)
+            return []
+        error = event.error or GeofedError("FUNCTION_FAILED", f"worker {event.worker} ended without a reason")
+        return self._after_setback(error, "worker-failed", f"worker {event.worker} failed")
+
+    def _new_attempt(self) -> list[Action]:
+        self.attempt += 1
+        self._crew = _Workers()
+        return [*self._configure(), *self._maybe_train()]
+
+    # Setbacks
+
+    def _after_setback(self, error: GeofedError, kind: str, text: str) -> list[Action]:
+        if self.state in _OVER:
+            return []
+        if self._view.round > self._setback_round:
+            self._setbacks = 0
+        self._setback_round = self._view.round
+        self._setbacks += 1
+        told = Happened(kind, f"{text}: {error.message}", {"code": error.code, "attempt": self.attempt})
+        if error.code in FATAL or self._setbacks > _SETBACKS_WITHOUT_PROGRESS:
+            self.error = error
+            return [told, Quit(discard=False), *self._enter("failed", error.message)]
+        pause = min(_FIRST_PAUSE_SECONDS * 2 ** (self._setbacks - 1), _LONGEST_PAUSE_SECONDS)
+        self.condition = f"{error.message}; trying again"
+        if kind == "worker-failed":
+            # The workers that still run belong to the old attempt; they are fenced as soon as the new one begins.
+            self.attempt += 1
+            self._crew = _Workers()
+        return [told, self._report(), Restart(self.attempt, pause)]
+
+    def _retry(self, event: Retry) -> list[Action]:
+        if event.attempt != self.attempt:
+            return []
+        self.condition = self._view.condition
+        actions: list[Action] = []
+        if self._retry_begin:
+            self._retry_begin = False
+            actions.append(Begin())
+        if not self._ps_up:
+            actions.append(StartPs(self.epoch, self.attempt))
+        else:
+            actions += self._configure()
+        return [*actions, *self._maybe_train(), *self._maybe_publish()]
+
+    # The end
+
+    def _maybe_publish(self) -> list[Action]:
+        if self._publishing or not (self._publish_wanted and self._ps_up and self.state == "finished"):
+            return []
+        self._publishing = True
+        return [Publish()]
+
+    def _enter(self, state: str, condition: str = "") -> list[Action]:
+        self.state, self.condition = state, condition
+        return [self._report(), *(self._maybe_publish() if state == "finished" else [])]
+
+    def _report(self) -> Report:
+        return Report(self.state, self.condition, self.error, self._blob_digest)

@@ -1,0 +1,102 @@
+"""A partition's meters, and what the control plane is told of it."""
+
+from __future__ import annotations
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import error_of, to_proto
+from geofed_pb.v1 import agent_pb2, common_pb2, sync_pb2
+from region_agent.billing import bill
+from region_agent.config import PricesConfig
+from region_agent.partition_events import PsView
+from region_agent.partition_machine import PartitionMachine
+from region_agent.store import AgentStore
+from region_agent.worker.invocation import Outcome
+
+__all__ = ["PartitionMeter", "report_of", "view_of"]
+
+
+class PartitionMeter:
+    """Sums that survive restarts of the parameter server and of the agent.
+
+    A parameter server counts from zero at each start; what it has counted is added as it grows.
+    """
+
+    def __init__(self, store: AgentStore, job: str) -> None:
+        self._store, self._job = store, job
+        self._counted: dict[str, float] = {}
+        self._server_since: float | None = None
+
+    def values(self) -> dict[str, float]:
+        return self._store.meters(self._job)
+
+    def server_started(self, now: float) -> None:
+        self._counted, self._server_since = {}, now
+
+    def server_ended(self, now: float) -> None:
+        self._add_server_time(now)
+        self._server_since = None
+
+    def server_said(self, status: sync_pb2.PsStatus, now: float) -> None:
+        """Take over what the server's own counters have grown by."""
+        counters = {f"sent_bytes:{region}": float(count) for region, count in status.sent_bytes.items()}
+        counters |= {f"received_bytes:{region}": float(count) for region, count in status.received_bytes.items()}
+        counters["wait_seconds"] = status.wait_seconds
+        grown = {name: value - self._counted.get(name, 0.0) for name, value in counters.items()}
+        self._counted = counters
+        self._store.add_to_meters(self._job, {name: value for name, value in grown.items() if value})
+        self._add_server_time(now)
+
+    def invocation_said(self, outcome: Outcome) -> None:
+        self._store.add_to_meters(
+            self._job, {"compute_seconds": outcome.compute_seconds, "computed_samples": outcome.samples}
+        )
+
+    def _add_server_time(self, now: float) -> None:
+        if self._server_since is not None:
+            self._store.add_to_meters(self._job, {"ps_seconds": now - self._server_since})
+            self._server_since = now
+
+
+def view_of(status: sync_pb2.PsStatus) -> PsView:
+    """The part of a status that the partition's life depends on."""
+    error: GeofedError | None = error_of(status.error) if status.HasField("error") else None
+    return PsView(status.phase, status.condition, status.round, error)
+
+
+def report_of(
+    machine: PartitionMachine, job: str, status: sync_pb2.PsStatus, meter: PartitionMeter, prices: PricesConfig | None
+) -> agent_pb2.PartitionReport:
+    """How the partition stands; sums are cumulative, so a lost report is made good by the next."""
+    meters = meter.values()
+    compute = meters.get("compute_seconds", 0.0)
+    return agent_pb2.PartitionReport(
+        job=job,
+        epoch=machine.epoch,
+        state=machine.state,
+        condition=machine.condition,
+        ps_address=machine.ps_address,
+        round=status.round,
+        step=status.step,
+        samples=status.samples,
+        loss=status.loss,
+        metrics=status.metrics,
+        metrics_samples=status.metrics_samples,
+        metrics_round=status.metrics_round,
+        sent_bytes=_by_region(meters, "sent_bytes:"),
+        received_bytes=_by_region(meters, "received_bytes:"),
+        money=[
+            common_pb2.Money(item=i.item, quantity=i.quantity, unit=i.unit, usd=i.usd, source=i.source)
+            for i in (bill(meters, prices) if prices else [])
+        ],
+        model_digest=status.model_digest,
+        error=to_proto(machine.error) if machine.error else None,
+        attempt=machine.attempt,
+        samples_per_second=meters.get("computed_samples", 0.0) / compute if compute else 0.0,
+        compute_seconds=compute,
+        wait_seconds=meters.get("wait_seconds", 0.0),
+        applied_updates=status.applied_updates,
+    )
+
+
+def _by_region(meters: dict[str, float], prefix: str) -> dict[str, int]:
+    return {name.removeprefix(prefix): int(value) for name, value in meters.items() if name.startswith(prefix)}

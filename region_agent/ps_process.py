@@ -1,0 +1,154 @@
+"""A partition's parameter server as a process of its own, and the agent's line to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from geofed_pb.errors import CATALOGUE, GeofedError
+from geofed_pb.rpc import channel, error_of, region_name
+from geofed_pb.v1 import common_pb2, sync_pb2, sync_pb2_grpc
+from region_agent.identity import Identity
+from region_agent.partition_events import PsPeer
+from sync.ps.config import PsConfig
+from sync.ps.storage import write_durably
+
+__all__ = ["PsProcess"]
+
+_READY_SECONDS = 30.0
+_STOP_SECONDS = 5.0
+_ERROR_LINE = re.compile(r"^error\[([A-Z_]+)\]: (.*)$")
+
+
+class PsProcess:
+    """One run of the server. It ends with the agent, and is started again on its own state."""
+
+    def __init__(self, config: PsConfig, config_file: Path, identity: Identity, log: Callable[[str], None]) -> None:
+        self._config, self._config_file, self._identity, self._log = config, config_file, identity, log
+        self._process: asyncio.subprocess.Process | None = None
+        self._channel: grpc.aio.Channel | None = None
+        self._told: GeofedError | None = None
+        self.ports: dict[str, int] = {}
+
+    async def start(self) -> None:
+        """Start it and wait until it listens; raises ``GeofedError`` with what it said if it does not."""
+        self._config.ready_file.unlink(missing_ok=True)
+        write_durably(self._config_file, [self._config.model_dump_json().encode()])
+        os.chmod(self._config_file, 0o600)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "sync.ps", "--config", str(self._config_file), "--die-with-parent",
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+            env=_environment(),
+        )  # fmt: skip
+        reading = asyncio.ensure_future(self._read_stderr())
+        deadline = asyncio.get_running_loop().time() + _READY_SECONDS
+        while not self._config.ready_file.exists():
+            if self._process.returncode is not None or asyncio.get_running_loop().time() > deadline:
+                await self.kill()
+                await reading
+                raise self._told or GeofedError("INTERNAL", "the parameter server did not come up")
+            await asyncio.sleep(0.02)
+        self.ports = json.loads(self._config.ready_file.read_text())
+        self._channel = channel(
+            f"{_reachable(self._config.exchange_listen)}:{self.ports['exchange']}",
+            ca_pem=self._identity.ca_file.read_bytes(),
+            name=region_name(self._config.region),
+            certificate_pem=self._identity.certificate_file.read_bytes(),
+            key_pem=self._identity.key_file.read_bytes(),
+        )
+
+    async def ended(self) -> GeofedError:
+        """Wait until the process is gone; returns why."""
+        if self._process is None:
+            return GeofedError("INTERNAL", "the parameter server was never started")
+        status = await self._process.wait()
+        await asyncio.sleep(0)
+        if self._told is not None:
+            return self._told
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        return GeofedError("UNAVAILABLE", f"the parameter server ended with {how}")
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    async def configure(self, epoch: int, attempt: int, peers: tuple[PsPeer, ...], *, stop: bool = False) -> None:
+        proto = [sync_pb2.PsPeer(region=peer.region, address=peer.address, epoch=peer.epoch) for peer in peers]
+        request = sync_pb2.PsConfig(epoch=epoch, attempt=attempt, peers=proto, stop=stop)
+        try:
+            await self._stub().Configure(request, timeout=10)
+        except grpc.RpcError as error:
+            raise error_of(error) from None
+
+    async def watch(self) -> AsyncIterator[sync_pb2.PsStatus]:
+        """Statuses as they change, until the process ends."""
+        with contextlib.suppress(grpc.RpcError):
+            async for status in self._stub().Watch(sync_pb2.PsWatchRequest()):
+                yield status
+
+    async def model(self) -> AsyncIterator[common_pb2.BlobChunk]:
+        """The model as safetensors."""
+        try:
+            async for chunk in self._stub().GetModel(sync_pb2.PsModelRequest()):
+                yield chunk
+        except grpc.RpcError as error:
+            raise error_of(error) from None
+
+    async def stop(self) -> None:
+        """End it in order, by force if it does not."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STOP_SECONDS):
+                    await self._process.wait()
+        await self.kill()
+
+    async def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        if self._channel is not None:
+            await self._channel.close(None)
+            self._channel = None
+
+    def _stub(self) -> sync_pb2_grpc.PsAdminStub:
+        if self._channel is None:
+            raise GeofedError("UNAVAILABLE", "the parameter server does not run")
+        return sync_pb2_grpc.PsAdminStub(self._channel)
+
+    async def _read_stderr(self) -> None:
+        if self._process is None or self._process.stderr is None:
+            return
+        async for raw in self._process.stderr:
+            line = raw.decode(errors="replace").rstrip()
+            if found := _ERROR_LINE.match(line):
+                code = found[1] if found[1] in CATALOGUE else "INTERNAL"
+                self._told = GeofedError(code, found[2])
+            elif line.startswith("hint: ") and self._told is not None:
+                self._told = GeofedError(self._told.code, self._told.message, hint=line.removeprefix("hint: "))
+            self._log(line)
+
+
+def _reachable(listen: str) -> str:
+    host = listen.rpartition(":")[0]
+    return "127.0.0.1" if host in ("0.0.0.0", "") else "[::1]" if host == "[::]" else host
+
+
+def _environment() -> dict[str, str]:
+    kept = {
+        name: value for name, value in os.environ.items() if name in ("PATH", "LANG", "HOME", "TMPDIR", "PYTHONPATH")
+    }
+    # One thread is enough: the server waits far more than it computes.
+    return kept | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -1,0 +1,83 @@
+"""What a worker needs to read a shard: paths on this machine, or addresses signed for one object and a short time.
+
+The region's keys to its object store stay in the agent: a worker, which runs the user's code, gets signed addresses.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from geofed_pb.errors import GeofedError
+from region_agent.config import DatasetConfig, StoreConfig
+from region_agent.worker.invocation import ShardFile
+
+__all__ = ["SIGNATURE_LIFE", "shard_files"]
+
+SIGNATURE_LIFE = timedelta(hours=1)
+
+
+def shard_files(dataset: DatasetConfig, stores: dict[str, StoreConfig]) -> dict[str, tuple[ShardFile, ...]]:
+    """Files of each split. Blocking; raises ``GeofedError("SHARD_UNREADABLE")``."""
+    return {name: _split(part.uri, stores.get(dataset.store, StoreConfig())) for name, part in dataset.splits.items()}
+
+
+def _split(uri: str, store: StoreConfig) -> tuple[ShardFile, ...]:
+    return _objects(uri, store) if uri.startswith("s3://") else _local(Path(uri), folder=uri.endswith("/"))
+
+
+def _local(path: Path, *, folder: bool) -> tuple[ShardFile, ...]:
+    if folder:
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        found = tuple(ShardFile(name=str(file.relative_to(path)), path=str(file)) for file in files)
+    else:
+        found = (ShardFile(name=path.name, path=str(path)),) if path.is_file() else ()
+    if not found:
+        raise GeofedError("SHARD_UNREADABLE", f"{path} is not there" if not path.exists() else f"{path} is empty")
+    return found
+
+
+def _objects(uri: str, store: StoreConfig) -> tuple[ShardFile, ...]:
+    parts = urlsplit(uri)
+    bucket, prefix = parts.netloc, parts.path.lstrip("/")
+    client, errors = _client(store)
+    try:
+        if not prefix.endswith("/"):
+            size = int(client.head_object(Bucket=bucket, Key=prefix)["ContentLength"])
+            return (_signed(client, bucket, prefix, Path(prefix).name, size),)
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+        listed = [entry for page in pages for entry in page.get("Contents", ()) if not entry["Key"].endswith("/")]
+    except errors as error:
+        raise GeofedError("SHARD_UNREADABLE", f"{uri}: {error}") from None
+    if not listed:
+        raise GeofedError("SHARD_UNREADABLE", f"{uri} holds no objects")
+    return tuple(
+        _signed(client, bucket, entry["Key"], entry["Key"].removeprefix(prefix), int(entry["Size"])) for entry in listed
+    )
+
+
+def _signed(client: Any, bucket: str, key: str, name: str, size: int) -> ShardFile:
+    wanted = {"Bucket": bucket, "Key": key}
+    url = client.generate_presigned_url("get_object", Params=wanted, ExpiresIn=int(SIGNATURE_LIFE.total_seconds()))
+    return ShardFile(name=name, url=url, size=size)
+
+
+def _client(store: StoreConfig) -> tuple[Any, tuple[type[Exception], ...]]:
+    try:
+        import boto3
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError, ClientError
+    except ModuleNotFoundError:
+        raise GeofedError("CONFIG_INVALID", "s3:// needs boto3", hint="pip install 'geofed[s3]'") from None
+    # Checksums that are newer than most S3-compatible stores are asked for only where they are required.
+    config = Config(
+        signature_version="s3v4",
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        retries={"max_attempts": 4, "mode": "standard"},
+    )
+    session = boto3.Session(profile_name=store.profile, region_name=store.region)
+    client = session.client("s3", endpoint_url=store.endpoint_url, config=config)
+    return client, (BotoCoreError, ClientError)

@@ -1,0 +1,208 @@
+"""What an agent must not forget: its partitions, the reports that were not acknowledged, and its meters."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from geofed_pb.errors import GeofedError
+
+__all__ = ["AgentStore", "PartitionRow"]
+
+_SCHEMA = """
+create table if not exists facts (name text primary key, value text not null);
+create table if not exists partitions (
+    job text primary key, start blob not null, peers blob, attempt integer not null, publish integer not null,
+    worker_port integer not null, exchange_port integer not null, token_key text not null, stopped integer not null);
+create table if not exists reports (seq integer primary key autoincrement, message blob not null);
+create table if not exists meters (
+    job text not null, name text not null, value real not null, primary key (job, name));
+create table if not exists invocations (id integer primary key, job text not null, begun real not null);
+"""
+
+
+@dataclass(frozen=True)
+class PartitionRow:
+    """A partition as it is kept."""
+
+    job: str
+    start: bytes
+    """The StartPartition message."""
+    peers: bytes | None
+    """The last Peers message."""
+    attempt: int
+    publish: bool
+    worker_port: int
+    exchange_port: int
+    token_key: str
+
+
+class AgentStore:
+    """SQLite in the agent's state directory. Small, synchronous, and safe for the agent's threads."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._db.execute("pragma journal_mode = wal")
+        self._db.execute("pragma synchronous = full")
+        self._db.executescript(_SCHEMA)
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            try:
+                self._db.execute("begin immediate")
+                try:
+                    yield self._db
+                except BaseException:
+                    self._db.execute("rollback")
+                    raise
+                self._db.execute("commit")
+            except sqlite3.OperationalError as error:
+                if "full" in str(error):
+                    raise GeofedError("DISK_FULL", "no space left for the agent's state") from None
+                raise
+
+    def _rows(self, query: str, *values: object) -> list[tuple[object, ...]]:
+        with self._lock:
+            return self._db.execute(query, values).fetchall()
+
+    # Facts
+
+    def fact(self, name: str, default: int = 0) -> int:
+        rows = self._rows("select value from facts where name = ?", name)
+        return int(str(rows[0][0])) if rows else default
+
+    # Commands of the control plane: the cursor moves in the same transaction as what the command changes
+
+    def took_start(self, seq: int, job: str, start: bytes, token_key: str) -> None:
+        with self._writing() as db:
+            db.execute(
+                "insert into partitions values (?, ?, null, 0, 0, 0, 0, ?, 0)"
+                " on conflict (job) do update set start = excluded.start, stopped = 0",
+                (job, start, token_key),
+            )
+            _move_cursor(db, seq)
+
+    def took_peers(self, seq: int, job: str, peers: bytes) -> None:
+        with self._writing() as db:
+            db.execute("update partitions set peers = ? where job = ?", (peers, job))
+            _move_cursor(db, seq)
+
+    def took_publish(self, seq: int, job: str) -> None:
+        with self._writing() as db:
+            db.execute("update partitions set publish = 1 where job = ?", (job,))
+            _move_cursor(db, seq)
+
+    def took_stop(self, seq: int, job: str) -> None:
+        with self._writing() as db:
+            db.execute("update partitions set stopped = 1 where job = ?", (job,))
+            _move_cursor(db, seq)
+
+    def command_cursor(self) -> int:
+        return self.fact("command_cursor")
+
+    # Partitions
+
+    def partition(self, job: str) -> PartitionRow | None:
+        rows = self._partition_rows("where job = ?", job)
+        return rows[0] if rows else None
+
+    def open_partitions(self) -> list[PartitionRow]:
+        """Those that the control plane has not stopped."""
+        return self._partition_rows("where stopped = 0")
+
+    def _partition_rows(self, where: str, *values: object) -> list[PartitionRow]:
+        fields = "job, start, peers, attempt, publish, worker_port, exchange_port, token_key"
+        with self._lock:
+            found = self._db.execute(f"select {fields} from partitions {where} order by job", values).fetchall()
+        return [
+            PartitionRow(job, start, peers, attempt, bool(publish), *rest)
+            for job, start, peers, attempt, publish, *rest in found
+        ]
+
+    def keep_attempt(self, job: str, attempt: int) -> None:
+        """Before the attempt's first invocation, so that no two lives of the agent use the same one."""
+        with self._writing() as db:
+            db.execute("update partitions set attempt = max(attempt, ?) where job = ?", (attempt, job))
+
+    def keep_ports(self, job: str, worker_port: int, exchange_port: int) -> None:
+        with self._writing() as db:
+            db.execute(
+                "update partitions set worker_port = ?, exchange_port = ? where job = ?",
+                (worker_port, exchange_port, job),
+            )
+
+    # Reports to the control plane
+
+    def add_report(self, message: bytes) -> int:
+        """Number a report and keep it until it is acknowledged."""
+        with self._writing() as db:
+            cursor = db.execute("insert into reports (message) values (?)", (message,))
+            return int(cursor.lastrowid or 0)
+
+    def reports_after(self, seq: int, most: int = 256) -> list[tuple[int, bytes]]:
+        rows = self._rows("select seq, message from reports where seq > ? order by seq limit ?", seq, most)
+        return [(int(str(number)), bytes(message)) for number, message in rows if isinstance(message, bytes)]
+
+    def forget_reports(self, up_to: int) -> None:
+        with self._writing() as db:
+            db.execute("delete from reports where seq <= ?", (up_to,))
+
+    # Meters
+
+    def add_to_meters(self, job: str, amounts: dict[str, float]) -> None:
+        with self._writing() as db:
+            for name, amount in amounts.items():
+                db.execute(
+                    "insert into meters values (?, ?, ?)"
+                    " on conflict (job, name) do update set value = value + excluded.value",
+                    (job, name, amount),
+                )
+
+    def meters(self, job: str) -> dict[str, float]:
+        rows = self._rows("select name, value from meters where job = ?", job)
+        return {str(name): float(str(value)) for name, value in rows}
+
+    def invocation_begun(self, job: str, now: float) -> int:
+        with self._writing() as db:
+            return int(db.execute("insert into invocations (job, begun) values (?, ?)", (job, now)).lastrowid or 0)
+
+    def invocation_ended(self, number: int, job: str, amounts: dict[str, float]) -> None:
+        """Close an invocation and charge it, in one transaction."""
+        with self._writing() as db:
+            db.execute("delete from invocations where id = ?", (number,))
+            for name, amount in amounts.items():
+                db.execute(
+                    "insert into meters values (?, ?, ?)"
+                    " on conflict (job, name) do update set value = value + excluded.value",
+                    (job, name, amount),
+                )
+
+    def open_invocations(self) -> list[tuple[int, str, float]]:
+        """Invocations that an earlier life of the agent has not seen end."""
+        rows = self._rows("select id, job, begun from invocations")
+        return [(int(str(number)), str(job), float(str(begun))) for number, job, begun in rows]
+
+    def alive(self, now: float) -> None:
+        """Note that the agent runs; what was open when it died is charged up to here."""
+        with self._writing() as db:
+            db.execute("insert or replace into facts values ('alive', ?)", (json.dumps(now),))
+
+    def last_alive(self) -> float:
+        rows = self._rows("select value from facts where name = 'alive'")
+        return float(str(rows[0][0])) if rows else 0.0
+
+
+def _move_cursor(db: sqlite3.Connection, seq: int) -> None:
+    if seq:
+        db.execute("insert or replace into facts values ('command_cursor', ?)", (str(seq),))
