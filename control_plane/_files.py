@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Write a file so that a crash leaves the old one or the new one, and others never see more than `mode` lets them."""
+    """Write a file so that a crash leaves the old one or the new one; no moment shows it with a wider mode."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:

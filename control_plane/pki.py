@@ -85,10 +85,10 @@ class Authority:
 
     @classmethod
     def open(cls, folder: Path, federation: str, now: datetime) -> Authority:
-        """Load the CA of a folder, or make one. Raises ``GeofedError`` STATE_INVALID where half of it is missing."""
+        """Load the CA of a folder, or make one. Raises ``GeofedError`` STATE_INVALID where it is damaged."""
         certificate_path, key_path = folder / "ca.crt", folder / "ca.key"
-        if certificate_path.exists() != key_path.exists():
-            raise GeofedError("STATE_INVALID", f"{folder} holds only one of ca.crt and ca.key")
+        if certificate_path.exists() and not key_path.exists():
+            raise GeofedError("STATE_INVALID", f"{folder} holds ca.crt, but not its key ca.key")
         if certificate_path.exists():
             try:
                 certificate = x509.load_pem_x509_certificate(certificate_path.read_bytes())
@@ -100,7 +100,7 @@ class Authority:
             return cls(folder, certificate, key)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         certificate, key = _make_ca(federation, now)
-        # The key first: without it the next start makes a new pair, with it alone it would not.
+        # The certificate last: a crash in between leaves a key that nobody has trusted yet, and it is replaced.
         pem = certificate.public_bytes(serialization.Encoding.PEM)
         write_whole(folder / "ca.key", _key_pem(key), mode=0o600)
         write_whole(folder / "ca.crt", pem)

@@ -1,0 +1,192 @@
+"""A thin client of the control plane: every call is one RPC, and every failure a ``GeofedError``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+import grpc
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import CHUNK_BYTES, CONTROL_PLANE_NAME, channel, error_of, with_token
+from geofed_pb.v1 import common_pb2, control_pb2, control_pb2_grpc
+
+RETRY_WAIT = timedelta(seconds=0.5)
+"""Between two attempts to take a broken stream up again."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """How a user reaches a control plane."""
+
+    address: str
+    """host:port of the control port."""
+    ca_file: Path
+    token_file: Path
+    federation: str = ""
+
+    @classmethod
+    def load(cls, path: Path) -> Context:
+        """Read the `context.json` that a control plane writes. Raises ``GeofedError`` CONFIG_INVALID."""
+        try:
+            fields = json.loads(path.read_text())
+            names = (fields["address"], Path(fields["ca_file"]), Path(fields["token_file"]))
+            return cls(*names, federation=fields.get("federation", ""))
+        except FileNotFoundError:
+            hint = "start a control plane with `control-plane serve`, or name its context file"
+            raise GeofedError("UNAVAILABLE", f"there is no context file {path}", hint=hint) from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise GeofedError("CONFIG_INVALID", f"{path} is no context file: {error}") from None
+
+
+class ControlClient:
+    """A connection to the control plane; use it as an async context manager."""
+
+    def __init__(self, address: str, ca_pem: bytes, token: str, *, timeout: timedelta = timedelta(seconds=20)) -> None:
+        self._channel = channel(address, ca_pem=ca_pem, name=CONTROL_PLANE_NAME)
+        self._stub = control_pb2_grpc.ControlStub(self._channel)
+        self._metadata = with_token(token)
+        self._seconds = timeout.total_seconds()
+
+    @classmethod
+    def connect(cls, context: Context) -> ControlClient:
+        """A client for a context. Raises ``GeofedError`` UNAUTHENTICATED where its files cannot be read."""
+        try:
+            return cls(context.address, context.ca_file.read_bytes(), context.token_file.read_text().strip())
+        except OSError as error:
+            raise GeofedError("UNAUTHENTICATED", f"cannot read {error.filename}: {error.strerror}") from None
+
+    async def __aenter__(self) -> ControlClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._channel.close(None)
+
+    async def version(self) -> control_pb2.VersionReply:
+        """Version and name of the federation."""
+        with _mapped():
+            reply: control_pb2.VersionReply = await self._stub.Version(control_pb2.VersionRequest(), **self._options())
+        return reply
+
+    async def put_bundle(self, content: bytes, digest: str) -> None:
+        """Upload the code of a job, unless it is there; goes on where an earlier upload broke off."""
+        with _mapped():
+            have = await self._stub.StatBlob(common_pb2.BlobRequest(digest=digest), **self._options())
+            if not have.complete:
+                await self._stub.PutBlob(_chunks(content, digest, have.have_bytes), **self._options())
+
+    async def plan(self, spec_json: str) -> control_pb2.PlanReply:
+        """What would be done with a job."""
+        with _mapped():
+            reply: control_pb2.PlanReply = await self._stub.Plan(
+                control_pb2.PlanRequest(spec_json=spec_json), **self._options()
+            )
+        return reply
+
+    async def submit(self, spec_json: str, bundle_digest: str, request_id: str) -> control_pb2.SubmitReply:
+        """Run a job; once for each request id."""
+        request = control_pb2.SubmitRequest(request_id=request_id, spec_json=spec_json, bundle_digest=bundle_digest)
+        with _mapped():
+            reply: control_pb2.SubmitReply = await self._stub.Submit(request, **self._options())
+        return reply
+
+    async def job(self, job: str) -> control_pb2.Job:
+        """A job, by id or name."""
+        with _mapped():
+            reply: control_pb2.Job = await self._stub.GetJob(control_pb2.JobRequest(job=job), **self._options())
+        return reply
+
+    async def jobs(self, *, ended: bool = False, limit: int = 100) -> list[control_pb2.Job]:
+        """Jobs, newest first."""
+        with _mapped():
+            request = control_pb2.ListJobsRequest(all=ended, limit=limit)
+            return list((await self._stub.ListJobs(request, **self._options())).jobs)
+
+    async def cancel(self, job: str, reason: str = "") -> control_pb2.Job:
+        """Have a job end."""
+        with _mapped():
+            reply: control_pb2.Job = await self._stub.Cancel(
+                control_pb2.CancelRequest(job=job, reason=reason), **self._options()
+            )
+        return reply
+
+    async def regions(self) -> list[control_pb2.Region]:
+        """All regions, sorted by name."""
+        with _mapped():
+            return list((await self._stub.ListRegions(control_pb2.ListRegionsRequest(), **self._options())).regions)
+
+    async def invite(self, region: str, ttl: timedelta = timedelta(hours=24)) -> control_pb2.InviteReply:
+        """A one-time token for a region."""
+        with _mapped():
+            request = control_pb2.InviteRequest(region=region, ttl_seconds=int(ttl.total_seconds()))
+            reply: control_pb2.InviteReply = await self._stub.Invite(request, **self._options())
+        return reply
+
+    async def watch(self, job: str, *, cursor: int = 0, follow: bool = True) -> AsyncIterator[control_pb2.Event]:
+        """Events of a job in order; with `follow` until its last one, over broken connections."""
+        while True:
+            request = control_pb2.WatchRequest(job=job, cursor=cursor, follow=follow)
+            try:
+                with _mapped():
+                    async for event in self._stub.Watch(request, metadata=self._metadata, wait_for_ready=follow):
+                        cursor = event.cursor
+                        yield event
+                        if event.terminal:
+                            return
+                return
+            except GeofedError as error:
+                if not follow or error.code != "UNAVAILABLE":
+                    raise
+            await asyncio.sleep(RETRY_WAIT.total_seconds())
+
+    async def logs(
+        self, job: str, *, region: str = "", cursor: int = 0, tail: int = 0, follow: bool = False
+    ) -> AsyncIterator[control_pb2.LogLine]:
+        """Log lines of a job in order; with `follow` until it has ended, over broken connections."""
+        while True:
+            request = control_pb2.LogsRequest(job=job, region=region, cursor=cursor, tail=tail, follow=follow)
+            try:
+                with _mapped():
+                    async for line in self._stub.Logs(request, metadata=self._metadata, wait_for_ready=follow):
+                        cursor = line.cursor
+                        yield line
+                return
+            except GeofedError as error:
+                if not follow or error.code != "UNAVAILABLE":
+                    raise
+            await asyncio.sleep(RETRY_WAIT.total_seconds())
+
+    async def model(self, job: str, *, offset: int = 0) -> AsyncIterator[common_pb2.BlobChunk]:
+        """The bytes of a job's model; the digest is in each chunk."""
+        with _mapped():
+            request = control_pb2.ModelRequest(job=job, offset=offset)
+            async for chunk in self._stub.GetModel(request, metadata=self._metadata):
+                yield chunk
+
+    def _options(self) -> dict[str, object]:
+        return {"metadata": self._metadata, "timeout": self._seconds}
+
+
+async def _chunks(content: bytes, digest: str, offset: int) -> AsyncIterator[common_pb2.BlobChunk]:
+    while True:
+        data = content[offset : offset + CHUNK_BYTES]
+        yield common_pb2.BlobChunk(digest=digest, total_bytes=len(content), offset=offset, data=data)
+        offset += len(data)
+        if offset >= len(content):
+            return
+
+
+@contextmanager
+def _mapped() -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise error_of(error) from None

@@ -1,0 +1,267 @@
+"""`control-plane serve`: opens the state, binds the ports, runs until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from control_plane._address import advertised_host, bound_socket, split_address
+from control_plane._files import write_whole
+from control_plane._web import Web
+from control_plane.blobs import BlobStore
+from control_plane.pki import REGION_LIFE, Authority, hash_secret, new_secret, utc_now
+from control_plane.service import AgentHubService, ControlService, Door, EnrolmentService, Federation, Meter
+from control_plane.store import Store, open_store
+from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import server_options
+from geofed_pb.v1 import agent_pb2_grpc, control_pb2_grpc
+
+_log = structlog.get_logger("geofed.server")
+GRACE = timedelta(seconds=3)
+"""How long calls in flight may take after SIGTERM."""
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """What `serve` runs with."""
+
+    state_dir: Path
+    """Identity, database (unless `database_url` says elsewhere) and blobs."""
+    listen: str = "127.0.0.1:7443"
+    """host:port for users and enrolment; port 0 takes a free one."""
+    agent_listen: str = "127.0.0.1:7444"
+    metrics_listen: str = "127.0.0.1:7445"
+    advertise: tuple[str, ...] = ()
+    """Hosts, or host:port, under which this is reached; the first goes into invitations."""
+    database_url: str | None = None
+    lease: timedelta = timedelta(seconds=30)
+    federation: str = "geofed"
+    """Its name; fixed at the first start."""
+    region_certificate_life: timedelta = REGION_LIFE
+    ready_file: Path | None = None
+    """Written with the actual ports once all listen."""
+    stop_signals: tuple[signal.Signals, ...] = field(default=(signal.SIGTERM, signal.SIGINT))
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where a server listens."""
+
+    control: int
+    agent: int
+    metrics: int
+
+
+async def serve(config: ServeConfig) -> None:
+    """Run until a stop signal.
+
+    Raises ``GeofedError``: PORT_IN_USE, CONFIG_INVALID, STATE_INVALID, DISK_FULL, UNAVAILABLE (the database).
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in config.stop_signals:
+        loop.add_signal_handler(number, stop.set)
+    async with running(config) as stack:
+        _log.info("ready", **stack.ports.__dict__)
+        await stop.wait()
+        _log.info("stopping")
+
+
+class running:
+    """A control plane that serves while the context is open; `ports` says where."""
+
+    ports: Ports
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> running:
+        try:
+            await self._start(self._config)
+        except OSError as error:
+            await self._stack.aclose()
+            raise _as_geofed(error) from error
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def _start(self, config: ServeConfig) -> None:
+        _prepare(config.state_dir)
+        self._stack.enter_context(_only_one(config.state_dir))
+        now = utc_now(time.time())
+        store = self._stack.enter_context(open_store(_database_url(config)))
+        federation_name = _named(store, config.federation)
+        authority = Authority.open(config.state_dir / "pki", federation_name, now)
+        hosts = [
+            "localhost",
+            "127.0.0.1",
+            "::1",
+            socket.gethostname(),
+            *(advertised_host(name) for name in config.advertise),
+        ]
+        hosts += [host for host in (split_address(config.listen)[0],) if host not in ("0.0.0.0", "::", "")]
+        certificate, key = authority.server_certificate(hosts, now)
+        token_hash = _admin_token(config.state_dir, store)
+        federation = Federation(store, BlobStore(config.state_dir / "blobs"), time.time, config.lease, federation_name)
+        self._stack.push_async_callback(federation.close)
+        await federation.load()
+        meter = Meter(federation)
+        web = Web(meter, config.metrics_listen, certificate, key)
+
+        control = grpc.aio.server(interceptors=[meter], options=server_options())
+        users = ControlService(federation, Door(token_hash, authority.ca_pem, ""))
+        enrolment = EnrolmentService(federation, authority, config.region_certificate_life)
+        checks = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        control_pb2_grpc.add_ControlServicer_to_server(users, control)
+        control_pb2_grpc.add_EnrolmentServicer_to_server(enrolment, control)
+        health_pb2_grpc.add_HealthServicer_to_server(checks, control)
+        agents = grpc.aio.server(interceptors=[meter], options=server_options())
+        hub = AgentHubService(federation, authority, config.region_certificate_life)
+        agent_pb2_grpc.add_AgentHubServicer_to_server(hub, agents)
+
+        pair = [(key.read_bytes(), certificate.read_bytes())]
+        control_port = _bind(control, config.listen, grpc.ssl_server_credentials(pair))
+        mutual = grpc.ssl_server_credentials(pair, authority.ca_pem, require_client_auth=True)
+        agent_port = _bind(agents, config.agent_listen, mutual)
+        await self._stack.enter_async_context(web)
+        self.ports = Ports(control_port, agent_port, web.port)
+        enrolment.agent_port = agent_port
+        address = _reached_at(config, control_port)
+        users.door = replace(users.door, address=address)
+        _write_context(
+            config.state_dir,
+            authority,
+            federation_name,
+            f"127.0.0.1:{control_port}" if not config.advertise else address,
+        )
+
+        for server in (control, agents):
+            await server.start()
+            self._stack.push_async_callback(server.stop, GRACE.total_seconds())
+        self._stack.push_async_callback(_end_sessions, federation)
+        ticking = asyncio.create_task(_tick(federation))
+        self._stack.push_async_callback(_cancel, ticking)
+        await checks.set("", health_pb2.HealthCheckResponse.SERVING)
+        if config.ready_file is not None:
+            facts = {**self.ports.__dict__, "pid": os.getpid(), "address": address}
+            write_whole(config.ready_file, json.dumps(facts).encode())
+
+
+async def _tick(federation: Federation) -> None:
+    while True:
+        await asyncio.sleep(1.0)
+        try:
+            await federation.tick()
+        except GeofedError as error:
+            _log.warning("time could not be passed on", code=error.code, error=error.message)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def _end_sessions(federation: Federation) -> None:
+    for session in list(federation.sessions.values()):
+        session.end(GeofedError("UNAVAILABLE", "the control plane is stopping"))
+
+
+def _prepare(state_dir: Path) -> None:
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise GeofedError("CONFIG_INVALID", f"cannot use {state_dir} as state directory: {error.strerror}") from None
+
+
+@contextmanager
+def _only_one(state_dir: Path) -> Iterator[None]:
+    """Hold the state directory: two control planes on one state would each take half of the messages."""
+    with (state_dir / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise GeofedError(
+                "ILLEGAL_STATE",
+                f"another control plane runs on {state_dir}",
+                hint="stop it, or choose another --state-dir",
+            ) from None
+        yield
+
+
+def _database_url(config: ServeConfig) -> str:
+    return config.database_url or f"sqlite:///{config.state_dir / 'state.db'}"
+
+
+def _named(store: Store, wanted: str) -> str:
+    name = store.meta("federation")
+    if name is None:
+        store.put_meta("federation", wanted)
+    return name or wanted
+
+
+def _admin_token(state_dir: Path, store: Store) -> str:
+    """The hash of the administrator's token; the token itself is made at the first start, or when its file is gone."""
+    path, known = state_dir / "admin.token", store.meta("admin_token_hash")
+    if known is not None and path.exists():
+        return known
+    token = new_secret()
+    write_whole(path, f"{token}\n".encode(), mode=0o600)
+    store.put_meta("admin_token_hash", hash_secret(token))
+    return hash_secret(token)
+
+
+def _write_context(state_dir: Path, authority: Authority, federation: str, address: str) -> None:
+    context = {
+        "address": address,
+        "ca_file": str(authority.ca_file.resolve()),
+        "token_file": str((state_dir / "admin.token").resolve()),
+        "federation": federation,
+    }
+    write_whole(state_dir / "context.json", json.dumps(context, indent=2).encode())
+
+
+def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials) -> int:
+    host, port = split_address(address)
+    bound_socket(host, port).close()  # grpc's own message does not say why it could not bind
+    try:
+        return server.add_secure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", credentials)
+    except RuntimeError:
+        raise GeofedError("PORT_IN_USE", f"cannot listen on {address}") from None
+
+
+def _reached_at(config: ServeConfig, port: int) -> str:
+    """host:port that goes into invitations."""
+    if not config.advertise:
+        host = split_address(config.listen)[0]
+        return f"{socket.gethostname() if host in ('0.0.0.0', '::', '') else host}:{port}"
+    first = config.advertise[0]
+    return first if advertised_host(first) != first else f"{first}:{port}"
+
+
+def _as_geofed(error: OSError) -> GeofedError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return GeofedError("DISK_FULL", f"no space left for {error.filename or 'the state directory'}")
+    return GeofedError("CONFIG_INVALID", f"{error.filename or 'the state directory'}: {error.strerror}")

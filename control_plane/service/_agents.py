@@ -1,0 +1,204 @@
+"""AgentHub: the agents' side of the control plane, on the mutual-TLS port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import grpc.aio
+import structlog
+from cryptography import x509
+
+from control_plane.core import Heard, Reported
+from control_plane.pki import Authority, serial_of, utc_now
+from control_plane.service._draft import Draft
+from control_plane.service._federation import Federation
+from control_plane.service._session import AgentSession
+from control_plane.service._wire import log_rows, report_of
+from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import answering, peer_common_name, streaming
+from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
+
+MAX_MODEL_BYTES = 64 << 30
+_log = structlog.get_logger("geofed.agents")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class AgentHubService(agent_pb2_grpc.AgentHubServicer):
+    """Who speaks is known from the certificate; nothing in a message can claim another region."""
+
+    def __init__(self, federation: Federation, authority: Authority, region_life: timedelta) -> None:
+        self._federation = federation
+        self._authority = authority
+        self._region_life = region_life
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @streaming
+    async def Session(
+        self, requests: AsyncIterator[agent_pb2.FromAgent], context: Context
+    ) -> AsyncIterator[agent_pb2.ToAgent]:
+        """One stream for the life of a connection."""
+        federation = self._federation
+        region = self._identify(context)
+        first = await anext(aiter(requests), None)
+        if first is None or not first.HasField("hello"):
+            raise GeofedError("FRAME_INVALID", "a session begins with hello")
+        session = await federation.connect(region, first.hello)
+        reader = asyncio.create_task(self._read(session, requests))
+        context.add_done_callback(lambda _: self._close(session, reader))  # type: ignore[arg-type]
+        yield agent_pb2.ToAgent(
+            welcome=agent_pb2.Welcome(
+                lease_seconds=federation.lease.total_seconds(),
+                report_cursor=session.report_cursor,
+                session=session.number,
+                at=federation.clock(),
+            )
+        )
+        async for message in session.outgoing(
+            lambda seq: federation.read(lambda store: store.commands_after(region, seq))
+        ):
+            yield message
+
+    @answering
+    async def StatBlob(self, request: common_pb2.BlobRequest, context: Context) -> common_pb2.BlobAck:
+        """How much of a blob is here."""
+        self._identify(context)
+        return self._federation.blobs.stat(request.digest)
+
+    @answering
+    async def PutBlob(self, requests: AsyncIterator[common_pb2.BlobChunk], context: Context) -> common_pb2.BlobAck:
+        """Take a model."""
+        self._identify(context)
+        return await self._federation.blobs.receive(requests, limit_bytes=MAX_MODEL_BYTES)
+
+    @streaming
+    async def FetchBlob(self, request: common_pb2.BlobRequest, context: Context) -> AsyncIterator[common_pb2.BlobChunk]:
+        """Give out the code of a job, to the regions that run it."""
+        region = self._identify(context)
+        if not self._federation.may_fetch(region, request.digest):
+            raise GeofedError("FORBIDDEN", f"no job that runs in {region} is made of {request.digest}")
+        async for chunk in self._federation.blobs.send(request.digest, request.offset):
+            yield chunk
+
+    @answering
+    async def Renew(self, request: agent_pb2.RenewRequest, context: Context) -> agent_pb2.RenewReply:
+        """Give a region its next certificate; the present one stays valid beside it."""
+        region = self._identify(context)
+        federation = self._federation
+        async with federation.change() as draft:
+            issued = self._authority.sign_region(request.csr_pem, region, utc_now(draft.at), self._region_life)
+            entry = draft.regions[region]
+            row = replace(
+                entry.row,
+                serials=(*entry.row.serials[-1:], issued.serial),
+                certificate_expires=issued.expires,
+            )
+            draft.put_region(replace(entry, row=row))
+            draft.record("region.renewed", f"region {region} has a new certificate", region=region)
+        return agent_pb2.RenewReply(certificate_pem=issued.certificate_pem, ca_pem=self._authority.ca_pem)
+
+    # --- inside
+
+    def _identify(self, context: Context) -> str:
+        region = peer_common_name(context)
+        pems = list(context.auth_context().get("x509_pem_cert") or ())
+        if region is None or not pems:
+            raise GeofedError("UNAUTHENTICATED", "the agent port takes certificates of regions only")
+        entry = self._federation.regions.get(region)
+        if entry is None:
+            raise GeofedError("FORBIDDEN", f"region {region} is not part of this federation")
+        if serial_of(x509.load_pem_x509_certificate(pems[0])) not in entry.row.serials:
+            raise GeofedError(
+                "FORBIDDEN",
+                f"this certificate of region {region} is not valid any more",
+                hint=f"join again: `control-plane region invite {region}`",
+            )
+        return region
+
+    def _close(self, session: AgentSession, reader: asyncio.Task[None]) -> None:
+        reader.cancel()
+        closing = asyncio.get_running_loop().create_task(self._federation.disconnect(session))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _read(self, session: AgentSession, requests: AsyncIterator[agent_pb2.FromAgent]) -> None:
+        try:
+            async for message in requests:
+                if session.ended:
+                    return
+                await self._take(session, message)
+            session.end()
+        except GeofedError as error:
+            session.end(error)
+        except asyncio.CancelledError:
+            session.end()
+            raise
+        except Exception as error:  # noqa: BLE001 - the edge of a task: the stream must end with a code
+            _log.exception("a message of an agent failed", region=session.region)
+            session.end(GeofedError("INTERNAL", f"{type(error).__name__} while taking a message"))
+
+    async def _take(self, session: AgentSession, message: agent_pb2.FromAgent) -> None:
+        kind = message.WhichOneof("body")
+        federation = self._federation
+        if kind == "command_ack":
+            await federation.acknowledge_commands(session, message.command_ack.seq)
+        elif message.seq or kind == "partition":
+            await self._apply(session, message)
+            return
+        elif kind != "heartbeat":
+            raise GeofedError("FRAME_INVALID", f"{kind or 'an empty message'} must be numbered")
+        await federation.heard(session)
+        if kind == "heartbeat":
+            lease = agent_pb2.LeaseGrant(lease_seconds=federation.lease.total_seconds())
+            session.send(agent_pb2.ToAgent(lease=lease))
+
+    async def _apply(self, session: AgentSession, message: agent_pb2.FromAgent) -> None:
+        """Apply a report once: it and its number are stored together, and acknowledged after that."""
+        federation, region, seq = self._federation, session.region, message.seq
+        async with federation.change() as draft:
+            entry = draft.region(region)
+            if entry is None or entry.state.session != session.number:
+                raise GeofedError("FENCED", f"a later session of region {region} has taken over")
+            draft.tell_region(region, Heard(draft.at, session.number, federation.lease.total_seconds()))
+            done = federation.report_cursor(region)
+            if seq > done + 1:
+                raise GeofedError("FRAME_INVALID", f"report {seq} of region {region} follows {done}")
+            if seq == 0 or seq == done + 1:
+                self._tell(draft, region, message)
+            if seq == done + 1:
+                draft.report_cursor = (region, seq)
+        if seq:
+            session.send(agent_pb2.ToAgent(report_ack=agent_pb2.ReportAck(seq=max(seq, done))))
+
+    def _tell(self, draft: Draft, region: str, message: agent_pb2.FromAgent) -> None:
+        kind = message.WhichOneof("body")
+        if kind == "partition":
+            report = report_of(message.partition)
+            size = None
+            if report.state == "published" and report.blob_digest:
+                size = self._federation.blobs.size(report.blob_digest)
+            draft.tell_job(message.partition.job, Reported(draft.at, region, report, size))
+        elif kind == "happening":
+            happening = message.happening
+            data = _parsed(happening.data_json)
+            draft.record(
+                happening.kind[:64] or "region.note", happening.text[:4000], region=region, job=happening.job, data=data
+            )
+        elif kind == "logs":
+            records = [record for record in message.logs.records if self._takes_part(record.job, region)]
+            draft.logs += log_rows(region, records)
+
+    def _takes_part(self, job: str, region: str) -> bool:
+        entry = self._federation.jobs.get(job)
+        return entry is None or entry.state.partition(region) is not None
+
+
+def _parsed(text: str) -> object:
+    try:
+        return json.loads(text) if text else {}
+    except ValueError:
+        return {"raw": text[:4000]}

@@ -1,0 +1,226 @@
+"""Control: the users' side of the control plane."""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import grpc.aio
+
+from control_plane.core import CancelAsked
+from control_plane.pki import InvitationToken, hash_secret, new_secret
+from control_plane.service._draft import RegionEntry
+from control_plane.service._enrolment import unseen_region
+from control_plane.service._federation import Federation
+from control_plane.service._submission import answer_plan, submit
+from control_plane.service._wire import event_message, log_message
+from control_plane.spec import MAX_BUNDLE_BYTES, parse_json
+from control_plane.store import Invitation, Store
+from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import answering, streaming
+from geofed_pb.v1 import common_pb2, control_pb2, control_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+INVITATION_SECONDS = 24 * 3600
+_REGION_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Door:
+    """How users get in, and what invitations tell agents."""
+
+    token_hash: str
+    """Of the administrator's bearer token."""
+    ca_pem: bytes
+    address: str
+    """host:port of the control port, as agents reach it."""
+
+
+class ControlService(control_pb2_grpc.ControlServicer):
+    """Every method asks for the token first."""
+
+    def __init__(self, federation: Federation, door: Door) -> None:
+        self._federation = federation
+        self.door = door
+        """Replaced once the port is known."""
+
+    @answering
+    async def Version(self, request: control_pb2.VersionRequest, context: Context) -> control_pb2.VersionReply:
+        """Who answers here."""
+        self._admit(context)
+        return control_pb2.VersionReply(version=_version(), federation=self._federation.name)
+
+    @answering
+    async def StatBlob(self, request: common_pb2.BlobRequest, context: Context) -> common_pb2.BlobAck:
+        """How much of a bundle is here."""
+        self._admit(context)
+        return self._federation.blobs.stat(request.digest)
+
+    @answering
+    async def PutBlob(self, requests: AsyncIterator[common_pb2.BlobChunk], context: Context) -> common_pb2.BlobAck:
+        """Take a bundle."""
+        self._admit(context)
+        return await self._federation.blobs.receive(requests, limit_bytes=MAX_BUNDLE_BYTES)
+
+    @answering
+    async def Plan(self, request: control_pb2.PlanRequest, context: Context) -> control_pb2.PlanReply:
+        """What would be done with a job."""
+        self._admit(context)
+        text, admissible = await answer_plan(self._federation, parse_json(request.spec_json))
+        return control_pb2.PlanReply(plan_json=text, admissible=admissible)
+
+    @answering
+    async def Submit(self, request: control_pb2.SubmitRequest, context: Context) -> control_pb2.SubmitReply:
+        """Run a job; once for each request id."""
+        self._admit(context)
+        entry, created = await submit(self._federation, request)
+        return control_pb2.SubmitReply(job=self._federation.describe(entry), created=created)
+
+    @answering
+    async def GetJob(self, request: control_pb2.JobRequest, context: Context) -> control_pb2.Job:
+        """A job as it stands."""
+        self._admit(context)
+        return self._federation.describe(await self._federation.find_job(request.job))
+
+    @answering
+    async def ListJobs(self, request: control_pb2.ListJobsRequest, context: Context) -> control_pb2.ListJobsReply:
+        """Jobs, newest first."""
+        self._admit(context)
+        limit = min(request.limit or 100, 1000)
+        entries = await self._federation.list_jobs(ended=request.all, limit=limit)
+        return control_pb2.ListJobsReply(jobs=[self._federation.describe(entry) for entry in entries])
+
+    @streaming
+    async def Watch(self, request: control_pb2.WatchRequest, context: Context) -> AsyncIterator[control_pb2.Event]:
+        """What happened after a cursor, and what happens; ends after the job's last event. No job: all events."""
+        self._admit(context)
+        federation, cursor = self._federation, request.cursor
+        job = (await federation.find_job(request.job)).row.id if request.job else None
+        while True:
+            heard, ended = federation.events_bell.count, job is not None and job not in federation.jobs
+            rows = await federation.read(partial(Store.events_after, cursor=cursor, job=job))
+            for row in rows:
+                yield event_message(row)
+                cursor = row.cursor
+                if row.terminal and job is not None:
+                    return
+            if not rows:
+                if not request.follow or ended:
+                    return
+                await federation.events_bell.wait(heard)
+
+    @streaming
+    async def Logs(self, request: control_pb2.LogsRequest, context: Context) -> AsyncIterator[control_pb2.LogLine]:
+        """A job's log lines after a cursor, and those that come, until the job has ended."""
+        self._admit(context)
+        federation, cursor, region = self._federation, request.cursor, request.region
+        job = (await federation.find_job(request.job)).row.id
+        if request.tail and not cursor:
+            cursor = await federation.read(lambda store: store.log_tail_cursor(job, request.tail, region=region))
+        while True:
+            heard, ended = federation.logs_bell.count, job not in federation.jobs
+            rows = await federation.read(partial(Store.logs_after, job=job, cursor=cursor, region=region))
+            for row in rows:
+                yield log_message(row)
+                cursor = row.cursor
+            if not rows:
+                if not request.follow or ended:
+                    return
+                await federation.logs_bell.wait(heard)
+
+    @answering
+    async def Cancel(self, request: control_pb2.CancelRequest, context: Context) -> control_pb2.Job:
+        """Have a job end. A job that is being cancelled, or was, stays so; one that ended otherwise cannot be."""
+        self._admit(context)
+        federation = self._federation
+        entry = await federation.find_job(request.job)
+        if entry.state.phase in ("succeeded", "failed"):
+            raise GeofedError("ILLEGAL_STATE", f"job {entry.row.id} has {entry.state.phase} already")
+        async with federation.change() as draft:
+            draft.tell_job(entry.row.id, CancelAsked(draft.at, request.reason))
+        return federation.describe(await federation.find_job(entry.row.id))
+
+    @answering
+    async def ListRegions(
+        self, request: control_pb2.ListRegionsRequest, context: Context
+    ) -> control_pb2.ListRegionsReply:
+        """All regions, sorted by name."""
+        self._admit(context)
+        regions = sorted(self._federation.regions.values(), key=lambda entry: entry.row.name)
+        return control_pb2.ListRegionsReply(regions=[self._region(entry) for entry in regions])
+
+    @answering
+    async def Invite(self, request: control_pb2.InviteRequest, context: Context) -> control_pb2.InviteReply:
+        """Make a one-time token for a region."""
+        self._admit(context)
+        name = request.region
+        if not _REGION_NAME.fullmatch(name):
+            raise GeofedError(
+                "CONFIG_INVALID",
+                f"{name!r} cannot be the name of a region",
+                hint="take lower-case letters, digits and hyphens, 42 at most",
+            )
+        secret = new_secret()
+        async with self._federation.change() as draft:
+            expires = draft.at + (request.ttl_seconds or INVITATION_SECONDS)
+            if draft.region(name) is None:
+                draft.put_region(unseen_region(name))
+            draft.invitations.append(Invitation(hash_secret(secret), name, expires))
+            draft.record("region.invited", f"region {name} is invited", region=name)
+        token = InvitationToken(self.door.address, self.door.ca_pem, name, secret)
+        return control_pb2.InviteReply(token=str(token), expires=expires)
+
+    @streaming
+    async def GetModel(
+        self, request: control_pb2.ModelRequest, context: Context
+    ) -> AsyncIterator[common_pb2.BlobChunk]:
+        """The model of a job that has succeeded."""
+        self._admit(context)
+        entry = await self._federation.find_job(request.job)
+        if not entry.state.blob_digest:
+            raise GeofedError("MODEL_NOT_FOUND", f"job {entry.row.id} is {entry.state.phase}; it has no model")
+        async for chunk in self._federation.blobs.send(entry.state.blob_digest, request.offset):
+            yield chunk
+
+    # --- inside
+
+    def _admit(self, context: Context) -> None:
+        headers = {str(key): value for key, value in context.invocation_metadata() or ()}
+        kind, _, token = str(headers.get("authorization", "")).partition(" ")
+        if kind != "Bearer" or not token:
+            raise GeofedError("UNAUTHENTICATED", "the call carries no token")
+        if not hmac.compare_digest(hash_secret(token), self.door.token_hash):
+            raise GeofedError("UNAUTHENTICATED", "the token is not one of this federation")
+
+    def _region(self, entry: RegionEntry) -> control_pb2.Region:
+        state = entry.state
+        left = max(0.0, state.lease_ends - self._federation.clock())
+        conditions = {
+            "invited": "waiting: for its agent to join"
+            if not entry.row.serials
+            else "waiting: for its agent to connect",
+            "unreachable": f"nothing is heard of it; its lease runs for {left:.0f} s",
+            "lost": "its lease is over; waiting: for its agent to come back",
+        }
+        return control_pb2.Region(
+            name=entry.row.name,
+            cloud=entry.row.cloud,
+            state=state.phase,
+            condition=conditions.get(state.phase, ""),
+            last_contact=state.last_contact,
+            agent_version=entry.row.agent_version,
+            catalogue_json=entry.row.catalogue_json,
+            certificate_expires=entry.row.certificate_expires,
+        )
+
+
+def _version() -> str:
+    try:
+        return version("geofed")
+    except PackageNotFoundError:
+        return "0"

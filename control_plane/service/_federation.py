@@ -1,0 +1,259 @@
+"""The one place where state changes: each message runs through the machines, is stored, and only then seen.
+
+All that is here runs on one event loop; the store runs in threads. A lock keeps messages one after another, so that
+what is in memory always equals what is in the store, apart from progress that agents will tell again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import structlog
+from pydantic import TypeAdapter, ValidationError
+
+from control_plane.blobs import BlobStore
+from control_plane.core import (
+    TERMINAL,
+    Connected,
+    Disconnected,
+    Heard,
+    Reloaded,
+    Tick,
+    job_state_from_json,
+    region_state_from_json,
+)
+from control_plane.service._bell import Bell
+from control_plane.service._draft import Draft, JobEntry, RegionEntry
+from control_plane.service._session import AgentSession
+from control_plane.service._wire import job_message
+from control_plane.spec import parse_json
+from control_plane.store import Change, Committed, JobRow, Store
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import agent_pb2, control_pb2
+from scheduler import Plan
+from scheduler import Region as Catalogue
+
+_T = TypeVar("_T")
+_PLAN = TypeAdapter(Plan)
+_CATALOGUE = TypeAdapter(Catalogue)
+_log = structlog.get_logger("geofed.federation")
+ACTIVE = frozenset({"queued", "planned", "starting", "running", "finishing", "cancelling"})
+
+
+class Federation:
+    """Regions, jobs and sessions, as they are now."""
+
+    def __init__(self, store: Store, blobs: BlobStore, clock: Callable[[], float], lease: timedelta, name: str) -> None:
+        self.name = name
+        self.blobs = blobs
+        self.clock = clock
+        self.lease = lease
+        self.events_bell = Bell()
+        self.logs_bell = Bell()
+        self.regions: dict[str, RegionEntry] = {}
+        self.jobs: dict[str, JobEntry] = {}
+        """Those that have not ended."""
+        self.sessions: dict[str, AgentSession] = {}
+        self._report_cursors: dict[str, int] = {}
+        self._store = store
+        self._lock = asyncio.Lock()
+        self._closed = False
+        self._threads = ThreadPoolExecutor(4, "geofed-store")
+
+    async def load(self) -> None:
+        """Bring the stored state into memory; until this is done no one may be answered."""
+        for row in await self.read(lambda store: store.regions()):
+            catalogue = _CATALOGUE.validate_json(row.catalogue_json) if row.catalogue_json else None
+            self.regions[row.name] = RegionEntry(row, region_state_from_json(row.state_json), catalogue)
+            cursors = await self.read(partial(Store.cursors, region=row.name))
+            self._report_cursors[row.name] = cursors.report_cursor
+        for job in await self.read(lambda store: store.jobs(phases=ACTIVE, limit=100_000)):
+            self.jobs[job.id] = _entry(job)
+        async with self.change() as draft:
+            for name in self.regions:
+                draft.tell_region(name, Reloaded(draft.at, self.lease.total_seconds()))
+            if self.jobs or self.regions:
+                draft.record("control-plane.started", f"the control plane is back with {len(self.jobs)} jobs going on")
+            for job_id in self.jobs:
+                draft.record("control-plane.started", "the control plane is back", job=job_id)
+        _log.info("state loaded", jobs=len(self.jobs), regions=len(self.regions))
+
+    async def close(self) -> None:
+        """End all sessions and let go of the threads."""
+        self._closed = True
+        for session in list(self.sessions.values()):
+            session.end()
+        async with self._lock:
+            self._threads.shutdown(wait=True)
+
+    async def read(self, question: Callable[[Store], _T]) -> _T:
+        """Ask the store, in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, question, self._store)
+
+    @asynccontextmanager
+    async def change(self) -> AsyncIterator[Draft]:
+        """A draft of the next change; stored and made visible when the block ends without an error."""
+        async with self._lock:
+            draft = Draft(self.clock(), self.jobs, self.regions)
+            yield draft
+            await _unbroken(self._commit(draft, draft.to_change()))
+
+    async def _commit(self, draft: Draft, change: Change | None) -> None:
+        committed = await self.read(lambda store: store.commit(change)) if change is not None else Committed()
+        if draft.reset_region:
+            self._report_cursors[draft.reset_region] = 0
+        if draft.report_cursor:
+            self._report_cursors[draft.report_cursor[0]] = draft.report_cursor[1]
+        self.regions.update(draft.changed_regions)
+        for job_id, entry in draft.changed_jobs.items():
+            if entry.state.terminal:
+                self.jobs.pop(job_id, None)
+            else:
+                self.jobs[job_id] = entry
+        for region, number in draft.ended_sessions:
+            session = self.sessions.get(region)
+            if session is not None and session.number == number:
+                session.end()
+        for region in {command.region for command in committed.commands}:
+            if region in self.sessions:
+                self.sessions[region].wake()
+        for event in committed.events:
+            _log.info(event.text, kind=event.kind, job=event.job or None, region=event.region or None)
+        if committed.events:
+            self.events_bell.ring()
+        if committed.logged:
+            self.logs_bell.ring()
+
+    # --- agents
+
+    async def connect(self, region: str, hello: agent_pb2.Hello) -> AgentSession:
+        """Open a session; an earlier one of the region ends. Raises ``GeofedError`` CONFIG_INVALID."""
+        catalogue = _catalogue_of(region, hello.catalogue_json)
+        await self.read(lambda store: store.lift_command_seq(region, hello.command_cursor))
+        async with self.change() as draft:
+            draft.tell_region(region, Connected(draft.at, hello.boot_id, self.lease.total_seconds()))
+            entry = self._known(draft, region)
+            row = replace(
+                entry.row,
+                cloud=catalogue.cloud,
+                agent_version=hello.agent_version[:64],
+                catalogue_json=hello.catalogue_json,
+            )
+            draft.put_region(replace(entry, row=row, catalogue=catalogue))
+            session = AgentSession(
+                region, entry.state.session, hello.command_cursor, self._report_cursors.get(region, 0)
+            )
+        self.sessions[region] = session
+        session.wake()
+        return session
+
+    async def disconnect(self, session: AgentSession) -> None:
+        """The stream of a session is over."""
+        session.end()
+        if self.sessions.get(session.region) is session:
+            del self.sessions[session.region]
+        if self._closed:
+            return
+        async with self.change() as draft:
+            draft.tell_region(session.region, Disconnected(draft.at, session.number))
+
+    async def heard(self, session: AgentSession) -> None:
+        """Anything came from the agent: its lease begins anew."""
+        async with self.change() as draft:
+            draft.tell_region(session.region, Heard(draft.at, session.number, self.lease.total_seconds()))
+
+    async def acknowledge_commands(self, session: AgentSession, seq: int) -> None:
+        """The agent has stored its commands up to `seq`."""
+        async with self._lock:
+            await self.read(lambda store: store.commit(Change(command_cursor=(session.region, seq))))
+
+    def report_cursor(self, region: str) -> int:
+        """The last report of the region that was applied."""
+        return self._report_cursors.get(region, 0)
+
+    async def tick(self) -> None:
+        """Let time pass: leases end, lost regions run out of patience."""
+        async with self.change() as draft:
+            for name in self.regions:
+                draft.tell_region(name, Tick(draft.at))
+            for job_id in list(self.jobs):
+                draft.tell_job(job_id, Tick(draft.at))
+
+    def may_fetch(self, region: str, digest: str) -> bool:
+        """True where a job that runs in the region is made of this bundle."""
+        return any(
+            entry.row.bundle_digest == digest and entry.state.partition(region) is not None
+            for entry in self.jobs.values()
+        )
+
+    # --- users
+
+    async def find_job(self, name: str) -> JobEntry:
+        """A job by its id, or by its name where one only has it. Raises ``GeofedError`` JOB_NOT_FOUND."""
+        if name in self.jobs:
+            return self.jobs[name]
+        row = await self.read(lambda store: store.job(name))
+        if row is None:
+            named = await self.read(lambda store: store.jobs_named(name))
+            if not named:
+                raise GeofedError("JOB_NOT_FOUND", f"there is no job {name}")
+            if len(named) > 1:
+                ids = ", ".join(job.id for job in named[:5])
+                raise GeofedError("JOB_NOT_FOUND", f"{len(named)} jobs are called {name}; say which: {ids}")
+            row = named[0]
+        return self.jobs.get(row.id) or _entry(row)
+
+    async def list_jobs(self, *, ended: bool, limit: int) -> list[JobEntry]:
+        """Jobs, newest first."""
+        phases = ACTIVE | TERMINAL if ended else ACTIVE
+        rows = await self.read(lambda store: store.jobs(phases=phases, limit=limit))
+        return [self.jobs.get(row.id) or _entry(row) for row in rows]
+
+    def describe(self, entry: JobEntry) -> control_pb2.Job:
+        """The job as users see it."""
+        contacts = {name: region.state.last_contact for name, region in self.regions.items()}
+        return job_message(entry.row, entry.state, entry.plan, contacts)
+
+    @staticmethod
+    def _known(draft: Draft, region: str) -> RegionEntry:
+        entry = draft.region(region)
+        if entry is None:
+            raise GeofedError("FORBIDDEN", f"region {region} is not part of this federation")
+        return entry
+
+
+async def _unbroken(work: Coroutine[Any, Any, None]) -> None:
+    """Finish the work even when the caller is cancelled, so that memory and store never differ."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # seen; the one who waited for it is gone
+        raise
+
+
+def _entry(row: JobRow) -> JobEntry:
+    return JobEntry(
+        row, job_state_from_json(row.state_json), parse_json(row.spec_json), _PLAN.validate_json(row.plan_json)
+    )
+
+
+def _catalogue_of(region: str, text: str) -> Catalogue:
+    try:
+        catalogue = _CATALOGUE.validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise GeofedError("CONFIG_INVALID", f"the catalogue of region {region}: {where}: {first['msg']}") from None
+    if catalogue.name != region:
+        raise GeofedError("CONFIG_INVALID", f"the certificate is of region {region}, the catalogue of {catalogue.name}")
+    return catalogue

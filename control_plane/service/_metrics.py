@@ -1,0 +1,155 @@
+"""Prometheus metrics, read from the federation at the moment of the scrape."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import grpc
+import grpc.aio
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from control_plane.service._federation import ACTIVE, Federation
+from geofed_pb.errors import GeofedError
+
+REGION_PHASES = ("invited", "live", "unreachable", "lost")
+
+
+class Meter(grpc.aio.ServerInterceptor, Collector):  # type: ignore[type-arg]
+    """Counts calls as they end, and shows the federation. Labels are bounded: regions and phases, never jobs."""
+
+    def __init__(self, federation: Federation) -> None:
+        self._federation = federation
+        self._pending: dict[str, int] = {}
+        self._registry = CollectorRegistry()
+        self._calls = Counter(
+            "geofed_rpc_calls", "gRPC calls that ended, by outcome", ["method", "outcome"], registry=self._registry
+        )
+        self._registry.register(self)
+
+    async def exposition(self) -> bytes:
+        """The text of `/metrics`."""
+        self._pending = await self._federation.read(lambda store: store.commands_pending())
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """What the federation is like now."""
+        yield from self._job_metrics()
+        yield from self._region_metrics()
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: the registry need not ask before the first scrape."""
+        return iter(())
+
+    def _job_metrics(self) -> Iterator[Metric]:
+        jobs = list(self._federation.jobs.values())
+        by_phase = GaugeMetricFamily("geofed_jobs", "Jobs that have not ended, by state", labels=["state"])
+        for phase in sorted(ACTIVE):
+            by_phase.add_metric([phase], sum(entry.state.phase == phase for entry in jobs))
+        yield by_phase
+        rounds = GaugeMetricFamily("geofed_rounds", "Rounds completed by the jobs going on", labels=["region"])
+        sent = GaugeMetricFamily(
+            "geofed_wan_bytes", "Bytes sent over the WAN by the jobs going on", labels=["source", "destination"]
+        )
+        completed: dict[str, int] = {}
+        bytes_: dict[tuple[str, str], int] = {}
+        for part in (part for entry in jobs for part in entry.state.partitions):
+            if part.report is None:
+                continue
+            completed[part.region] = completed.get(part.region, 0) + part.report.round
+            for other, count in part.report.sent_bytes.items():
+                link = (part.region, other)
+                bytes_[link] = bytes_.get(link, 0) + count
+        for region, count in completed.items():
+            rounds.add_metric([region], count)
+        for link, count in bytes_.items():
+            sent.add_metric(list(link), count)
+        yield rounds
+        yield sent
+
+    def _region_metrics(self) -> Iterator[Metric]:
+        federation = self._federation
+        now = federation.clock()
+        up = GaugeMetricFamily("geofed_region_up", "1 where the region is live", labels=["region"])
+        lease = GaugeMetricFamily("geofed_lease_remaining_seconds", "Until the lease ends", labels=["region"])
+        expires = GaugeMetricFamily(
+            "geofed_region_certificate_expires_seconds", "Unix time when the certificate ends", labels=["region"]
+        )
+        for name, entry in federation.regions.items():
+            up.add_metric([name], entry.state.phase == "live")
+            lease.add_metric([name], max(0.0, entry.state.lease_ends - now))
+            expires.add_metric([name], entry.row.certificate_expires)
+        yield from (up, lease, expires)
+        states = GaugeMetricFamily("geofed_regions", "Regions by state", labels=["state"])
+        for phase in REGION_PHASES:
+            states.add_metric([phase], sum(e.state.phase == phase for e in federation.regions.values()))
+        yield states
+        yield GaugeMetricFamily("geofed_sessions", "Agents that are connected", value=len(federation.sessions))
+        pending = GaugeMetricFamily("geofed_commands_pending", "Commands not yet taken", labels=["region"])
+        for name, count in self._pending.items():
+            pending.add_metric([name], count)
+        yield pending
+
+    # --- counting calls
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Wrap a call so that its end is counted."""
+        handler: Any = await continuation(handler_call_details)
+        method = str(handler_call_details.method)
+        if handler is None:
+            return handler  # type: ignore[return-value]
+        if handler.response_streaming:
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            behaviour = self._counted_stream(handler.stream_stream or handler.unary_stream, method)
+        else:
+            make = (
+                grpc.stream_unary_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_unary_rpc_method_handler
+            )
+            behaviour = self._counted_answer(handler.stream_unary or handler.unary_unary, method)
+        return make(behaviour, handler.request_deserializer, handler.response_serializer)
+
+    def _counted_answer(self, behaviour: Any, method: str) -> Any:
+        @functools.wraps(behaviour)
+        async def call(request: Any, context: Any) -> Any:
+            try:
+                answer = await behaviour(request, context)
+            except BaseException as error:
+                self._calls.labels(method, _outcome(error)).inc()
+                raise
+            self._calls.labels(method, "ok").inc()
+            return answer
+
+        return call
+
+    def _counted_stream(self, behaviour: Any, method: str) -> Any:
+        @functools.wraps(behaviour)
+        async def call(request: Any, context: Any) -> Any:
+            try:
+                async for message in behaviour(request, context):
+                    yield message
+            except BaseException as error:
+                self._calls.labels(method, _outcome(error)).inc()
+                raise
+            self._calls.labels(method, "ok").inc()
+
+        return call
+
+
+def _outcome(error: BaseException) -> str:
+    cause = error.__context__
+    if isinstance(cause, GeofedError):
+        return cause.code
+    return "error" if isinstance(error, Exception) else "cancelled"

@@ -1,0 +1,75 @@
+"""From the federation as it stands to the scheduler's snapshot, and from its answer to the user's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+
+from control_plane.core import JobState, Partition
+from control_plane.service._draft import JobEntry, RegionEntry
+from control_plane.service._wire import to_json
+from control_plane.spec import JobSpec
+from control_plane.store import RunRow
+from geofed_pb.errors import GeofedError
+from scheduler import Declined, Plan, Snapshot
+
+
+def task_key(spec: JobSpec) -> str:
+    """Jobs with one key run the same task, as far as can be told before the code is there."""
+    same = [spec.metadata.name, spec.task.module, spec.task.config, spec.data.dataset, spec.train.batch]
+    return f"sha256:{hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()}"
+
+
+def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], runs: list[RunRow]) -> Snapshot:
+    """What the scheduler may know now. A region that is silent within its lease still counts as live."""
+    live, absent = [], []
+    for entry in regions:
+        if entry.state.phase in ("live", "unreachable") and entry.catalogue is not None:
+            live.append(entry.catalogue)
+        else:
+            absent.append(entry.row.name)
+    busy: dict[str, int] = {}
+    for job in jobs:
+        if not job.state.terminal:
+            for part in job.plan.partitions:
+                busy[part.region] = busy.get(part.region, 0) + part.workers
+    speeds: dict[str, float] = {}
+    for run in runs:
+        speeds.setdefault(run.region, run.samples_per_second)
+    return Snapshot(
+        regions=tuple(live),
+        absent=tuple(sorted(absent)),
+        busy_workers=busy,
+        speeds=speeds,
+        model_bytes=next((run.model_bytes for run in runs if run.model_bytes), None),
+        start_seconds=runs[0].start_seconds if runs else None,
+    )
+
+
+def plan_json(answer: Plan | Declined) -> str:
+    """The scheduler's answer as JSON."""
+    return to_json(asdict(answer))
+
+
+def declined_error(declined: Declined) -> GeofedError:
+    """All reasons in one error, under the code that they share, else INADMISSIBLE."""
+    codes = {reason.code for reason in declined.reasons}
+    code = codes.pop() if len(codes) == 1 else "INADMISSIBLE"
+    message = "; ".join(reason.text for reason in declined.reasons)
+    return GeofedError(code, message, hint="; ".join(dict.fromkeys(reason.remedy for reason in declined.reasons)))
+
+
+def first_state(job: str, at: float, spec: JobSpec, plan: Plan, regions: dict[str, RegionEntry]) -> JobState:
+    """A job that has just been planned, queued."""
+    parts = [Partition(part.region) for part in plan.partitions]
+    return JobState(
+        job=job,
+        lost_limit_seconds=spec.limits.lost_region.total_seconds(),
+        created_at=at,
+        partitions=tuple(
+            replace(part, since=at, link="unreachable" if regions[part.region].state.phase != "live" else "live")
+            for part in parts
+        ),
+    )

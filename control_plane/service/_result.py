@@ -1,0 +1,109 @@
+"""The account of an ended job: what was promised beside what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from control_plane.core import JobState, Report
+from control_plane.store import JobRow, RunRow
+from scheduler import Plan
+
+
+def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
+    """The result and manifest of a job that has ended. Every figure of the regions is from their own meters."""
+    reports = {part.region: part.report for part in state.partitions if part.report is not None}
+    money = [{"region": name, **asdict(charge)} for name, report in reports.items() for charge in report.money]
+    usd = sum(item["usd"] for item in money)
+    links = {f"{name}>{other}": count for name, report in reports.items() for other, count in report.sent_bytes.items()}
+    seconds = state.finished_at - row.created_at
+    expected = plan.estimate
+    return {
+        "job": row.id,
+        "name": row.name,
+        "state": state.phase,
+        "metrics": _weighted_metrics(reports),
+        "steps": {name: report.step for name, report in reports.items()},
+        "rounds": max((report.round for report in reports.values()), default=0),
+        "seconds": seconds,
+        "training_seconds": state.finished_at - state.started_at if state.started_at else 0.0,
+        "regions": [_region(part.region, reports.get(part.region), part.epoch) for part in state.partitions],
+        "wan_bytes": links,
+        "money": money,
+        "usd": usd,
+        "model": _model(state),
+        "predicted": {
+            "seconds": asdict(expected.seconds),
+            "wan_bytes": asdict(expected.wan_bytes),
+            "usd": asdict(expected.usd),
+            "link_bytes": expected.link_bytes,
+            "basis": expected.basis,
+        },
+        "measured": {"seconds": seconds, "wan_bytes": sum(links.values()), "usd": usd},
+        "digests": {
+            "code": row.bundle_digest,
+            "spec_and_code": row.content_digest,
+            "model_parameters": state.model_digest,
+        },
+        "residency": plan.residency,
+        "applied_updates": {name: report.applied_updates for name, report in reports.items()},
+        "error": asdict(state.error) if state.error else None,
+    }
+
+
+def runs_of(row: JobRow, state: JobState) -> tuple[RunRow, ...]:
+    """What a job that succeeded teaches about its task."""
+    if state.phase != "succeeded":
+        return ()
+    start_seconds = max(0.0, state.started_at - row.created_at)
+    return tuple(
+        RunRow(
+            job=row.id,
+            region=part.region,
+            task_key=row.task_key,
+            at=state.finished_at,
+            samples_per_second=part.report.samples_per_second,
+            model_bytes=state.blob_bytes,
+            start_seconds=start_seconds,
+        )
+        for part in state.partitions
+        if part.report is not None and part.report.samples_per_second > 0
+    )
+
+
+def _region(name: str, report: Report | None, epoch: int) -> dict[str, Any]:
+    if report is None:
+        return {"name": name, "epoch": epoch, "workers": 0, "samples": 0, "steps": 0}
+    return {
+        "name": name,
+        "epoch": epoch,
+        "workers": report.workers,
+        "samples": report.samples,
+        "steps": report.step,
+        "rounds": report.round,
+        "samples_per_second": report.samples_per_second,
+        "compute_seconds": report.compute_seconds,
+        "wait_seconds": report.wait_seconds,
+        "loss": report.loss,
+        "metrics": report.metrics,
+        "metrics_samples": report.metrics_samples,
+        "applied_updates": report.applied_updates,
+        "usd": sum(charge.usd for charge in report.money),
+    }
+
+
+def _model(state: JobState) -> dict[str, Any] | None:
+    if not state.blob_digest:
+        return None
+    return {"digest": state.blob_digest, "bytes": state.blob_bytes, "format": "safetensors"}
+
+
+def _weighted_metrics(reports: dict[str, Report]) -> dict[str, float]:
+    """Over the regions, weighted by the samples that each was measured on."""
+    sums: dict[str, float] = {}
+    weights: dict[str, int] = {}
+    for report in reports.values():
+        for name, value in report.metrics.items():
+            sums[name] = sums.get(name, 0.0) + value * report.metrics_samples
+            weights[name] = weights.get(name, 0) + report.metrics_samples
+    return {name: sums[name] / weights[name] for name in sums if weights[name]}

@@ -1,0 +1,78 @@
+"""Planning and taking in jobs."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+
+from control_plane.core import Begun, Planned, job_state_to_json
+from control_plane.pki import utc_now
+from control_plane.service._draft import JobEntry
+from control_plane.service._federation import Federation
+from control_plane.service._planning import declined_error, first_state, plan_json, snapshot_of, task_key
+from control_plane.spec import JobSpec, parse_json, to_demand
+from control_plane.store import JobRow
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import control_pb2
+from scheduler import Declined, Plan, plan
+
+
+async def answer_plan(federation: Federation, spec: JobSpec) -> tuple[str, bool]:
+    """What would be done with a job, as JSON, and whether it is admissible."""
+    answer = await _plan(federation, spec, "plan")
+    return plan_json(answer), isinstance(answer, Plan)
+
+
+async def submit(federation: Federation, request: control_pb2.SubmitRequest) -> tuple[JobEntry, bool]:
+    """Store a job and have it start; True where it is new.
+
+    Raises ``GeofedError``: SPEC_INVALID, TASK_INVALID, REQUEST_CONFLICT, INADMISSIBLE or the code of the reason.
+    """
+    if not 1 <= len(request.request_id) <= 256:
+        raise GeofedError("SPEC_INVALID", "a submission needs a request id of 1 to 256 characters")
+    spec = parse_json(request.spec_json)
+    digest = _content_digest(spec, request.bundle_digest)
+    async with federation.change() as draft:
+        earlier = await federation.read(lambda store: store.job_of_request(request.request_id))
+        if earlier is not None:
+            if earlier.content_digest != digest:
+                raise GeofedError(
+                    "REQUEST_CONFLICT", f"request id {request.request_id} has made job {earlier.id}, of another content"
+                )
+            return await federation.find_job(earlier.id), False
+        if federation.blobs.size(request.bundle_digest) is None:
+            raise GeofedError("TASK_INVALID", "the code of the job has not arrived", hint="upload the bundle first")
+        job = f"{spec.metadata.name[:40].rstrip('-')}-{secrets.token_hex(4)}"
+        chosen = await _plan(federation, spec, job)
+        if isinstance(chosen, Declined):
+            raise declined_error(chosen)
+        state = first_state(job, draft.at, spec, chosen, draft.regions)
+        row = JobRow(
+            id=job,
+            name=spec.metadata.name,
+            request_id=request.request_id,
+            content_digest=digest,
+            bundle_digest=request.bundle_digest,
+            task_key=task_key(spec),
+            spec_json=spec.to_json(),
+            plan_json=plan_json(chosen),
+            state_json=job_state_to_json(state),
+            phase=state.phase,
+            created_at=draft.at,
+        )
+        draft.add_job(JobEntry(row, state, spec, chosen))
+        draft.record("job.submitted", f"job {job} was submitted", job=job)
+        draft.tell_job(job, Planned(draft.at))
+        draft.tell_job(job, Begun(draft.at))
+    return federation.jobs[job], True
+
+
+async def _plan(federation: Federation, spec: JobSpec, job: str) -> Plan | Declined:
+    runs = await federation.read(lambda store: store.runs(task_key(spec)))
+    snapshot = snapshot_of(federation.regions.values(), federation.jobs.values(), runs)
+    return plan(snapshot, to_demand(spec, job, utc_now(federation.clock())))
+
+
+def _content_digest(spec: JobSpec, bundle_digest: str) -> str:
+    content = f"{spec.to_json()}\n{bundle_digest}"
+    return f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"

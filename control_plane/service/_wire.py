@@ -1,0 +1,199 @@
+"""Between protobuf and the machines: nothing further in knows the wire."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from control_plane.core import (
+    Charge,
+    Failure,
+    JobAction,
+    JobState,
+    Partition,
+    Record,
+    Report,
+    SendPeers,
+    SendPublish,
+    SendStart,
+    condition_of,
+)
+from control_plane.spec import JobSpec
+from control_plane.store import EventRow, JobRow, LogRow
+from geofed_pb.errors import CATALOGUE
+from geofed_pb.v1 import agent_pb2, common_pb2, control_pb2
+from scheduler import Plan
+
+
+def report_of(message: agent_pb2.PartitionReport) -> Report:
+    """The report that a message carries."""
+    return Report(
+        epoch=message.epoch,
+        state=message.state,
+        condition=message.condition,
+        ps_address=message.ps_address,
+        round=message.round,
+        step=message.step,
+        samples=message.samples,
+        loss=message.loss,
+        metrics=dict(message.metrics),
+        metrics_samples=message.metrics_samples,
+        metrics_round=message.metrics_round,
+        sent_bytes=dict(message.sent_bytes),
+        received_bytes=dict(message.received_bytes),
+        money=tuple(Charge(m.item, m.quantity, m.unit, m.usd, m.source) for m in message.money),
+        model_digest=message.model_digest,
+        blob_digest=message.blob_digest,
+        error=failure_of(message.error) if message.HasField("error") else None,
+        workers=message.workers,
+        attempt=message.attempt,
+        samples_per_second=message.samples_per_second,
+        compute_seconds=message.compute_seconds,
+        wait_seconds=message.wait_seconds,
+        applied_updates=message.applied_updates,
+    )
+
+
+def failure_of(message: common_pb2.Error) -> Failure:
+    """The failure that a message carries; a code that the catalogue lacks becomes INTERNAL."""
+    code = message.code if message.code in CATALOGUE else "INTERNAL"
+    return Failure(code, message.message, message.hint)
+
+
+def error_message(failure: Failure) -> common_pb2.Error:
+    """A failure as it goes out."""
+    entry = CATALOGUE[failure.code]
+    return common_pb2.Error(
+        code=failure.code, message=failure.message, hint=failure.hint or entry.hint, retryable=entry.retryable
+    )
+
+
+def command_of(action: JobAction, row: JobRow, spec: JobSpec, plan: Plan) -> agent_pb2.ToAgent:
+    """The command that an action asks for, without its number."""
+    if isinstance(action, Record):
+        raise TypeError("an event is no command")
+    if isinstance(action, SendStart):
+        return agent_pb2.ToAgent(start=_start(action, row, spec, plan))
+    if isinstance(action, SendPeers):
+        peers = [agent_pb2.Peer(region=p.region, epoch=p.epoch, address=p.address) for p in action.peers]
+        return agent_pb2.ToAgent(peers=agent_pb2.Peers(job=row.id, epoch=action.epoch, peers=peers))
+    if isinstance(action, SendPublish):
+        return agent_pb2.ToAgent(publish=agent_pb2.PublishModel(job=row.id, epoch=action.epoch))
+    stop = agent_pb2.StopPartition(job=row.id, epoch=action.epoch, reason=action.reason, discard=action.discard)
+    return agent_pb2.ToAgent(stop=stop)
+
+
+def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_pb2.StartPartition:
+    part = next(part for part in plan.partitions if part.region == action.region)
+    return agent_pb2.StartPartition(
+        job=row.id,
+        region=action.region,
+        epoch=action.epoch,
+        task=agent_pb2.TaskRef(
+            bundle_digest=row.bundle_digest,
+            module=spec.task.module,
+            config_json=json.dumps(spec.task.config),
+            dataset=spec.data.dataset,
+        ),
+        plan=agent_pb2.PartitionPlan(
+            workers=part.workers,
+            batch=part.batch,
+            steps_per_round=part.steps_per_round,
+            rounds=plan.rounds,
+            seed=plan.seed,
+            memory_mb=part.memory_mb,
+            slice_seconds=plan.slice_seconds,
+            collective=plan.collective,
+            channel=plan.channel,
+            wan_policy=plan.wan_policy,
+            codec=plan.codec,
+            evaluate_every=plan.evaluate_every,
+        ),
+        regions=sorted(part.region for part in plan.partitions),
+    )
+
+
+def job_message(row: JobRow, state: JobState, plan: Plan, contacts: dict[str, float]) -> control_pb2.Job:
+    """A job as users see it; `contacts` says when each region was last heard."""
+    message = control_pb2.Job(
+        id=row.id,
+        name=row.name,
+        state=state.phase,
+        condition=condition_of(state),
+        created_at=row.created_at,
+        started_at=state.started_at,
+        finished_at=state.finished_at,
+        spec_json=row.spec_json,
+        plan_json=row.plan_json,
+        result_json=row.result_json,
+        partitions=[_partition(part, contacts.get(part.region, 0.0)) for part in state.partitions],
+        rounds=plan.rounds,
+    )
+    if state.error is not None:
+        message.error.CopyFrom(error_message(state.error))
+    return message
+
+
+def _partition(part: Partition, last_contact: float) -> control_pb2.PartitionStatus:
+    report = part.report or Report(part.epoch, "")
+    away = "" if part.link == "live" else f"region is {part.link}"
+    return control_pb2.PartitionStatus(
+        region=part.region,
+        state=part.state,
+        epoch=part.epoch,
+        round=report.round,
+        step=report.step,
+        samples=report.samples,
+        loss=report.loss,
+        workers=report.workers,
+        condition=away or report.condition,
+        metrics=report.metrics,
+        sent_bytes=report.sent_bytes,
+        money=[
+            common_pb2.Money(item=m.item, quantity=m.quantity, unit=m.unit, usd=m.usd, source=m.source)
+            for m in report.money
+        ],
+        last_contact=last_contact,
+        samples_per_second=report.samples_per_second,
+    )
+
+
+def event_message(row: EventRow) -> control_pb2.Event:
+    """An event as it goes out."""
+    return control_pb2.Event(
+        cursor=row.cursor,
+        at=row.at,
+        job=row.job,
+        region=row.region,
+        kind=row.kind,
+        text=row.text,
+        data_json=row.data_json,
+        terminal=row.terminal,
+    )
+
+
+def log_message(row: LogRow) -> control_pb2.LogLine:
+    """A log line as it goes out."""
+    return control_pb2.LogLine(cursor=row.cursor, at=row.at, region=row.region, source=row.source, text=row.text)
+
+
+def log_rows(region: str, records: Iterable[agent_pb2.LogRecord], limit_characters: int = 4000) -> tuple[LogRow, ...]:
+    """The lines of a batch; one that is too long is cut."""
+    return tuple(LogRow(r.at, r.job, region, r.source[:64], r.text[:limit_characters]) for r in records)
+
+
+def to_json(value: Any) -> str:
+    """JSON that every reader takes: numbers that are not finite become null."""
+    return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(held) for held in value]
+    return value
