@@ -133,7 +133,7 @@ class running:
         control = grpc.aio.server(interceptors=[meter], options=server_options())
         users = ControlService(federation, Door(token_hash, authority.ca_pem, ""))
         enrolment = EnrolmentService(federation, authority, config.region_certificate_life)
-        checks = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        checks = health.aio.HealthServicer()
         control_pb2_grpc.add_ControlServicer_to_server(users, control)
         control_pb2_grpc.add_EnrolmentServicer_to_server(enrolment, control)
         health_pb2_grpc.add_HealthServicer_to_server(checks, control)

@@ -18,7 +18,7 @@ from geofed_pb.errors import GeofedError
 REGION_PHASES = ("invited", "live", "unreachable", "lost")
 
 
-class Meter(grpc.aio.ServerInterceptor, Collector):  # type: ignore[type-arg]
+class Meter(grpc.aio.ServerInterceptor, Collector):
     """Counts calls as they end, and shows the federation. Labels are bounded: regions and phases, never jobs."""
 
     def __init__(self, federation: Federation) -> None:
@@ -97,14 +97,14 @@ class Meter(grpc.aio.ServerInterceptor, Collector):  # type: ignore[type-arg]
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> Any:
         """Wrap a call so that its end is counted."""
-        handler: Any = await continuation(handler_call_details)
+        handler = await continuation(handler_call_details)
         method = str(handler_call_details.method)
         if handler is None:
-            return handler  # type: ignore[return-value]
+            return handler
         if handler.response_streaming:
             make = (
                 grpc.stream_stream_rpc_method_handler
