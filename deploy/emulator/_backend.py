@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-from typing import Protocol
+from typing import Any, Protocol
 
-from deploy.emulator._hold import Relay
+from deploy.emulator._hold import RelayProcess
 from deploy.emulator._link import Link
 from deploy.emulator._nfqueue import send_to_queues
 from deploy.emulator._topology import address, fifo_lines, netem_lines, rate_line, segment_bytes
@@ -18,6 +18,8 @@ class Backend(Protocol):
     """Shapes links inside the core's namespace; every call comes from a thread that is in there."""
 
     name: str
+    ended: int | None
+    """A file that becomes readable when the back-end has died, if it can."""
 
     def segment_line(self, links: list[Link]) -> str:
         """``ip`` line that limits the segments which a site with these links may send."""
@@ -25,21 +27,26 @@ class Backend(Protocol):
     def shape(self, changes: dict[Ends, Link]) -> None:
         """Give these links their shapes; may be called again at any time."""
 
-    def relay_report(self) -> dict[str, float] | None:
-        """Processor seconds and lateness of a relay in user space, or None where there is none."""
+    def relay_report(self) -> dict[str, Any] | None:
+        """Processor seconds, lateness and losses of a relay in user space, or None where there is none."""
 
-    def lost(self, ends: Ends) -> int | None:
-        """Packets that chance took from this link outside of the kernel's own counters."""
+    def lost(self, report: dict[str, Any] | None, ends: Ends) -> int | None:
+        """Packets that chance took from this link outside of the kernel's own counters, from a report."""
+
+    def close(self) -> None:
+        """Let go of what outlives the namespaces."""
 
 
 class Netem:
     """tc htb + netem."""
 
     name = "netem"
+    ended: int | None = None
 
     def segment_line(self, links: list[Link]) -> str:
         # netem draws and counts whole segments, so they must be packets already
-        return "link set eth0 gso_max_segs 1" if any(link.shaped for link in links) else ""
+        segments = 1 if any(link.shaped for link in links) else 65_535
+        return f"link set eth0 gso_max_segs {segments}"
 
     def shape(self, changes: dict[Ends, Link]) -> None:
         lines = []
@@ -47,11 +54,14 @@ class Netem:
             lines += [rate_line(src, dst, link), *netem_lines(src, dst, link)]
         batch("tc", lines)
 
-    def relay_report(self) -> dict[str, float] | None:
+    def relay_report(self) -> dict[str, Any] | None:
         return None
 
-    def lost(self, ends: Ends) -> int | None:
+    def lost(self, report: dict[str, Any] | None, ends: Ends) -> int | None:
         return None
+
+    def close(self) -> None:
+        return
 
 
 class Hold:
@@ -60,8 +70,9 @@ class Hold:
     name = "hold"
 
     def __init__(self) -> None:
-        self._relay = Relay()
-        self._relay.start()
+        self._relay = RelayProcess()
+        self.ended: int | None = self._relay.ended
+        self._known: set[Ends] = set()
         self._held: dict[Ends, Link] = {}
 
     def segment_line(self, links: list[Link]) -> str:
@@ -71,21 +82,24 @@ class Hold:
         lines = []
         for ends, link in changes.items():
             lines += [rate_line(*ends, link), *fifo_lines(*ends, link)]
-            if link.held or ends in self._held:
-                self._relay.shape(_number(ends), link)
             if link.held:
                 self._held[ends] = link
+                self._known.add(ends)
             else:
                 self._held.pop(ends, None)
         batch("tc", lines)
+        # queues must be served before rules send packets there
+        self._relay.shape({_number(ends): link for ends, link in changes.items() if ends in self._known})
         send_to_queues({(address(src), address(dst)): _number((src, dst)) for src, dst in self._held})
 
-    def relay_report(self) -> dict[str, float] | None:
-        late, self._relay.late_ms = self._relay.late_ms, 0.0
-        return {"cpu_s": round(self._relay.cpu_s(), 3), "late_ms": round(late, 3)}
+    def relay_report(self) -> dict[str, Any] | None:
+        return self._relay.shape({})
 
-    def lost(self, ends: Ends) -> int | None:
-        return self._relay.lost.get(_number(ends), 0)
+    def lost(self, report: dict[str, Any] | None, ends: Ends) -> int | None:
+        return None if report is None else int(report["lost"].get(str(_number(ends)), 0))
+
+    def close(self) -> None:
+        self._relay.close()
 
 
 def _number(ends: Ends) -> int:

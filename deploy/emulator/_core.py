@@ -48,6 +48,7 @@ class Core:
         self._state_dir = state_dir
         self.rootless = ns.needs_user_namespace()
         self._started = time.time()
+        self._ended = False
         self._build(backend)
 
     def _build(self, wanted: str | None) -> None:
@@ -125,12 +126,15 @@ class Core:
 
     def status(self) -> dict[str, Any]:
         meters = self._meters()
+        report = self.backend.relay_report()
         links = []
         for pair, link in self.links.items():
             back = self.links[pair[1], pair[0]]
             ends = self._ends(*pair)
             shape = asdict(link) | {"rtt_ms": link.delay_ms + back.delay_ms, "cut": pair in self.cuts}
-            links.append({"src": pair[0], "dst": pair[1], **shape, **meters[ends], "lost": self.backend.lost(ends)})
+            links.append(
+                {"src": pair[0], "dst": pair[1], **shape, **meters[ends], "lost": self.backend.lost(report, ends)}
+            )
         return {
             "id": self.ident,
             "pid": os.getpid(),
@@ -139,7 +143,7 @@ class Core:
             "rootless": self.rootless,
             "congestion_control": self.congestion_control,
             "up_s": round(time.time() - self._started, 1),
-            "relay": self.backend.relay_report(),
+            "relay": report and {key: report[key] for key in ("pid", "cpu_s", "late_ms")},
             "sites": [
                 {"name": site, "address": address(i), "region": site != CONTROL, "netns": self.netns[i]}
                 for i, site in enumerate(self.sites)
@@ -166,7 +170,11 @@ class Core:
         return {"pid": os.getpid(), "id": self.ident, "inodes": self.inodes, "rootless": self.rootless}
 
     def end(self) -> None:
+        """End what runs inside, and the back-end."""
         ns.end_processes(set(self.inodes))
+        if not self._ended:
+            self._ended = True
+            self.backend.close()
 
 
 def _sysctl(values: dict[str, str]) -> None:
@@ -177,7 +185,7 @@ def _sysctl(values: dict[str, str]) -> None:
 
 
 def serve(core: Core, state_dir: Path, owner: int | None) -> None:
-    """Answer requests until told to go, signalled, or bereft of the owner (an open pidfd)."""
+    """Answer requests until told to go, signalled, or bereft of the owner (an open pidfd) or the back-end."""
     directory = os.open(state_dir, os.O_PATH | os.O_CLOEXEC)
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
@@ -190,12 +198,13 @@ def serve(core: Core, state_dir: Path, owner: int | None) -> None:
         listener.listen(16)
         selector.register(listener, selectors.EVENT_READ)
         selector.register(receiver, selectors.EVENT_READ)
-        if owner is not None:
-            selector.register(owner, selectors.EVENT_READ)
+        for end in (owner, core.backend.ended):
+            if end is not None:
+                selector.register(end, selectors.EVENT_READ)
         _announce(core, state_dir)
         while True:
             ready = [key.fileobj for key, _ in selector.select()]
-            if receiver in ready or owner in ready:
+            if ready != [listener]:
                 return
             if _answer(core, listener):
                 return
@@ -271,7 +280,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    # the relay's thread must not outlive the namespaces' end
-    sys.stderr.flush()
-    os._exit(status)
+    sys.exit(main())

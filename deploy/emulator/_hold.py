@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import heapq
+import json
 import os
 import random
 import select
-import threading
+import socket
 import time
-from collections import deque
-from dataclasses import dataclass
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
 
 from deploy.emulator._link import Link
 from deploy.emulator._namespaces import wake_exactly
 from deploy.emulator._nfqueue import PacketQueue
 
-_SEGMENTED_BELOW_MBPS = 50
+_SEGMENTED_BELOW_MBPS = 10
 _BURST = 64
+_GATHER_S = 0.0001
 
 
 def whole_segments(link: Link) -> bool:
@@ -34,80 +39,87 @@ class _Held:
 
     queue: PacketQueue
     link: Link
+    lost: int = 0
 
 
 class Relay:
-    """A thread that receives the ids of packets, draws their fate and releases each when it is due."""
+    """Receives the ids of packets, draws their fate and releases each when it is due.
 
-    def __init__(self) -> None:
+    It runs in a process of its own, so that nothing which the core does (starting ``tc``, answering questions)
+    can hold a packet up.
+    """
+
+    def __init__(self, orders: socket.socket) -> None:
+        self._orders = orders
+        self._stream = orders.makefile("rw")
         self._held: dict[int, _Held] = {}
-        self._by_fd: dict[int, _Held] = {}
+        self._by_fd: dict[int, int] = {}
         self._due: list[tuple[float, int, int]] = []  # (time, packet, queue number)
-        self._inbox: deque[tuple[int, Link]] = deque()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._late_s = 0.0
         self._epoll = select.epoll()
-        self._epoll.register(self._wake, select.EPOLLIN)
-        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
-        self.lost: dict[int, int] = {}
-        """Packets dropped by chance, by queue number."""
-        self.late_ms = 0.0
-        """The longest that a packet left after it was due, since the last look."""
+        self._epoll.register(orders, select.EPOLLIN)
 
-    def start(self) -> None:
-        """Begin; queues are bound in the network namespace of the calling thread."""
-        self._thread.start()
-
-    def shape(self, number: int, link: Link) -> None:
-        """Give the queue with this number a shape; from any thread. Packets on their way keep their time."""
-        if number not in self._held:
-            held = _Held(PacketQueue(number, whole_segments=whole_segments(link)), link)
-            self.lost.setdefault(number, 0)
-            self._held[number] = held
-            self._by_fd[held.queue.fileno()] = held
-            self._epoll.register(held.queue.fileno(), select.EPOLLIN)
-        else:
-            self._inbox.append((number, link))
-            os.eventfd_write(self._wake, 1)
-
-    def cpu_s(self) -> float:
-        """Processor time that the relay has used."""
-        ident = self._thread.ident
-        return 0.0 if ident is None else time.clock_gettime(time.pthread_getcpuclockid(ident))
-
-    def _run(self) -> None:
-        try:
-            self._loop()
-        finally:
-            # a relay that ends for whatever reason must not leave an emulator that looks alive
-            os._exit(1)
-
-    def _loop(self) -> None:
+    def run(self) -> None:
+        """Relay until the core closes its end."""
         wake_exactly()
-        _prefer_this_thread()
-        numbers: dict[int, int] = {}
+        _prefer_this_process()
+        gc.disable()
         while True:
-            timeout = max(0.0, self._due[0][0] - time.monotonic()) if self._due else None
+            wait_s = max(0.0, self._due[0][0] - time.monotonic()) if self._due else None
             # epoll alone counts in milliseconds, select in microseconds
-            select.select([self._epoll], [], [], timeout)
-            for fd, _ in self._epoll.poll(0):
-                if fd == self._wake:
-                    self._take_changes()
-                    continue
-                number = numbers.get(fd)
-                if number is None:
-                    numbers = {held.queue.fileno(): n for n, held in self._held.items()}
-                    number = numbers[fd]
-                self._receive(number, self._by_fd[fd])
+            select.select([self._epoll], [], [], wait_s)
+            ready = self._epoll.poll(0)
+            for fd, _ in ready:
+                if fd != self._orders.fileno():
+                    self._receive(self._by_fd[fd])
+                elif not self._obey():
+                    return
             self._release(time.monotonic())
+            if ready:
+                self._gather()
 
-    def _take_changes(self) -> None:
-        os.eventfd_read(self._wake)
-        while self._inbox:
-            number, link = self._inbox.popleft()
+    def _obey(self) -> bool:
+        """Carry out one line of orders; False at their end."""
+        line = self._stream.readline()
+        if not line:
+            return False
+        answer: dict[str, Any] = {}
+        orders = json.loads(line)
+        try:
+            for number, fields in orders["shape"]:
+                self._shape(number, Link(**fields))
+        except OSError as error:
+            answer["error"] = str(error)
+        answer |= {
+            "pid": os.getpid(),
+            "cpu_s": round(time.process_time(), 3),
+            "late_ms": round(self._late_s * 1000, 3),
+            "lost": {number: held.lost for number, held in self._held.items()},
+        }
+        self._late_s = 0.0
+        self._stream.write(json.dumps(answer) + "\n")
+        self._stream.flush()
+        return True
+
+    def _shape(self, number: int, link: Link) -> None:
+        """Packets on their way keep the time they were given."""
+        if number in self._held:
             self._held[number].link = link
             self._held[number].queue.set_whole_segments(whole_segments(link))
+            return
+        queue = PacketQueue(number, whole_segments=whole_segments(link))
+        self._held[number] = _Held(queue, link)
+        self._by_fd[queue.fileno()] = number
+        self._epoll.register(queue.fileno(), select.EPOLLIN)
 
-    def _receive(self, number: int, held: _Held) -> None:
+    def _gather(self) -> None:
+        """After an arrival, look away for a moment: packets come in trains, and a look costs more than a packet."""
+        pause_s = self._due[0][0] - time.monotonic() if self._due else _GATHER_S
+        if pause_s > 0:
+            time.sleep(min(pause_s, _GATHER_S))
+
+    def _receive(self, number: int) -> None:
+        held = self._held[number]
         queue, link = held.queue, held.link
         delay, jitter, loss = link.delay_ms / 1000, link.jitter_ms / 1000, link.loss
         now = time.monotonic()
@@ -117,7 +129,7 @@ class Relay:
                 return
             if loss and random.random() < loss:
                 queue.drop(packet)
-                self.lost[number] += 1
+                held.lost += 1
                 continue
             due = now + delay + (random.uniform(-jitter, jitter) if jitter else 0.0)
             heapq.heappush(self._due, (due, packet, number))
@@ -126,7 +138,7 @@ class Relay:
         in_order: dict[int, int] = {}
         due = self._due
         if due and due[0][0] <= now:
-            self.late_ms = max(self.late_ms, (now - due[0][0]) * 1000)
+            self._late_s = max(self._late_s, now - due[0][0])
         while due and due[0][0] <= now:
             _, packet, number = heapq.heappop(due)
             held = self._held[number]
@@ -138,8 +150,55 @@ class Relay:
             self._held[number].queue.accept_up_to(packet)
 
 
-def _prefer_this_thread() -> None:
+def _prefer_this_process() -> None:
     """Run ahead of ordinary processes: a busy machine must not show as a slower network."""
     # without privilege the accuracy is what the machine's load leaves
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+
+
+class RelayProcess:
+    """The core's side of a relay: starts it, orders it about, and notices its end."""
+
+    def __init__(self) -> None:
+        """Fork; the queues belong to the network namespace that the caller is in."""
+        ours, theirs = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            ours.close()
+            _relay_until_closed(theirs)
+        theirs.close()
+        self.ended = os.pidfd_open(self.pid)
+        """Readable once the relay has ended; its links are cut then."""
+        self._socket = ours
+        self._stream = ours.makefile("rw")
+
+    def shape(self, links: Mapping[int, Link]) -> dict[str, Any]:
+        """Give queues their shapes; returns the relay's report. Raises OSError."""
+        orders = {"shape": [[number, asdict(link)] for number, link in links.items()]}
+        self._stream.write(json.dumps(orders) + "\n")
+        self._stream.flush()
+        line = self._stream.readline()
+        if not line:
+            raise OSError("the relay has ended")
+        report: dict[str, Any] = json.loads(line)
+        if "error" in report:
+            raise OSError(report["error"])
+        return report
+
+    def close(self) -> None:
+        """End the relay and wait for it."""
+        self._stream.close()
+        self._socket.close()
+        os.waitpid(self.pid, 0)
+
+
+def _relay_until_closed(orders: socket.socket) -> NoReturn:
+    status = 1
+    try:
+        Relay(orders).run()
+        status = 0
+    except BaseException:  # noqa: BLE001 - the process edge: nothing may run on in a fork of the core
+        traceback.print_exc()
+    finally:
+        os._exit(status)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -208,17 +207,28 @@ def test_a_killed_core_is_swept_up_by_down_and_by_the_next_up(tmp_path: Path) ->
         assert inside.wait(5) == -signal.SIGTERM
 
 
-def test_a_dead_relay_cuts_and_never_unshapes(two_regions: Build) -> None:
-    with Emulator(two_regions(Link(delay_ms=10))) as emulator:
-        listener = socket.socket()
-        os.kill(emulator.status()["pid"], signal.SIGSTOP)
-        try:
-            if emulator.backend == "hold":
-                assert ping(emulator, AB, count=2, interval_s=0.001)["rtts_ms"] == []
-        finally:
-            os.kill(emulator._about["pid"], signal.SIGCONT)
-            listener.close()
-        assert median_rtt(emulator) == pytest.approx(20, abs=2)
+def test_a_stopped_relay_cuts_and_never_unshapes(wan: Emulator) -> None:
+    relay = wan.status()["relay"]
+    if relay is None:
+        pytest.skip("back-end netem has no relay")
+    os.kill(relay["pid"], signal.SIGSTOP)
+    try:
+        assert ping(wan, AB, count=2, interval_s=0.001)["rtts_ms"] == []
+    finally:
+        os.kill(relay["pid"], signal.SIGCONT)
+    assert median_rtt(wan) == pytest.approx(20, abs=2)
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_killed_relay_ends_the_emulator(two_regions: Build, tmp_path: Path) -> None:
+    emulator = Emulator(two_regions(Link(delay_ms=10)), state_dir=tmp_path).start()
+    relay = emulator.status()["relay"]
+    if relay is not None:
+        os.kill(relay["pid"], signal.SIGKILL)
+        time.sleep(0.3)
+        with pytest.raises(GeofedError, match="EMULATOR_OFF"):
+            emulator.status()
+    emulator.down()
 
 
 def _runs(pid: int) -> bool:
