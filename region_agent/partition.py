@@ -102,6 +102,7 @@ class Partition:
         self._row = row
         self.machine = PartitionMachine(start.region, start.plan.workers, epoch=start.epoch, attempt=row.attempt)
         self._folder = around.state_dir / "jobs" / start.job
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._channel_address = f"{around.channel_address}/{start.job}"
         self._function = f"geofed-{start.job}"[:63].rstrip("-")
         self._ps: PsProcess | None = None

@@ -132,7 +132,8 @@ class Storage:
         """Delete updates that nobody needs any more."""
         for pattern, up_to in (("inbox/*/*.*", inbox_up_to), ("outbox/*.*", outbox_up_to)):
             for path in self._folder.glob(pattern):
-                if int(path.name.split(".")[0]) <= up_to:
+                # A name that begins with a dot is a file that another thread is writing.
+                if not path.name.startswith(".") and int(path.name.split(".")[0]) <= up_to:
                     path.unlink(missing_ok=True)
 
     @staticmethod

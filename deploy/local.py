@@ -1,0 +1,243 @@
+"""A whole federation of real daemons on this machine: one control plane and one agent for each region.
+
+With an emulator every process runs in its site's network namespace, and the regions see each other over the emulated
+WAN; without one they share loopback, which nothing shapes. Used by the demo and by the tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from deploy.emulator import Emulator
+from geofed_pb.errors import GeofedError
+
+__all__ = ["LocalFederation", "RegionSite"]
+
+_READY_SECONDS = 40.0
+_STOP_SECONDS = 10.0
+CONTROL_SITE = "control"
+
+
+@dataclass(frozen=True)
+class RegionSite:
+    """One region to run."""
+
+    name: str
+    config: Mapping[str, Any]
+    """Its region file, without `apiVersion`, `kind`, `metadata` and `advertise`."""
+
+
+class LocalFederation:
+    """A context manager; leaving it ends every process it has started."""
+
+    def __init__(
+        self,
+        folder: Path,
+        regions: Sequence[RegionSite],
+        *,
+        emulator: Emulator | None = None,
+        serve_options: Sequence[str] = (),
+    ) -> None:
+        self.folder, self.regions, self.emulator = folder.resolve(), list(regions), emulator
+        self._serve_options = list(serve_options)
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._logs: list[IO[bytes]] = []
+        self._ports = {"listen": 0, "agent": 0, "metrics": 0}
+
+    def __enter__(self) -> LocalFederation:
+        try:
+            self.start_control_plane()
+            for region in self.regions:
+                self.join(region)
+            for region in self.regions:
+                self.start_agent(region.name)
+            self.wait_connected([region.name for region in self.regions])
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # The control plane
+
+    @property
+    def control_state(self) -> Path:
+        return self.folder / "control-plane"
+
+    @property
+    def context_file(self) -> Path:
+        return self.control_state / "context.json"
+
+    def start_control_plane(self) -> None:
+        """Start it, or start it again on the state and the ports that it had."""
+        host = self.emulator.address(CONTROL_SITE) if self.emulator else "127.0.0.1"
+        ready = self.folder / "control-plane-ready.json"
+        ready.unlink(missing_ok=True)
+        self.processes["control-plane"] = self._popen(
+            CONTROL_SITE,
+            [
+                *_program("control_plane.cli.main"), "serve",
+                "--state-dir", str(self.control_state), "--ready-file", str(ready), "--advertise", host,
+                "--listen", f"{host}:{self._ports['listen']}",
+                "--agent-listen", f"{host}:{self._ports['agent']}",
+                "--metrics-listen", f"{host}:{self._ports['metrics']}",
+                *self._serve_options,
+            ],
+            "control-plane",
+        )  # fmt: skip
+        self._await(ready, "control-plane")
+        told = json.loads(ready.read_text())
+        self._ports = {"listen": told["control"], "agent": told["agent"], "metrics": told["metrics"]}
+
+    def control_plane(
+        self, *arguments: str, check: bool = True, timeout: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command of `control-plane` and return what it printed."""
+        argv = [*_program("control_plane.cli.main"), *arguments]
+        process = self._spawn(CONTROL_SITE, argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            process.communicate()
+            raise
+        done = subprocess.CompletedProcess(argv, process.returncode, out, err)
+        if check and done.returncode:
+            raise GeofedError("INTERNAL", f"control-plane {' '.join(arguments)} ended with {done.returncode}:\n{err}")
+        return done
+
+    def control_plane_popen(self, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+        """Start a command of `control-plane` that stays in the foreground."""
+        return self._spawn(CONTROL_SITE, [*_program("control_plane.cli.main"), *arguments], **options)
+
+    # Regions
+
+    def region_state(self, name: str) -> Path:
+        return self.folder / "regions" / name
+
+    def join(self, region: RegionSite) -> None:
+        """Write the region's file, invite it and let it join."""
+        state = self.region_state(region.name)
+        state.mkdir(parents=True, exist_ok=True)
+        address = self.emulator.address(region.name) if self.emulator else "127.0.0.1"
+        whole = {
+            "apiVersion": "geofed/v1",
+            "kind": "Region",
+            "metadata": {"name": region.name},
+            "advertise": address,
+            "server": {"exchangeHost": address},
+            **region.config,
+        }
+        # JSON is YAML; the file is for the daemon, not for a person.
+        (state / "region.yaml").write_text(json.dumps(whole, indent=2))
+        token = self._invite(region.name)
+        token_file = state / "invitation"
+        token_file.touch(mode=0o600)
+        token_file.write_text(token)
+        argv = [
+            *_program("region_agent.cli"),
+            "join",
+            "--token-file",
+            str(token_file),
+            "--state-dir",
+            str(state / "state"),
+        ]
+        process = self._spawn(region.name, argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        _, err = process.communicate(timeout=60)
+        if process.returncode:
+            raise GeofedError("INTERNAL", f"region {region.name} could not join: {err}")
+
+    def _invite(self, name: str) -> str:
+        return self.control_plane("region", "invite", name).stdout
+
+    def start_agent(self, name: str) -> None:
+        """Start a region's agent, or start it again on its state."""
+        folder = self.region_state(name)
+        options = ["--config", str(folder / "region.yaml"), "--state-dir", str(folder / "state")]
+        argv = [*_program("region_agent.cli"), "run", *options]
+        self.processes[name] = self._popen(name, argv, f"agent-{name}")
+
+    def agent_status(self, name: str) -> dict[str, Any]:
+        """What the agent last said of itself; empty before its first word."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            told: dict[str, Any] = json.loads((self.region_state(name) / "state" / "status.json").read_text())
+            return told
+        return {}
+
+    def wait_connected(self, names: Sequence[str]) -> None:
+        """Until the agents that run now have a session."""
+        deadline = time.monotonic() + _READY_SECONDS
+        for name in names:
+            process = self.processes[name]
+            while not (self.agent_status(name).get("connected") and self.agent_status(name).get("pid") == process.pid):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise GeofedError(
+                        "UNAVAILABLE", f"agent {name} did not connect:\n{self.log(f'agent-{name}')[-2000:]}"
+                    )
+                time.sleep(0.05)
+
+    # Processes
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to "control-plane" or to a region's agent."""
+        self.processes[name].send_signal(signal.SIGKILL)
+        self.processes[name].wait()
+
+    def log(self, name: str) -> str:
+        """What a daemon has written so far."""
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def close(self) -> None:
+        running = [process for process in self.processes.values() if process.poll() is None]
+        for process in running:
+            process.terminate()
+        deadline = time.monotonic() + _STOP_SECONDS
+        for process in running:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for log in self._logs:
+            log.close()
+        self._logs.clear()
+
+    def _await(self, ready: Path, name: str) -> None:
+        deadline = time.monotonic() + _READY_SECONDS
+        while not ready.exists():
+            if self.processes[name].poll() is not None or time.monotonic() > deadline:
+                raise GeofedError("UNAVAILABLE", f"{name} did not start:\n{self.log(name)[-2000:]}")
+            time.sleep(0.02)
+
+    def _popen(self, site: str, argv: list[str], log_name: str) -> subprocess.Popen[bytes]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        log = (self.folder / f"{log_name}.log").open("ab")
+        self._logs.append(log)
+        return self._spawn(site, argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+    def _spawn(self, site: str, argv: list[str], **options: Any) -> subprocess.Popen[Any]:
+        environment = {**os.environ, "GEOFED_CONTEXT": str(self.context_file), **options.pop("env", {})}
+        if self.emulator is not None:
+            return self.emulator.popen(site, argv, env=environment, **options)
+        return subprocess.Popen(argv, env=environment, **options)
+
+
+def _program(module: str) -> list[str]:
+    """A command of this installation, by its module, so that no search path decides which one runs."""
+    return [
+        sys.executable,
+        "-c",
+        f"import sys; sys.argv[0] = {module.split('.')[0].replace('_', '-')!r}; from {module} import main; main()",
+    ]
