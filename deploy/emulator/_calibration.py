@@ -20,7 +20,7 @@ TOLERANCE = 0.05
 """Share by which a link may differ from its shape."""
 RTT_FLOOR_MS = 1.0
 """Difference of round-trip time that is never an error: below it the machine's scheduler is what one measures."""
-_PINGS = 15
+_PINGS = 20
 
 
 @dataclass(frozen=True)
@@ -98,17 +98,27 @@ def calibrate(emulator: Emulator, *, seconds: float, links: Sequence[Pair] | Non
         if frozenset(pair) not in rtts:
             rtts[frozenset(pair)] = _round_trip(emulator, pair, shapes[pair]["rtt_ms"])
         link = Link(**{name: shapes[pair][name] for name in ("rate_mbps", "delay_ms", "jitter_ms", "loss")})
-        results.append(_one(emulator, pair, link, shapes[pair]["rtt_ms"], rtts[frozenset(pair)], seconds))
+        jitter_ms = link.jitter_ms + shapes[pair[1], pair[0]]["jitter_ms"]
+        rtt_ms = shapes[pair]["rtt_ms"]
+        results.append(_one(emulator, pair, link, rtt_ms, jitter_ms, rtts[frozenset(pair)], seconds))
     return Calibration(status["profile"], status["backend"], status["congestion_control"], time.time(), tuple(results))
 
 
 def _one(
-    emulator: Emulator, pair: Pair, link: Link, rtt_ms: float, measured_rtt_ms: float | None, seconds: float
+    emulator: Emulator,
+    pair: Pair,
+    link: Link,
+    rtt_ms: float,
+    jitter_ms: float,
+    measured_rtt_ms: float | None,
+    seconds: float,
 ) -> LinkCalibration:
     faults = []
+    # the median of uniform draws is itself drawn; three of its standard deviations are no fault
+    doubt_ms = 3 * jitter_ms / _PINGS**0.5
     if measured_rtt_ms is None:
         faults.append("no echo came back")
-    elif abs(measured_rtt_ms - rtt_ms) > max(RTT_FLOOR_MS, TOLERANCE * rtt_ms):
+    elif abs(measured_rtt_ms - rtt_ms) > max(RTT_FLOOR_MS, TOLERANCE * rtt_ms) + doubt_ms:
         faults.append(f"round trip {measured_rtt_ms:.2f} ms instead of {rtt_ms:.2f} ms")
     # a connection's start overfills the queue, and what is sent again arrives in one lump
     warm_s = 1.5 + 15 * rtt_ms / 1000

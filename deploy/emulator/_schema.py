@@ -67,7 +67,7 @@ class _ProfileFile(_Closed):
     name: SiteName
     description: str
     source: str = Field(description="where the figures come from")
-    regions: list[SiteName] = Field(min_length=1, max_length=60)
+    regions: list[SiteName] = Field(min_length=1, max_length=24)
     default: _Shape | None = Field(default=None, description="link of the region pairs that no row names")
     links: list[_Row] = Field(default_factory=list)
 

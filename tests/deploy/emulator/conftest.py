@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 
@@ -23,8 +23,14 @@ def _namespaces() -> set[int]:
 
 
 def _cores() -> set[str]:
-    listing = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    return {line.split()[0] for line in listing.splitlines() if "-m deploy.emulator._core" in line}
+    found = set()
+    for entry in os.listdir("/proc"):
+        try:
+            if entry.isdigit() and b"deploy.emulator._core" in Path(f"/proc/{entry}/cmdline").read_bytes():
+                found.add(entry)
+        except OSError:
+            continue
+    return found
 
 
 def _devices() -> set[str]:

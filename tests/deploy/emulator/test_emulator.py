@@ -58,18 +58,22 @@ def test_round_trip_and_unshaped_control_links(wan: Emulator) -> None:
 
 def test_tcp_connects_in_one_true_round_trip(wan: Emulator) -> None:
     wan.set_link("a", "b", delay_ms=40)
-    listener = "import socket; s=socket.create_server(('0.0.0.0', 7)); print(1, flush=True); s.accept()"
+    listener = "import socket, time; s=socket.create_server(('0.0.0.0', 7)); print(1, flush=True); time.sleep(60)"
     server = wan.popen("b", [sys.executable, "-S", "-c", listener], stdout=subprocess.PIPE)
     assert server.stdout is not None
     server.stdout.readline()
     dial = (
-        "import socket, sys, time; t=time.perf_counter(); socket.create_connection((sys.argv[1], 7));"
-        "print(time.perf_counter()-t)"
+        "import socket, sys, time\n"
+        "for _ in range(5):\n"
+        "    t = time.perf_counter()\n"
+        "    socket.create_connection((sys.argv[1], 7)).close()\n"
+        "    print(time.perf_counter() - t)\n"
     )
     argv = [sys.executable, "-S", "-c", dial, wan.address("b")]
     took = wan.run("a", argv, capture_output=True, text=True, check=True).stdout
-    server.communicate(timeout=5)
-    assert float(took) * 1000 == pytest.approx(50, abs=5)
+    server.kill()
+    server.communicate()
+    assert min(map(float, took.split())) * 1000 == pytest.approx(50, abs=3)
 
 
 def test_directions_differ(wan: Emulator) -> None:
