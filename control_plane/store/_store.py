@@ -201,7 +201,9 @@ class Store:
             .where(t.regions.c.name == command.region)
             .values(command_seq=t.regions.c.command_seq + 1)
             .returning(t.regions.c.command_seq)
-        ).scalar_one()
+        ).scalar()
+        if seq is None:
+            raise GeofedError("REGION_NOT_FOUND", f"there is no region {command.region} to command")
         numbered = replace(command, seq=seq)
         connection.execute(insert(t.commands), asdict(numbered))
         return numbered

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from control_plane.client import Context, ControlClient
 from control_plane.server import ServeConfig, running
 from control_plane.spec import load, pack
-
 from tests.control_plane.fake_agent import FakeAgent, join
 
 JOB = """\

@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import grpc
-import scheduler
-from control_plane.pki import InvitationToken
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+
+import scheduler
+from control_plane.pki import InvitationToken
 from geofed_pb.rpc import CONTROL_PLANE_NAME, channel, error_of
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2, control_pb2, control_pb2_grpc
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from control_plane.server import ServeConfig
 from geofed_pb.v1 import agent_pb2, common_pb2
-
 from tests.control_plane.conftest import Stage, staged
 from tests.control_plane.fake_agent import FakeAgent, digest_of
 

@@ -1,0 +1,299 @@
+"""The job machine against any order of events, and along the paths that matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from control_plane.core import (
+    MAX_PUBLISHES,
+    Begun,
+    CancelAsked,
+    Failure,
+    JobEvent,
+    JobMachine,
+    JobState,
+    Partition,
+    Planned,
+    Record,
+    RegionLive,
+    RegionLost,
+    RegionUnreachable,
+    Report,
+    Reported,
+    SendPeers,
+    SendPublish,
+    SendStart,
+    SendStop,
+    Tick,
+    condition_of,
+    job_state_from_json,
+    job_state_to_json,
+)
+
+REGIONS = ("a", "b", "c")
+STATES = (
+    "accepted",
+    "refused",
+    "preparing",
+    "ready",
+    "training",
+    "waiting",
+    "finished",
+    "published",
+    "stopped",
+    "failed",
+)
+LIMIT = 100.0
+
+
+def fresh(*regions: str) -> JobMachine:
+    parts = tuple(Partition(region) for region in regions or REGIONS)
+    return JobMachine(JobState("j", LIMIT, 0.0, partitions=parts))
+
+
+class AnyOrder(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = fresh()
+        self.at = 0.0
+        self.asked: str | None = None
+        self.ends = 0
+        self.epochs = dict.fromkeys(REGIONS, 1)
+
+    def tell(self, event: JobEvent) -> None:
+        before = self.machine.state
+        twin = JobMachine(job_state_from_json(job_state_to_json(before)))
+        if self.asked is not None and self._settles(event, before):
+            self.asked = None
+        actions = self.machine.handle(event)
+        assert twin.handle(event) == actions
+        assert twin.state == self.machine.state
+        if before.terminal:
+            assert (self.machine.state, actions) == (before, [])
+        for action in actions:
+            self._check(action)
+
+    def _settles(self, event: JobEvent, before: JobState) -> bool:
+        part = before.partition(self.asked or "")
+        assert part is not None
+        return (
+            (isinstance(event, RegionLost) and event.region == self.asked)
+            or (isinstance(event, RegionLive) and event.region == self.asked and event.restarted)
+            or (
+                isinstance(event, Reported)
+                and event.region == self.asked
+                and event.report.state == "published"
+                and event.report.epoch == part.epoch
+            )
+        )
+
+    def _check(self, action: Any) -> None:
+        state = self.machine.state
+        if isinstance(action, Record):
+            self.ends += action.terminal
+            return
+        part = state.partition(action.region)
+        assert part is not None
+        assert action.epoch <= part.epoch
+        if isinstance(action, SendPublish):
+            assert self.asked is None, "one region at a time is asked for the model"
+            self.asked = action.region
+        if isinstance(action, SendPeers):
+            known = tuple((p.region, p.epoch, p.address) for p in state.partitions)
+            assert tuple((p.region, p.epoch, p.address) for p in action.peers) == known
+            assert all(address for _, _, address in known)
+
+    @rule()
+    def plan(self) -> None:
+        self.tell(Planned(self.at))
+
+    @rule()
+    def begin(self) -> None:
+        self.tell(Begun(self.at))
+
+    @rule(
+        region=st.sampled_from(REGIONS),
+        state=st.sampled_from(STATES),
+        back=st.integers(0, 1),
+        address=st.sampled_from(("", "one:1", "two:2")),
+        digest=st.sampled_from(("m", "m", "m", "other")),
+        blob=st.sampled_from((None, 7)),
+        count=st.integers(0, 9),
+    )
+    def report(
+        self, region: str, state: str, back: int, address: str, digest: str, blob: int | None, count: int
+    ) -> None:
+        part = self.machine.state.partition(region)
+        assert part is not None
+        report = Report(
+            part.epoch - back,
+            state,
+            ps_address=address,
+            round=count,
+            metrics={"accuracy": 0.5},
+            metrics_round=count,
+            model_digest=digest,
+            blob_digest="sha256:x" if state == "published" else "",
+            error=Failure("TASK_FAILED", "boom") if state == "failed" else None,
+        )
+        before = self.machine.state
+        self.tell(Reported(self.at, region, report, blob))
+        if back:
+            assert self.machine.state == before, "what an older epoch says does not count"
+
+    @rule(state=st.sampled_from(("ready", "training", "finished")))
+    def all_report(self, state: str) -> None:
+        for part in self.machine.state.partitions:
+            report = Report(part.epoch, state, ps_address=f"{part.region}:1", model_digest="m")
+            self.tell(Reported(self.at, part.region, report))
+
+    @rule()
+    def cancel(self) -> None:
+        self.tell(CancelAsked(self.at, "why not"))
+
+    @rule(region=st.sampled_from(REGIONS), restarted=st.booleans())
+    def live(self, region: str, restarted: bool) -> None:
+        self.tell(RegionLive(self.at, region, restarted))
+
+    @rule(region=st.sampled_from(REGIONS))
+    def unreachable(self, region: str) -> None:
+        self.tell(RegionUnreachable(self.at, region))
+
+    @rule(region=st.sampled_from(REGIONS))
+    def lost(self, region: str) -> None:
+        self.tell(RegionLost(self.at, region))
+
+    @rule(seconds=st.sampled_from((1.0, LIMIT + 1)))
+    def wait(self, seconds: float) -> None:
+        self.at += seconds
+        self.tell(Tick(self.at))
+
+    @invariant()
+    def epochs_only_grow(self) -> None:
+        for part in self.machine.state.partitions:
+            assert part.epoch >= self.epochs[part.region]
+            self.epochs[part.region] = part.epoch
+
+    @invariant()
+    def it_ends_once(self) -> None:
+        assert self.ends == self.machine.state.terminal
+        assert self.machine.state.publishes <= 1000
+        assert isinstance(condition_of(self.machine.state), str)
+
+
+AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnyOrder = AnyOrder.TestCase
+
+
+def running(*regions: str) -> JobMachine:
+    machine = fresh(*regions)
+    machine.handle(Planned(0))
+    machine.handle(Begun(0))
+    for state in ("ready", "training"):
+        for part in machine.state.partitions:
+            machine.handle(Reported(1, part.region, Report(part.epoch, state, ps_address=f"{part.region}:1")))
+    assert machine.state.phase == "running"
+    return machine
+
+
+def finished(machine: JobMachine, digest: str = "m") -> list[Any]:
+    actions = []
+    for part in machine.state.partitions:
+        actions += machine.handle(Reported(5, part.region, Report(part.epoch, "finished", model_digest=digest)))
+    return actions
+
+
+def sent(actions: list[Any], kind: type) -> list[Any]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def test_a_lost_region_comes_back_under_a_new_epoch() -> None:
+    machine = running("a", "b")
+    machine.handle(RegionUnreachable(10, "a"))
+    assert "region a unreachable since 1970-01-01T00:00:10Z" in condition_of(machine.state)
+    machine.handle(RegionLost(20, "a"))
+    assert machine.state.phase == "running"
+    assert sent(machine.handle(RegionLive(30, "a", True)), SendStart) == [SendStart("a", 2)]
+    assert condition_of(machine.state) == ""
+    assert not sent(machine.handle(Reported(31, "a", Report(1, "ready", ps_address="a:1"))), SendPeers)
+    peers = sent(machine.handle(Reported(32, "a", Report(2, "ready", ps_address="a:2"))), SendPeers)
+    assert [(p.region, p.epoch) for p in peers] == [("a", 2), ("b", 1)]
+    assert [(p.region, p.epoch, p.address) for p in peers[1].peers] == [("a", 2, "a:2"), ("b", 1, "b:1")]
+
+
+def test_a_restarted_agent_gets_its_orders_again() -> None:
+    machine = running("a", "b")
+    assert sent(machine.handle(RegionLive(3, "a", True)), SendStart) == [SendStart("a", 1)]
+    told = sent(machine.handle(Reported(4, "a", Report(1, "ready", ps_address="a:1"))), SendPeers)
+    assert [p.region for p in told] == ["a"]
+    assert machine.handle(RegionLive(5, "a", False)) == []
+
+
+def test_a_region_that_stays_lost_fails_the_job() -> None:
+    machine = running("a", "b")
+    machine.handle(RegionLost(10, "b"))
+    assert machine.handle(Tick(10 + LIMIT)) == []
+    actions = machine.handle(Tick(11 + LIMIT))
+    assert machine.state.error is not None
+    assert machine.state.error.code == "REGION_LOST"
+    assert {stop.region for stop in sent(actions, SendStop)} == {"a", "b"}
+
+
+def test_different_models_fail_the_job() -> None:
+    machine = running("a", "b")
+    machine.handle(Reported(5, "a", Report(1, "finished", model_digest="m")))
+    machine.handle(Reported(5, "b", Report(1, "finished", model_digest="n")))
+    assert machine.state.error is not None
+    assert "a m, b n" in machine.state.error.message
+
+
+def test_another_region_publishes_when_the_first_is_lost() -> None:
+    machine = running("a", "b")
+    assert sent(finished(machine), SendPublish) == [SendPublish("a", 1)]
+    assert sent(machine.handle(RegionLost(6, "a")), SendPublish) == [SendPublish("b", 1)]
+    published = Report(1, "published", model_digest="m", blob_digest="sha256:x")
+    machine.handle(Reported(7, "b", published, 12))
+    assert (machine.state.phase, machine.state.blob_bytes) == ("succeeded", 12)
+
+
+def test_a_model_that_never_arrives_whole_fails_the_job() -> None:
+    machine = running("a")
+    finished(machine)
+    published = Report(1, "published", model_digest="m", blob_digest="sha256:x")
+    for _ in range(MAX_PUBLISHES - 1):
+        assert sent(machine.handle(Reported(7, "a", published, None)), SendPublish)
+    machine.handle(Reported(7, "a", published, None))
+    assert machine.state.error is not None
+    assert machine.state.error.code == "DIGEST_MISMATCH"
+
+
+def test_cancel_waits_for_all_but_the_lost() -> None:
+    machine = running("a", "b")
+    actions = machine.handle(CancelAsked(5, "enough"))
+    assert {stop.region for stop in sent(actions, SendStop)} == {"a", "b"}
+    machine.handle(Reported(6, "a", Report(1, "stopped")))
+    assert machine.state.phase == "cancelling"
+    assert "b to stop" in condition_of(machine.state)
+    machine.handle(RegionLost(7, "b"))
+    assert machine.state.phase == "cancelled"
+
+
+def test_a_veto_fails_the_job_with_its_code() -> None:
+    machine = fresh("a", "b")
+    machine.handle(Planned(0))
+    machine.handle(Begun(0))
+    refusal = Report(1, "refused", error=Failure("RESIDENCY_VIOLATION", "not this data"))
+    machine.handle(Reported(1, "a", refusal))
+    assert machine.state.error == Failure("RESIDENCY_VIOLATION", "region a refuses the partition: not this data")
+
+
+def test_a_loss_that_is_no_number_survives_storage() -> None:
+    machine = running("a")
+    machine.handle(Reported(2, "a", Report(1, "training", round=1, loss=float("nan"))))
+    part = job_state_from_json(job_state_to_json(machine.state)).partitions[0]
+    assert part.report is not None
+    assert part.report.loss != part.report.loss

@@ -1,0 +1,180 @@
+"""The job file: what is taken, and how each mistake is told."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from control_plane._durations import format_duration, parse_duration
+from control_plane.spec import check_task, json_schema, load, pack, parse_json, to_demand
+from control_plane.spec._pack import MAX_BUNDLE_BYTES
+from geofed_pb.errors import GeofedError
+from tests.control_plane.conftest import JOB
+
+NOW = datetime(2030, 1, 1, tzinfo=UTC)
+
+
+def errors_of(path: Path, text: str, *overrides: str) -> list[str]:
+    path.write_text(text)
+    with pytest.raises(GeofedError) as caught:
+        load(path, overrides)
+    assert caught.value.code == "SPEC_INVALID"
+    return [line.replace(str(path), "F") for line in caught.value.message.splitlines()]
+
+
+def test_a_good_file_is_normalised(job_file: Path) -> None:
+    loaded = load(job_file, ["wan.interval=5", "regions.use=[b, a]", "objective.deadline=2h"])
+    assert parse_json(loaded.json) == loaded.spec
+    assert json.loads(loaded.json)["function"] == {"memoryMb": "auto", "slice": "30s"}
+    assert loaded.folder == job_file.parent
+    demand = to_demand(loaded.spec, "j", NOW)
+    assert (demand.interval, demand.use, demand.deadline_seconds, demand.steps) == (5, ("b", "a"), 7200.0, 4)
+    assert (demand.workers, demand.codec, demand.epochs) == (None, None, None)
+    assert load(job_file).digest == load(job_file).digest != loaded.digest
+
+
+def test_values_keep_their_types(job_file: Path) -> None:
+    text = JOB.replace("{width: 8}", "{a: no, b: 1e3, c: null, d: 0x10, e: [1.5, true], f: 2030-01-01}")
+    job_file.write_text(text)
+    config = load(job_file).spec.task.config
+    assert config == {"a": "no", "b": 1000.0, "c": None, "d": 16, "e": [1.5, True], "f": "2030-01-01"}
+    assert parse_json(load(job_file).json).task.config == config
+
+
+def test_all_errors_are_told_at_their_places(job_file: Path) -> None:
+    text = """\
+apiVersion: geofed/v1
+kind: TrainingJob
+metadata: {name: Digits}
+task: {module: ../task.py}
+data: {dataset: digits}
+train:
+  bacth: 10
+  end: {steps: 4, epochs: 1}
+wan:
+  codec: int8
+"""
+    assert errors_of(job_file, text) == [
+        "F:3:18: `metadata.name` must be a DNS label (lower-case letters, digits, hyphens), not 'Digits'",
+        "F:4:16: `task.module`: give the path of a .py file in the job file's folder",
+        "F:6:1: `train.batch` is required",
+        "F:7:3: unknown key `bacth` in train; did you mean `batch`?",
+        "F:8:8: `train.end`: give exactly one of `epochs` and `steps`",
+        "F:10:10: `wan.codec` must be 'auto' or 'fp32', not 'int8'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (("batch: 10", "batch: '10'"), "F:6:16: `train.batch`: input should be a valid integer"),
+        (("batch: 10", "batch: 10, batch: 11"), "F:6:20: key `batch` stands here a second time; first in line 6"),
+        (("interval: 2", "interval: 0"), "F:7:17: `wan.interval`: write `auto` or a whole number from 1 on"),
+        (("lostRegion: 2s", "lostRegion: 2"), "F:8:22: `limits.lostRegion`: write a duration like 30s, 10m or 1h30m"),
+        (("lostRegion: 2s", "lostRegion: 2x"), "F:8:22: `limits.lostRegion`: '2x' is no duration"),
+        (("{width: 8}", "{width: .nan}"), "F:4:33: `task.config`: numbers must be finite"),
+        (("{width: 8}", "&a {width: *a}"), "F:4:33: aliases (`*name`) are not taken"),
+        (("{width: 8}", "!!python/object:os.system {}"), "F:4:33: tags are not taken"),
+        (("kind:", "kind"), "F:3:1: could not find expected"),
+        (("geofed/v1", "geofed/v2"), "F:1:13: `apiVersion` must be 'geofed/v1', not 'geofed/v2'; did you mean"),
+    ],
+)
+def test_each_mistake_has_its_sentence(job_file: Path, change: tuple[str, str], told: str) -> None:
+    assert errors_of(job_file, JOB.replace(*change))[0].startswith(told)
+
+
+def test_overrides_are_told_as_such(job_file: Path) -> None:
+    assert errors_of(job_file, JOB, "regions.usee=[a]") == [
+        "--set regions.usee=[a]: unknown key `usee` in regions; did you mean `use`?"
+    ]
+    assert errors_of(job_file, JOB, "nothing") == ["--set nothing: write it as key.key=value"]
+    assert errors_of(job_file, JOB, "kind.x=1") == ["--set kind.x=1: kind holds no keys"]
+
+
+def test_deadlines_are_durations_or_times(job_file: Path) -> None:
+    objective = "objective.deadline=2030-01-01T02:00:00+01:00"
+    assert to_demand(load(job_file, [objective]).spec, "j", NOW).deadline_seconds == 3600.0
+    assert "time zone" in errors_of(job_file, JOB, "objective.deadline=2030-01-01T02:00:00")[0]
+
+
+def test_a_missing_file_has_its_code(tmp_path: Path) -> None:
+    with pytest.raises(GeofedError, match="SPEC_NOT_FOUND"):
+        load(tmp_path / "no.yaml")
+    assert "mapping" in errors_of(tmp_path / "empty.yaml", "")[0]
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(GeofedError, match="UTF-8"):
+        load(tmp_path / "binary.yaml")
+
+
+@given(st.text(max_size=200))
+def test_no_text_breaks_the_reader(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(text, encoding="utf-8", errors="replace")
+    with pytest.raises(GeofedError, match="SPEC_INVALID"):
+        load(path)
+
+
+@given(st.integers(1, 10**9))
+def test_durations_survive_a_round_trip(milliseconds: int) -> None:
+    duration = timedelta(milliseconds=milliseconds)
+    assert abs(parse_duration(format_duration(duration)) - duration) < timedelta(microseconds=10)
+
+
+def test_the_schema_names_the_keys_of_the_file() -> None:
+    schema = json_schema()
+    assert schema["required"] == ["apiVersion", "kind", "metadata", "task", "data", "train"]
+    assert "lostRegion" in schema["$defs"]["Limits"]["properties"]
+    assert schema["additionalProperties"] is False
+
+
+def test_packing_is_the_same_whenever_and_wherever(job_file: Path, tmp_path: Path) -> None:
+    folder = job_file.parent
+    for name in (".secret", "__pycache__/x.pyc", ".venv/y.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("no")
+    os.symlink("/etc/passwd", folder / "outside.txt")
+    content, digest = pack(folder, "task.py")
+    os.utime(folder / "task.py", (1, 1))
+    assert pack(folder, "task.py") == (content, digest)
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        assert [(m.name, m.mtime, m.uid, m.uname) for m in archive] == [
+            ("job.yaml", 0, 0, ""),
+            ("task.py", 0, 0, ""),
+        ]
+    (folder / "task.py").write_text("changed")
+    assert pack(folder, "task.py")[1] != digest
+
+
+def test_a_large_folder_is_refused_with_its_largest_file(job_file: Path) -> None:
+    (job_file.parent / "data.bin").write_bytes(os.urandom(MAX_BUNDLE_BYTES + 1))
+    with pytest.raises(GeofedError, match="LIMIT_EXCEEDED") as caught:
+        pack(job_file.parent, "task.py")
+    assert "data.bin" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("def model(config): ...\n", "task.py:1: defines no dataset, no loss"),
+        ("def model(config):\n  return (\n", "task.py:2: "),
+        ("def model(): ...\ndef dataset(u, s, c): ...\ndef loss(m, b): ...\n", "task.py:1: model is called with 1"),
+    ],
+)
+def test_a_wrong_task_module_is_told_with_its_line(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "task.py").write_text(text)
+    with pytest.raises(GeofedError) as caught:
+        check_task(tmp_path, "task.py")
+    assert caught.value.code == "TASK_INVALID"
+    assert caught.value.message.startswith(told)
+
+
+def test_a_good_task_module_passes(job_file: Path) -> None:
+    check_task(job_file.parent, "task.py")

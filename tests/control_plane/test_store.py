@@ -1,0 +1,222 @@
+"""One contract, held by SQLite and by PostgreSQL."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sqlite3
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from control_plane.store import (
+    Change,
+    CommandRow,
+    Cursors,
+    EventRow,
+    Invitation,
+    JobRow,
+    LogRow,
+    RegionRow,
+    RunRow,
+    Store,
+    open_store,
+)
+from control_plane.store._schema import metadata
+from geofed_pb.errors import GeofedError
+
+JOB = JobRow("j1", "digits", "r1", "c", "b", "t", "{}", "{}", "{}", "running", 1.0)
+REGION = RegionRow("a", "cloud", "1", "{}", "{}", ("1", "2"), 9.0)
+
+
+def postgres_binaries() -> Path | None:
+    found = [path.parent for path in sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))]
+    on_path = shutil.which("initdb")
+    return found[-1] if found else Path(on_path).resolve().parent if on_path else None
+
+
+@pytest.fixture(scope="session")
+def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real server of one's own on a socket in a fresh folder."""
+    binaries = postgres_binaries()
+    if binaries is None:
+        pytest.skip("PostgreSQL is not installed (Debian: postgresql)")
+    as_user: list[str] = []
+    folder = tmp_path_factory.mktemp("pg")
+    if os.geteuid() == 0:
+        # The server refuses root, and pytest's folders are closed to others.
+        if shutil.which("setpriv") is None:
+            pytest.skip("PostgreSQL refuses to run as root, and setpriv (util-linux) is missing")
+        as_user = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"]
+        shutil.chown(folder, "nobody", "nogroup")
+        for parent in [*folder.parents][: len(folder.relative_to(folder.anchor).parts) - 1]:
+            if parent.name.startswith("pytest-"):
+                parent.chmod(0o711)
+    data = folder / "data"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def call(*words: str) -> None:
+        done = subprocess.run([*as_user, *words], capture_output=True, text=True, cwd="/", timeout=60)
+        assert done.returncode == 0, done.stderr + done.stdout
+
+    call(str(binaries / "initdb"), "-D", str(data), "-U", "geofed", "-A", "trust", "--no-sync")
+    options = f"-p {port} -k {folder} -c listen_addresses='' -c fsync=off"
+    log = str(folder / "log")
+    call(str(binaries / "pg_ctl"), "-D", str(data), "-o", options, "-l", log, "-w", "start")
+    try:
+        yield f"postgresql://geofed@/postgres?host={folder}&port={port}"
+    finally:
+        call(str(binaries / "pg_ctl"), "-D", str(data), "-m", "immediate", "-w", "stop")
+
+
+class Contract:
+    """What every store does."""
+
+    @pytest.fixture
+    def url(self) -> str:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def store(self, url: str) -> Iterator[Store]:
+        with open_store(url, max_log_lines=5) as store:
+            yield store
+
+    def test_rows_come_back(self, store: Store) -> None:
+        store.commit(Change(jobs=(JOB,), regions=(REGION,), invitations=(Invitation("h", "a", 5.0),)))
+        store.commit(Change(runs=(RunRow("j1", "a", "t", 1.0, 50.0, 7, 0.5),)))
+        assert store.job("j1") == JOB
+        assert store.job_of_request("r1") == JOB
+        assert store.jobs_named("digits") == [JOB]
+        assert store.regions() == [REGION]
+        assert store.invitation("h") == Invitation("h", "a", 5.0)
+        assert [run.model_bytes for run in store.runs("t")] == [7]
+        assert (store.job("no"), store.invitation("no"), store.runs("no"), store.meta("no")) == (None, None, [], None)
+
+    def test_rows_are_replaced(self, store: Store) -> None:
+        store.commit(Change(jobs=(JOB,), regions=(REGION,)))
+        done = replace(JOB, phase="succeeded", result_json="{}")
+        store.commit(Change(jobs=(done,), regions=(replace(REGION, cloud="other"),)))
+        assert store.jobs(phases=frozenset({"running"})) == []
+        assert store.jobs() == [done]
+        assert store.regions()[0].cloud == "other"
+
+    def test_cursors_grow_and_resume(self, store: Store) -> None:
+        events = tuple(EventRow(float(n), f"j{n % 2}", "a", "kind", "text") for n in range(6))
+        first = store.commit(Change(events=events[:3])).events
+        second = store.commit(Change(events=events[3:])).events
+        cursors = [event.cursor for event in first + second]
+        assert cursors == sorted(set(cursors))
+        assert store.events_after(first[-1].cursor) == list(second)
+        assert [event.at for event in store.events_after(0, job="j1")] == [1.0, 3.0, 5.0]
+        assert len(store.events_after(0, limit=2)) == 2
+
+    def test_commands_are_numbered_for_each_region_and_go_when_taken(self, store: Store) -> None:
+        store.commit(Change(regions=(REGION, replace(REGION, name="b"))))
+        sent = store.commit(Change(commands=tuple(CommandRow(r, "j", r.encode()) for r in ("a", "b", "a")))).commands
+        assert [(command.region, command.seq) for command in sent] == [("a", 1), ("b", 1), ("a", 2)]
+        assert store.commands_pending() == {"a": 2, "b": 1}
+        store.commit(Change(command_cursor=("a", 1)))
+        assert [command.seq for command in store.commands_after("a", 0)] == [2]
+        assert store.cursors("a") == Cursors(2, 1, 0)
+        store.lift_command_seq("a", 9)
+        assert store.commit(Change(commands=(CommandRow("a", "j", b""),))).commands[0].seq == 10
+
+    def test_a_region_that_begins_anew_is_numbered_anew(self, store: Store) -> None:
+        store.commit(Change(regions=(REGION,), commands=(CommandRow("a", "j", b"old"),), report_cursor=("a", 4)))
+        store.commit(Change(reset_region="a", commands=(CommandRow("a", "j", b"new"),)))
+        assert store.cursors("a") == Cursors(1, 0, 0)
+        assert [command.payload for command in store.commands_after("a", 0)] == [b"new"]
+
+    def test_a_change_is_all_or_nothing(self, store: Store) -> None:
+        store.commit(Change(jobs=(JOB,), regions=(REGION,)))
+        twice = replace(JOB, id="j2")
+        with pytest.raises(GeofedError, match="REQUEST_CONFLICT"):
+            store.commit(
+                Change(regions=(replace(REGION, cloud="x"),), events=(EventRow(1, "j", "", "k", "t"),), jobs=(twice,))
+            )
+        with pytest.raises(GeofedError, match="REGION_NOT_FOUND"):
+            store.commit(Change(events=(EventRow(1, "j", "", "k", "t"),), commands=(CommandRow("no", "j", b""),)))
+        assert store.events_after(0) == []
+        assert store.regions() == [REGION]
+
+    def test_logs_are_bounded(self, store: Store) -> None:
+        store.commit(Change(logs=tuple(LogRow(float(n), "j", "ab"[n % 2], "s", str(n)) for n in range(12))))
+        store.commit(Change(logs=(LogRow(1.0, "other", "a", "s", "kept"),)))
+        assert [line.text for line in store.logs_after("j", 0)] == ["7", "8", "9", "10", "11"]
+        assert [line.text for line in store.logs_after("j", 0, region="b")] == ["7", "9", "11"]
+        after = store.log_tail_cursor("j", 2)
+        assert [line.text for line in store.logs_after("j", after)] == ["10", "11"]
+        assert len(store.logs_after("other", 0)) == 1
+
+    def test_state_survives_a_restart(self, url: str) -> None:
+        with open_store(url) as store:
+            store.commit(Change(regions=(REGION,), report_cursor=("a", 7)))
+            store.put_meta("key", "value")
+        with open_store(url) as store:
+            assert store.cursors("a").report_cursor == 7
+            assert store.meta("key") == "value"
+
+    def test_migrations_lead_to_the_schema(self, store: Store) -> None:
+        with store._engine.connect() as connection:
+            assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+
+    def test_a_newer_database_is_not_touched(self, store: Store, url: str) -> None:
+        with store._engine.connect().execution_options(geofed_write=True) as connection, connection.begin():
+            connection.exec_driver_sql("UPDATE alembic_version SET version_num = 'from_the_future'")
+        with pytest.raises(GeofedError, match="STATE_INVALID"):
+            open_store(url)
+
+
+class TestSqlite(Contract):
+    @pytest.fixture
+    def url(self, tmp_path: Path) -> str:
+        return f"sqlite:///{tmp_path}/state.db"
+
+    def test_a_damaged_file_is_said_to_be(self, tmp_path: Path) -> None:
+        (tmp_path / "bad.db").write_bytes(b"this is no database, whatever its name says" * 100)
+        with pytest.raises(GeofedError, match="STATE_INVALID"):
+            open_store(f"sqlite:///{tmp_path}/bad.db")
+
+    def test_it_is_durable(self, store: Store, tmp_path: Path) -> None:
+        with store._engine.connect() as connection:
+            assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
+            assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2
+
+    def test_a_full_disk_loses_nothing(self, store: Store) -> None:
+        store.commit(Change(regions=(REGION,)))
+        with store._engine.connect() as connection:
+            pages = connection.exec_driver_sql("PRAGMA page_count").scalar()
+            connection.exec_driver_sql(f"PRAGMA max_page_count={pages}")
+        with pytest.raises(GeofedError, match="DISK_FULL"):
+            store.commit(Change(logs=(LogRow(1.0, "j", "a", "s", "x" * 1_000_000),)))
+        assert store.regions() == [REGION]
+        assert store.logs_after("j", 0) == []
+
+
+class TestPostgres(Contract):
+    @pytest.fixture
+    def url(self, postgres_url: str, request: pytest.FixtureRequest) -> str:
+        import psycopg
+
+        name = request.node.name.lower()[:60]
+        with psycopg.connect(postgres_url, autocommit=True) as connection:
+            connection.execute(f'CREATE DATABASE "{name}"')  # type: ignore[call-overload]
+        return postgres_url.replace("/postgres?", f"/{name}?")
+
+
+def test_what_is_no_database_url_is_refused() -> None:
+    for url in ("mysql://x/y", "nonsense", "oracle+nothing://x"):
+        with pytest.raises(GeofedError, match="CONFIG_INVALID"):
+            open_store(url)
+
+
+def test_sqlite_is_new_enough() -> None:
+    assert sqlite3.sqlite_version_info >= (3, 35), "RETURNING"
