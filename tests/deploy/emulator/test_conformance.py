@@ -132,13 +132,15 @@ def test_jitter_has_the_same_distribution(figures: tuple[dict[str, Any], dict[st
     def below(sample: list[float], value: float) -> float:
         return sum(item <= value for item in sample) / len(sample)
 
-    # a constant shift of under 1 ms is the constant delay's affair
-    shift = statistics.mean(held) - statistics.mean(real)
+    # medians of 250 draws differ by 0.9 ms themselves; a constant shift is the constant delay's affair
+    shift = statistics.median(held) - statistics.median(real)
     assert abs(shift) < 2.5
     moved = [item - shift for item in held]
     assert max(abs(below(moved, value) - below(real, value)) for value in real) < 0.17
-    assert statistics.pstdev(held) == pytest.approx(10 / 3**0.5, rel=0.2)
-    assert statistics.pstdev(real) == pytest.approx(10 / 3**0.5, rel=0.2)
+    for sample in (held, real):
+        # deciles, since a busy machine puts a few stragglers at the end
+        deciles = statistics.quantiles(sample, n=10)
+        assert deciles[-1] - deciles[0] == pytest.approx(0.8 * 20, rel=0.2)
 
 
 def test_loss_agrees(figures: tuple[dict[str, Any], dict[str, Any]]) -> None:
@@ -149,6 +151,6 @@ def test_loss_agrees(figures: tuple[dict[str, Any], dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("kind", ["payload_mbps", "datagram_mbps"])
 def test_rate_agrees_within_5_percent(figures: tuple[dict[str, Any], dict[str, Any]], kind: str) -> None:
-    """Medians of three, since both ran at once on a machine that may be busy."""
-    held, real = (statistics.median(figure[kind]) for figure in figures)
+    """The best of a few, since both ran at once on a machine that may be busy."""
+    held, real = (max(figure[kind]) for figure in figures)
     assert held == pytest.approx(real, rel=0.05), figures
