@@ -1,0 +1,34 @@
+# The commands of this project. Each one first sets up what it needs; a second run finds it there.
+
+PYTHON := .venv/bin/python
+.DEFAULT_GOAL := help
+.PHONY: help demo test check setup proto clean
+
+help: ## Show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+demo: .venv/.ready-demo ## Train a small model over three emulated regions (DATA=DIR for MNIST's files)
+	@$(PYTHON) -m deploy.demo $(if $(DATA),--data "$(DATA)")
+
+test: .venv/.ready-dev ## Run all tests
+	@$(PYTHON) -m pytest $(PYTEST)
+
+check: .venv/.ready-dev ## Lint, types, import rules, and whether generated code is up to date
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m mypy
+	@.venv/bin/lint-imports
+	@PYTHON=$(PYTHON) sh proto/check.sh
+
+setup: .venv/.ready-dev ## Install everything for development
+
+proto: .venv/.ready-dev ## Generate the wire code anew
+	@PYTHON="$(CURDIR)/$(PYTHON)" sh proto/generate.sh
+
+clean: ## Remove the virtual environment and all state
+	rm -rf .venv .geofed
+
+.venv/.ready-demo .venv/.ready-dev: .venv/.ready-%: pyproject.toml deploy/setup.sh deploy/constraints.txt
+	@sh deploy/setup.sh $*
+	@touch $@
+	@if [ $* = dev ]; then touch .venv/.ready-demo; fi
