@@ -163,7 +163,7 @@ class _only_one:
     """Two agents on one state directory would fence each other for ever."""
 
     def __init__(self, state_dir: Path) -> None:
-        state_dir.mkdir(parents=True, exist_ok=True)
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._path = state_dir / "agent.lock"
         self._file: Any = None
 

@@ -98,6 +98,8 @@ class Agent:
             if self._gateway is not None:
                 await self._gateway.stop()
             self._store.close()
+            with suppress(OSError):
+                self._channel_folder().rmdir()  # only where no partition waits for the next start
 
     # Around the partitions
 
@@ -142,10 +144,20 @@ class Agent:
         self._gateway = EmbeddedGatewayProcess(
             self._state_dir,
             profile=gateway.profile,
-            keep_paths=[str(channel)],
+            keep_paths=[str(channel), *self._data_folders()],
             hide_paths=[str(self._state_dir.resolve())],
         )
         return await self._gateway.start()
+
+    def _data_folders(self) -> list[str]:
+        """Where local shards lie: workers must read them, wherever the operator has put them."""
+        paths = [
+            Path(part.uri)
+            for held in self._config.datasets.values()
+            for part in held.splits.values()
+            if not part.uri.startswith("s3://")
+        ]
+        return sorted({str(path if path.is_dir() else path.parent) for path in paths})
 
     async def _watch_gateway(self, gateway: EmbeddedGatewayProcess) -> None:
         await gateway.ended()
