@@ -71,6 +71,9 @@ class Stage:
                 if await condition():
                     return
 
+    async def phase_is(self, region: str, phase: str) -> bool:
+        return any(r.state == phase for r in await self.client.regions() if r.name == region)
+
     async def events(self, job: str) -> list[str]:
         return [event.kind async for event in self.client.watch(job, follow=False)]
 

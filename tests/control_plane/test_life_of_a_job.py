@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Coroutine
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from control_plane.server import ServeConfig
+from control_plane.spec import load
+from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, common_pb2
-from tests.control_plane.conftest import Stage, staged
+from tests.control_plane.conftest import TASK, Stage, staged
 from tests.control_plane.fake_agent import FakeAgent, digest_of
 
 MODEL = b"safetensors" * 1000
@@ -107,7 +114,7 @@ def test_a_job_runs_to_its_model(serve_config: ServeConfig, job_file: Path) -> N
                 "job.succeeded",
             ]
             assert (await a.command("stop")).discard
-            again = json.loads((await stage.client.plan(load_json(job_file))).plan_json)
+            again = json.loads((await stage.client.plan(load(job_file).json)).plan_json)
             assert again["estimate"]["basis"] == "measured"
             for agent in (a, b):
                 await agent.close()
@@ -115,7 +122,214 @@ def test_a_job_runs_to_its_model(serve_config: ServeConfig, job_file: Path) -> N
     asyncio.run(scenario())
 
 
-def load_json(job_file: Path) -> str:
-    from control_plane.spec import load
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(scenario)
 
-    return load(job_file).json
+
+def test_one_request_id_makes_one_job(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            first, second = await asyncio.gather(stage.submit(job_file), stage.submit(job_file))
+            assert first.job.id == second.job.id
+            assert sorted([first.created, second.created]) == [False, True]
+            with pytest.raises(GeofedError, match="REQUEST_CONFLICT"):
+                await stage.submit(job_file, overrides=("train.seed=9",))
+            (job_file.parent / "task.py").write_text(TASK + "# other code\n")
+            with pytest.raises(GeofedError, match="REQUEST_CONFLICT"):
+                await stage.submit(job_file)
+            assert len(await stage.client.jobs(ended=True)) == 1
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
+
+
+def test_what_cannot_be_planned_is_declined_with_its_reasons(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            with pytest.raises(GeofedError, match="DATASET_UNKNOWN"):
+                await stage.submit(job_file)
+            a, b = await bring_up(stage)
+            with pytest.raises(GeofedError, match="region c is not part"):
+                await stage.submit(job_file, overrides=("regions.use=[a, c]",))
+            await stage.client.invite("c")
+            with pytest.raises(GeofedError, match="REGION_LOST: region c is not connected"):
+                await stage.submit(job_file, overrides=("regions.use=[a, c]",))
+            with pytest.raises(GeofedError) as caught:
+                await stage.submit(job_file, overrides=("objective.budget=0.0000001", "objective.deadline=1ms"))
+            assert caught.value.code == "INADMISSIBLE"
+            assert "deadline" in caught.value.message
+            assert "budget" in caught.value.message
+            with pytest.raises(GeofedError, match="TASK_INVALID"):
+                await stage.client.submit(load(job_file).json, digest_of(b"never sent"), "r9")
+            with pytest.raises(GeofedError, match="SPEC_INVALID"):
+                await stage.client.submit("{}", digest_of(b""), "r9")
+            assert await stage.client.jobs(ended=True) == []
+            assert (await stage.submit(job_file, "r2")).created
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
+
+
+def test_a_task_that_raises_fails_the_job_everywhere(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            job = (await stage.submit(job_file)).job.id
+            await a.command("start")
+            a.report(job, "failed", error=common_pb2.Error(code="TASK_FAILED", message="ZeroDivisionError"))
+            assert (await b.command("stop")).job == job
+            done = await stage.client.job(job)
+            assert (done.state, done.error.code) == ("failed", "TASK_FAILED")
+            assert "ZeroDivisionError" in json.loads(done.result_json)["error"]["message"]
+            with pytest.raises(GeofedError, match="MODEL_NOT_FOUND"):
+                _ = [chunk async for chunk in stage.client.model(job)]
+            with pytest.raises(GeofedError, match="ILLEGAL_STATE"):
+                await stage.client.cancel(job)
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
+
+
+def test_cancel_ends_a_job_once_all_have_stopped(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            job = (await stage.submit(job_file)).job.id
+            await train(job, a, b)
+            assert (await stage.client.cancel("digits", "enough")).state == "cancelling"
+            for agent in (a, b):
+                assert (await agent.command("stop")).reason == "enough"
+                agent.report(job, "stopped")
+                await agent.settled()
+            assert (await stage.client.job(job)).state == "cancelled"
+            assert (await stage.client.cancel(job)).state == "cancelled"
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
+
+
+def test_a_broken_connection_loses_and_doubles_nothing(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            job = (await stage.submit(job_file)).job.id
+            await a.command("start")
+            await a.close()
+            a.report(job, "accepted")
+            a.report(job, "ready", ps_address="a.example:9000")
+            b.report(job, "ready", ps_address="b.example:9000")
+            await b.settled()
+            await a.connect()
+            await a.command("peers")
+            assert [command.seq for command in a.commands] == [1, 2], "start came once; peers after the break"
+            await a.settled()
+            before = await stage.events(job)
+            again = agent_pb2.FromAgent(seq=1, partition=agent_pb2.PartitionReport(job=job, epoch=1, state="failed"))
+            a.unacknowledged.append(again)
+            a.send_raw(again)
+            await a.settled()
+            assert await stage.events(job) == before, "a report that was applied is not applied again"
+            events = [event async for event in stage.client.watch(job, follow=False)]
+            rest = [event async for event in stage.client.watch(job, cursor=events[2].cursor, follow=False)]
+            assert rest == events[3:]
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
+
+
+def test_a_region_whose_lease_ends_comes_back_under_a_new_epoch(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(replace(serve_config, lease=timedelta(seconds=2))) as stage:
+            a, b = await bring_up(stage)
+            job = (await stage.submit(job_file, overrides=("limits.lostRegion=60s",))).job.id
+            await train(job, a, b)
+            await a.settled()
+            await a.close()
+            beating = asyncio.create_task(beat(b))
+            await stage.until(lambda: stage.phase_is("a", "lost"))
+            status = await stage.client.job(job)
+            assert (status.state, status.partitions[0].epoch) == ("running", 2)
+            assert "region a lost since" in status.condition
+            a.report(job, "failed")  # what it says of the old epoch, late, does not count
+            await a.connect()
+            start = await a.command("start", 2)
+            assert start.epoch == 2
+            a.report(job, "ready", epoch=2, ps_address="a.example:9001")
+            peers = await b.command("peers", 2)
+            first = peers.peers[0]
+            assert (first.region, first.epoch, first.address) == ("a", 2, "a.example:9001")
+            assert (await stage.client.job(job)).state == "running"
+            kinds = await stage.events(job)
+            assert kinds.index("region.unreachable") < kinds.index("region.lost") < kinds.index("partition.restarted")
+            beating.cancel()
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
+
+
+async def beat(agent: FakeAgent) -> None:
+    while True:
+        agent.heartbeat()
+        await asyncio.sleep(0.5)
+
+
+def test_a_region_that_stays_away_fails_the_job(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(replace(serve_config, lease=timedelta(seconds=1))) as stage:
+            a, b = await bring_up(stage)
+            job = (await stage.submit(job_file, overrides=("limits.lostRegion=1s",))).job.id
+            await a.close()
+            await b.close()
+            kinds = [event.kind async for event in stage.client.watch(job)]
+            assert kinds[-1] == "job.failed"
+            done = await stage.client.job(job)
+            assert done.error.code == "REGION_LOST"
+
+    run(scenario())
+
+
+def test_blobs_go_on_where_they_broke_off(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            assert (await a.put(MODEL, upto=1000)).have_bytes == 1000
+            ack = await a.put(MODEL)
+            assert (ack.complete, ack.have_bytes) == (True, len(MODEL))
+            assert (await b.put(MODEL)).complete
+            with pytest.raises(GeofedError, match="DIGEST_MISMATCH"):
+                await a.put(b"good", claim=b"evil")
+            assert (await a.put(b"good")).complete
+            with pytest.raises(GeofedError, match="FORBIDDEN"):
+                await a.fetch(digest_of(MODEL))
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
+
+
+def test_a_model_that_did_not_arrive_is_asked_for_again(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            job = (await stage.submit(job_file)).job.id
+            await train(job, a, b)
+            for agent in (a, b):
+                agent.report(job, "finished", model_digest="m")
+            await a.command("publish")
+            a.report(job, "published", model_digest="m", blob_digest=digest_of(MODEL))
+            await a.command("publish", 2)
+            await a.put(MODEL)
+            a.report(job, "published", model_digest="m", blob_digest=digest_of(MODEL))
+            await a.settled()
+            assert (await stage.client.job(job)).state == "succeeded"
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())

@@ -1,0 +1,220 @@
+"""The real `control-plane serve` process: starts, refuses, dies and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from control_plane.client import Context, ControlClient
+from control_plane.spec import load, pack
+from geofed_pb.errors import GeofedError
+from tests.control_plane.fake_agent import FakeAgent, digest_of, join
+from tests.control_plane.test_life_of_a_job import finish, train
+
+COMMAND = [sys.executable, "-m", "control_plane.cli.main"]
+ANYWHERE = ("--listen", "127.0.0.1:0", "--agent-listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
+
+
+class Server:
+    """A `serve` process."""
+
+    def __init__(self, state: Path, *options: str) -> None:
+        self.state = state
+        self.options = options
+
+    def start(self, *listen: str) -> dict[str, Any]:
+        ready = self.state.with_suffix(".ready")
+        ready.unlink(missing_ok=True)
+        words = ("serve", "--state-dir", str(self.state), "--ready-file", str(ready), "--log-format", "json")
+        self.log = self.state.with_suffix(".log").open("ab")
+        self.process = subprocess.Popen([*COMMAND, *words, *(listen or ANYWHERE), *self.options], stderr=self.log)
+        give_up = time.monotonic() + 20
+        while not ready.exists():
+            assert self.process.poll() is None, self.state.with_suffix(".log").read_text()
+            assert time.monotonic() < give_up
+            time.sleep(0.02)  # a file of another process cannot be waited for otherwise
+        facts: dict[str, Any] = json.loads(ready.read_text())
+        return facts
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        code = self.process.wait(timeout=15)
+        self.log.close()
+        return code
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[ControlClient]:
+        async with ControlClient.connect(Context.load(self.state / "context.json")) as client:
+            yield client
+
+
+@contextmanager
+def served(state: Path, *options: str) -> Iterator[tuple[Server, dict[str, Any]]]:
+    server = Server(state, *options)
+    facts = server.start()
+    try:
+        yield server, facts
+    finally:
+        if server.process.poll() is None:
+            server.stop(signal.SIGKILL)
+
+
+def refused(*words: str, **environment: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [*COMMAND, *words], capture_output=True, text=True, timeout=30, env={**os.environ, **environment}
+    )
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr
+
+
+@pytest.mark.e2e
+def test_a_job_survives_kill_9_of_the_control_plane(tmp_path: Path, job_file: Path) -> None:
+    async def scenario() -> None:
+        with served(tmp_path / "state") as (server, facts):
+            listen = (
+                *("--listen", f"127.0.0.1:{facts['control']}"),
+                *("--agent-listen", f"127.0.0.1:{facts['agent']}"),
+                *("--metrics-listen", f"127.0.0.1:{facts['metrics']}"),
+            )
+            async with server.client() as client:
+                a, b = [FakeAgent(await join((await client.invite(name)).token)) for name in ("a", "b")]
+                for agent in (a, b):
+                    await agent.connect()
+                loaded = load(job_file)
+                content, digest = pack(loaded.folder, loaded.spec.task.module)
+                await client.put_bundle(content, digest)
+                job = (await client.submit(loaded.json, digest, "r1")).job.id
+                seen: list[Any] = []
+                watching = asyncio.create_task(collect(client, job, seen))
+                await train(job, a, b)
+                for agent in (a, b):
+                    await agent.settled()
+
+                server.stop(signal.SIGKILL)
+                for agent in (a, b):
+                    assert (await agent.ended()).code == "UNAVAILABLE"
+                    await agent.close()
+                a.report(job, "training", round=1, step=2, loss=0.5)  # what happens meanwhile is told later
+                server.start(*listen)
+                for agent in (a, b):
+                    await agent.connect()
+                assert (await client.job(job)).state == "running"
+                assert (await client.submit(loaded.json, digest, "r1")).created is False
+                await finish(job, a, b)
+
+                async with asyncio.timeout(15):
+                    await watching
+                cursors = [event.cursor for event in seen]
+                assert cursors == sorted(set(cursors)), "the watcher saw each event once, over the restart"
+                kinds = [event.kind for event in seen]
+                assert "control-plane.started" in kinds
+                assert kinds.count("job.running") == 1
+                assert kinds[-1] == "job.succeeded"
+                assert [c.WhichOneof("body") for c in a.commands] == ["start", "peers", "publish", "stop"]
+                assert [c.seq for c in b.commands][:2] == [1, 2]
+                for agent in (a, b):
+                    await agent.close()
+            assert server.stop() == 0
+
+    asyncio.run(scenario())
+
+
+async def collect(client: ControlClient, job: str, seen: list[Any]) -> None:
+    async for event in client.watch(job):
+        seen.append(event)
+
+
+@pytest.mark.e2e
+def test_a_half_sent_model_goes_on_after_a_restart(tmp_path: Path) -> None:
+    model = os.urandom(300_000)
+
+    async def scenario() -> None:
+        with served(tmp_path / "state") as (server, facts):
+            async with server.client() as client:
+                agent = FakeAgent(await join((await client.invite("a")).token))
+            await agent.connect()
+            assert (await agent.put(model, upto=100_000)).have_bytes == 100_000
+            server.stop(signal.SIGKILL)
+            await agent.close()
+            server.start(
+                *("--listen", f"127.0.0.1:{facts['control']}"),
+                *("--agent-listen", f"127.0.0.1:{facts['agent']}"),
+                *("--metrics-listen", "127.0.0.1:0"),
+            )
+            await agent.connect()
+            assert (await agent.put(model)).complete
+            assert (server.state / "blobs" / digest_of(model).removeprefix("sha256:")).read_bytes() == model
+            await agent.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.e2e
+def test_what_stands_in_the_way_is_told_in_one_sentence(tmp_path: Path) -> None:
+    state = str(tmp_path / "second")
+    with served(tmp_path / "state") as (_, facts):
+        code, told = refused("serve", "--state-dir", state, "--listen", f"127.0.0.1:{facts['control']}")
+        assert (code, told.splitlines()[-2].startswith("error[PORT_IN_USE]")) == (6, True), told
+        code, told = refused("serve", "--state-dir", str(tmp_path / "state"), *ANYWHERE)
+        assert (code, "another control plane runs on" in told) == (8, True), told
+    (tmp_path / "file").write_text("")
+    assert refused("serve", "--state-dir", str(tmp_path / "file"))[0] == 2
+    assert refused("serve", "--state-dir", state, "--listen", "nowhere")[0] == 2
+    assert refused("serve", "--lease", "soon")[0] == 2
+    code, told = refused("serve", "--database-url", "postgresql://u:secret@127.0.0.1/x")
+    assert (code, "secret" in told, "CONFIG_INVALID" in told) == (2, False, True)
+    code, told = refused("serve", "--state-dir", state, GEOFED_DATABASE_URL="postgresql://u:secret@127.0.0.1:1/x")
+    assert (code, "secret" in told, "UNAVAILABLE" in told) == (6, False, True)
+    (tmp_path / "second" / "state.db").write_bytes(b"no database" * 1000)
+    assert "STATE_INVALID" in refused("serve", "--state-dir", state, *ANYWHERE)[1]
+
+
+@pytest.mark.e2e
+def test_a_client_without_a_server_is_told_so(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with served(tmp_path / "state") as (server, _):
+            server.stop()
+            async with server.client() as client:
+                with pytest.raises(GeofedError, match="UNAVAILABLE"):
+                    await client.jobs()
+
+    asyncio.run(scenario())
+    with pytest.raises(GeofedError, match="there is no context file"):
+        Context.load(tmp_path / "nothing.json")
+
+
+@pytest.mark.e2e
+def test_help_imports_nothing_heavy() -> None:
+    probe = (
+        "import sys; from control_plane.cli.main import app\n"
+        "from typer.testing import CliRunner\n"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
+        "heavy = {'grpc', 'sqlalchemy', 'pydantic', 'cryptography', 'torch'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", probe], check=True, timeout=30)
+
+
+def test_a_port_that_is_taken_has_its_code() -> None:
+    from control_plane._address import bound_socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(GeofedError, match="PORT_IN_USE"):
+            bound_socket("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(GeofedError, match="CONFIG_INVALID"):
+        bound_socket("203.0.113.1", 0)
