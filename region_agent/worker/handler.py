@@ -21,6 +21,10 @@ from sync.channel import Channel, open_channel
 
 __all__ = ["handle"]
 
+# The first optimiser imports a good part of torch, most of a second. Here the warm parent pays for it once, instead
+# of every worker that is forked from it. No kernel runs, so no thread is started.
+torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+
 
 class Event(Protocol):
     """A request, as the OpenFaaS python3-http template hands it over."""
