@@ -34,6 +34,7 @@ from geofed_pb.rpc import server_options
 from geofed_pb.v1 import agent_pb2_grpc, control_pb2_grpc
 
 _log = structlog.get_logger("geofed.server")
+_WILDCARDS = ("0.0.0.0", "::", "")
 GRACE = timedelta(seconds=3)
 """How long calls in flight may take after SIGTERM."""
 
@@ -121,7 +122,7 @@ class running:
             socket.gethostname(),
             *(advertised_host(name) for name in config.advertise),
         ]
-        hosts += [host for host in (split_address(config.listen)[0],) if host not in ("0.0.0.0", "::", "")]
+        hosts += [host for host in (split_address(config.listen)[0],) if host not in _WILDCARDS]
         certificate, key = authority.server_certificate(hosts, now)
         token_hash = _admin_token(config.state_dir, store)
         federation = Federation(store, BlobStore(config.state_dir / "blobs"), time.time, config.lease, federation_name)
@@ -150,17 +151,11 @@ class running:
         enrolment.agent_port = agent_port
         address = _reached_at(config, control_port)
         users.door = replace(users.door, address=address)
-        _write_context(
-            config.state_dir,
-            authority,
-            federation_name,
-            f"127.0.0.1:{control_port}" if not config.advertise else address,
-        )
-
+        _write_context(config, authority, federation_name, control_port)
         for server in (control, agents):
             await server.start()
             self._stack.push_async_callback(server.stop, GRACE.total_seconds())
-        self._stack.push_async_callback(_end_sessions, federation)
+        self._stack.callback(federation.stop)
         ticking = asyncio.create_task(_tick(federation))
         self._stack.push_async_callback(_cancel, ticking)
         await checks.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -182,11 +177,6 @@ async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-
-
-async def _end_sessions(federation: Federation) -> None:
-    for session in list(federation.sessions.values()):
-        session.end(GeofedError("UNAVAILABLE", "the control plane is stopping"))
 
 
 def _prepare(state_dir: Path) -> None:
@@ -233,14 +223,17 @@ def _admin_token(state_dir: Path, store: Store) -> str:
     return hash_secret(token)
 
 
-def _write_context(state_dir: Path, authority: Authority, federation: str, address: str) -> None:
+def _write_context(config: ServeConfig, authority: Authority, federation: str, port: int) -> None:
+    """What the command line of this machine finds this control plane with."""
+    host = split_address(config.listen)[0]
+    local = f"{'127.0.0.1' if host in _WILDCARDS else host}:{port}"
     context = {
-        "address": address,
+        "address": _reached_at(config, port) if config.advertise else local,
         "ca_file": str(authority.ca_file.resolve()),
-        "token_file": str((state_dir / "admin.token").resolve()),
+        "token_file": str((config.state_dir / "admin.token").resolve()),
         "federation": federation,
     }
-    write_whole(state_dir / "context.json", json.dumps(context, indent=2).encode())
+    write_whole(config.state_dir / "context.json", json.dumps(context, indent=2).encode())
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials) -> int:

@@ -91,7 +91,7 @@ class JobMachine:
             replace(
                 part,
                 state=event.report.state,
-                report=event.report,
+                report=_no_step_back(event.report, part.report),
                 address=event.report.ps_address or part.address,
             )
         )
@@ -328,6 +328,26 @@ def condition_of(state: JobState) -> str:
         return f"waiting: for {state.publisher} to hand the model in" if state.publisher else ""
     said = [f"{p.region}: {p.report.condition}" for p in state.partitions if p.report and p.report.condition]
     return "; ".join(said)
+
+
+def _no_step_back(report: Report, last: Report | None) -> Report:
+    """A parameter server that has just been restarted knows less than it told before; what it told stays."""
+    if last is None or report.round >= last.round:
+        return report
+    return replace(
+        report,
+        round=last.round,
+        step=last.step,
+        samples=last.samples,
+        loss=last.loss,
+        metrics=last.metrics,
+        metrics_samples=last.metrics_samples,
+        metrics_round=last.metrics_round,
+        applied_updates=last.applied_updates,
+        sent_bytes=report.sent_bytes or last.sent_bytes,
+        received_bytes=report.received_bytes or last.received_bytes,
+        money=report.money or last.money,
+    )
 
 
 def _failure_of(region: str, report: Report) -> Failure:

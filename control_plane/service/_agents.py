@@ -165,11 +165,11 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
                 raise GeofedError("FENCED", f"a later session of region {region} has taken over")
             draft.tell_region(region, Heard(draft.at, session.number, federation.lease.total_seconds()))
             done = federation.report_cursor(region)
-            if seq > done + 1:
+            if done and seq > done + 1:
                 raise GeofedError("FRAME_INVALID", f"report {seq} of region {region} follows {done}")
-            if seq == 0 or seq == done + 1:
+            if seq == 0 or seq > done:
                 self._tell(draft, region, message)
-            if seq == done + 1:
+            if seq > done:
                 draft.report_cursor = (region, seq)
         if seq:
             session.send(agent_pb2.ToAgent(report_ack=agent_pb2.ReportAck(seq=max(seq, done))))

@@ -14,6 +14,7 @@ import grpc.aio
 
 from control_plane.core import CancelAsked
 from control_plane.pki import InvitationToken, hash_secret, new_secret
+from control_plane.service._bell import Bell
 from control_plane.service._draft import RegionEntry
 from control_plane.service._enrolment import unseen_region
 from control_plane.service._federation import Federation
@@ -112,7 +113,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             if not rows:
                 if not request.follow or ended:
                     return
-                await federation.events_bell.wait(heard)
+                await self._next(federation.events_bell, heard)
 
     @streaming
     async def Logs(self, request: control_pb2.LogsRequest, context: Context) -> AsyncIterator[control_pb2.LogLine]:
@@ -131,7 +132,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             if not rows:
                 if not request.follow or ended:
                     return
-                await federation.logs_bell.wait(heard)
+                await self._next(federation.logs_bell, heard)
 
     @answering
     async def Cancel(self, request: control_pb2.CancelRequest, context: Context) -> control_pb2.Job:
@@ -188,6 +189,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
             yield chunk
 
     # --- inside
+
+    async def _next(self, bell: Bell, heard: int) -> None:
+        if not self._federation.stopping:
+            await bell.wait(heard)
+        if self._federation.stopping:
+            raise GeofedError("UNAVAILABLE", "the control plane is stopping")
 
     def _admit(self, context: Context) -> None:
         headers = {str(key): value for key, value in context.invocation_metadata() or ()}

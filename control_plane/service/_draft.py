@@ -63,8 +63,8 @@ class Draft:
     invitations: list[Invitation] = field(default_factory=list)
     report_cursor: tuple[str, int] | None = None
     """Region and number of the report that this is about."""
-    reset_region: str = ""
-    """A region that begins anew under a fresh identity."""
+    renumbered_region: str = ""
+    """A region that has joined anew: its reports may begin with any number."""
     _durable: bool = False
 
     def job(self, job_id: str) -> JobEntry | None:
@@ -147,7 +147,7 @@ class Draft:
             logs=tuple(self.logs),
             invitations=tuple(self.invitations),
             report_cursor=self.report_cursor,
-            reset_region=self.reset_region,
+            renumbered_region=self.renumbered_region,
         )
 
     def _take_record(self, job_id: str, record: Record) -> None:

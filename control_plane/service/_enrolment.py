@@ -49,7 +49,7 @@ class EnrolmentService(control_pb2_grpc.EnrolmentServicer):
             entry = draft.region(region) or unseen_region(region)
             row = replace(entry.row, serials=(issued.serial,), certificate_expires=issued.expires)
             draft.put_region(replace(entry, row=row))
-            draft.reset_region = region
+            draft.renumbered_region = region
             draft.record("region.enrolled", f"region {region} has a certificate of this federation", region=region)
         session = federation.sessions.get(region)
         if session is not None:

@@ -65,6 +65,7 @@ class Federation:
         self._store = store
         self._lock = asyncio.Lock()
         self._closed = False
+        self.stopping = False
         self._threads = ThreadPoolExecutor(4, "geofed-store")
 
     async def load(self) -> None:
@@ -85,11 +86,17 @@ class Federation:
                 draft.record("control-plane.started", "the control plane is back", job=job_id)
         _log.info("state loaded", jobs=len(self.jobs), regions=len(self.regions))
 
-    async def close(self) -> None:
-        """End all sessions and let go of the threads."""
-        self._closed = True
+    def stop(self) -> None:
+        """End what would otherwise wait: sessions, and streams that follow."""
+        self.stopping = True
         for session in list(self.sessions.values()):
-            session.end()
+            session.end(GeofedError("UNAVAILABLE", "the control plane is stopping"))
+        self.events_bell.ring()
+        self.logs_bell.ring()
+
+    async def close(self) -> None:
+        """Let go of the threads, once the last message is stored."""
+        self._closed = True
         async with self._lock:
             self._threads.shutdown(wait=True)
 
@@ -107,8 +114,8 @@ class Federation:
 
     async def _commit(self, draft: Draft, change: Change | None) -> None:
         committed = await self.read(lambda store: store.commit(change)) if change is not None else Committed()
-        if draft.reset_region:
-            self._report_cursors[draft.reset_region] = 0
+        if draft.renumbered_region:
+            self._report_cursors[draft.renumbered_region] = 0
         if draft.report_cursor:
             self._report_cursors[draft.report_cursor[0]] = draft.report_cursor[1]
         self.regions.update(draft.changed_regions)
@@ -120,7 +127,7 @@ class Federation:
         for region, number in draft.ended_sessions:
             session = self.sessions.get(region)
             if session is not None and session.number == number:
-                session.end()
+                session.end(self._why_ended(draft, region))
         for region in {command.region for command in committed.commands}:
             if region in self.sessions:
                 self.sessions[region].wake()
@@ -130,6 +137,13 @@ class Federation:
             self.events_bell.ring()
         if committed.logged:
             self.logs_bell.ring()
+
+    @staticmethod
+    def _why_ended(draft: Draft, region: str) -> GeofedError:
+        entry = draft.region(region)
+        if entry is not None and entry.state.phase == "lost":
+            return GeofedError("UNAVAILABLE", f"the lease of region {region} is over; connect again")
+        return GeofedError("FENCED", f"a later session of region {region} has taken over")
 
     # --- agents
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from control_plane.core import JobState, Report
+from control_plane.core import JobState, Partition, Report
 from control_plane.store import JobRow, RunRow
 from scheduler import Plan
 
@@ -18,6 +18,7 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
     links = {f"{name}>{other}": count for name, report in reports.items() for other, count in report.sent_bytes.items()}
     seconds = state.finished_at - row.created_at
     expected = plan.estimate
+    workers = {part.region: part.workers for part in plan.partitions}
     return {
         "job": row.id,
         "name": row.name,
@@ -27,7 +28,7 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
         "rounds": max((report.round for report in reports.values()), default=0),
         "seconds": seconds,
         "training_seconds": state.finished_at - state.started_at if state.started_at else 0.0,
-        "regions": [_region(part.region, reports.get(part.region), part.epoch) for part in state.partitions],
+        "regions": [_region(part, workers.get(part.region, 0)) for part in state.partitions],
         "wan_bytes": links,
         "money": money,
         "usd": usd,
@@ -71,13 +72,12 @@ def runs_of(row: JobRow, state: JobState) -> tuple[RunRow, ...]:
     )
 
 
-def _region(name: str, report: Report | None, epoch: int) -> dict[str, Any]:
-    if report is None:
-        return {"name": name, "epoch": epoch, "workers": 0, "samples": 0, "steps": 0}
+def _region(part: Partition, planned_workers: int) -> dict[str, Any]:
+    report = part.report or Report(part.epoch, part.state)
     return {
-        "name": name,
-        "epoch": epoch,
-        "workers": report.workers,
+        "name": part.region,
+        "epoch": part.epoch,
+        "workers": report.workers or planned_workers,
         "samples": report.samples,
         "steps": report.step,
         "rounds": report.round,

@@ -117,6 +117,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
 
 def job_message(row: JobRow, state: JobState, plan: Plan, contacts: dict[str, float]) -> control_pb2.Job:
     """A job as users see it; `contacts` says when each region was last heard."""
+    workers = {part.region: part.workers for part in plan.partitions}
     message = control_pb2.Job(
         id=row.id,
         name=row.name,
@@ -128,7 +129,9 @@ def job_message(row: JobRow, state: JobState, plan: Plan, contacts: dict[str, fl
         spec_json=row.spec_json,
         plan_json=row.plan_json,
         result_json=row.result_json,
-        partitions=[_partition(part, contacts.get(part.region, 0.0)) for part in state.partitions],
+        partitions=[
+            _partition(part, contacts.get(part.region, 0.0), workers.get(part.region, 0)) for part in state.partitions
+        ],
         rounds=plan.rounds,
     )
     if state.error is not None:
@@ -136,7 +139,7 @@ def job_message(row: JobRow, state: JobState, plan: Plan, contacts: dict[str, fl
     return message
 
 
-def _partition(part: Partition, last_contact: float) -> control_pb2.PartitionStatus:
+def _partition(part: Partition, last_contact: float, planned_workers: int) -> control_pb2.PartitionStatus:
     report = part.report or Report(part.epoch, "")
     away = "" if part.link == "live" else f"region is {part.link}"
     return control_pb2.PartitionStatus(
@@ -147,7 +150,7 @@ def _partition(part: Partition, last_contact: float) -> control_pb2.PartitionSta
         step=report.step,
         samples=report.samples,
         loss=report.loss,
-        workers=report.workers,
+        workers=report.workers or planned_workers,
         condition=away or report.condition,
         metrics=report.metrics,
         sent_bytes=report.sent_bytes,

@@ -131,8 +131,9 @@ class Change:
     """Region and sequence of the report that this change applies."""
     command_cursor: tuple[str, int] | None = None
     """Region and sequence up to which its agent has stored commands."""
-    reset_region: str = ""
-    """A region that starts anew with a fresh identity: its numbers begin at 0, its old commands are void."""
+    renumbered_region: str = ""
+    """A region that has joined anew: its agent may have kept its state or lost it, so its reports may begin with any
+    number. Commands keep theirs: what was not taken is still to be done."""
 
 
 @dataclass(frozen=True)

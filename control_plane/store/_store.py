@@ -55,8 +55,9 @@ class Store:
     def commit(self, change: Change) -> Committed:
         """Store a change as a whole. Raises ``GeofedError``: REQUEST_CONFLICT, DISK_FULL, UNAVAILABLE."""
         with self._writing() as connection:
-            if change.reset_region:
-                self._reset(connection, change.reset_region)
+            if change.renumbered_region:
+                of_region = update(t.regions).where(t.regions.c.name == change.renumbered_region)
+                connection.execute(of_region.values(report_cursor=0))
             for job in change.jobs:
                 _put(connection, t.jobs, {"id": job.id}, asdict(job))
             for region in change.regions:
@@ -225,11 +226,6 @@ class Store:
             region, seq = change.command_cursor
             connection.execute(update(t.regions).where(t.regions.c.name == region).values(command_cursor=seq))
             connection.execute(delete(t.commands).where(t.commands.c.region == region, t.commands.c.seq <= seq))
-
-    def _reset(self, connection: Connection, region: str) -> None:
-        connection.execute(delete(t.commands).where(t.commands.c.region == region))
-        zeros = {"command_seq": 0, "command_cursor": 0, "report_cursor": 0}
-        connection.execute(update(t.regions).where(t.regions.c.name == region).values(**zeros))
 
     @contextmanager
     def _writing(self) -> Iterator[Connection]:

@@ -177,7 +177,7 @@ def test_a_later_session_ends_an_earlier_one(serve_config: ServeConfig) -> None:
             second = FakeAgent(first.identity, "boot-2")
             assert (await first.connect()).session == 1
             assert (await second.connect()).session == 2
-            await first.ended()
+            assert (await first.ended()).code == "FENCED"
             assert await stage.phase_is("a", "live")
             second.heartbeat()
             await second.close()

@@ -333,3 +333,50 @@ def test_a_model_that_did_not_arrive_is_asked_for_again(serve_config: ServeConfi
                 await agent.close()
 
     run(scenario())
+
+
+def test_a_region_that_joins_again_goes_on(serve_config: ServeConfig, job_file: Path) -> None:
+    """Once with its state kept, as after an expired certificate, and once with its disk lost."""
+
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            job = (await stage.submit(job_file)).job.id
+            await train(job, a, b)
+            await a.settled()
+            await a.close()
+            again = await stage.agent("a")
+            a.identity, a.boot_id = again.identity, "boot-2"
+            a.report(job, "training", round=1)
+            await a.connect()
+            await a.settled()
+            assert (await a.command("start", 2)).epoch == 1
+            await a.close()
+            lost = await stage.agent("a")
+            lost.boot_id, lost.strict = "boot-3", False
+            await lost.connect()
+            assert (await lost.command("start")).epoch == 1
+            lost.report(job, "ready", ps_address="a.example:9002")
+            await lost.settled()
+            status = (await stage.client.job(job)).partitions[0]
+            assert (status.state, status.round) == ("ready", 1), "figures never step back"
+            for agent in (lost, b):
+                await agent.close()
+
+    run(scenario())
+
+
+def test_a_report_that_is_missing_ends_the_session(serve_config: ServeConfig) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a = await stage.agent("a")
+            await a.connect()
+            happening = agent_pb2.Happening(kind="gateway.restarted", text="it is back")
+            a.send(agent_pb2.FromAgent(happening=happening))
+            await a.settled()
+            a.send_raw(agent_pb2.FromAgent(seq=3, happening=happening))
+            assert (await a.ended()).code == "FRAME_INVALID"
+            await a.close()
+            assert "gateway.restarted" in await stage.events("")
+
+    run(scenario())

@@ -129,11 +129,11 @@ class Contract:
         store.lift_command_seq("a", 9)
         assert store.commit(Change(commands=(CommandRow("a", "j", b""),))).commands[0].seq == 10
 
-    def test_a_region_that_begins_anew_is_numbered_anew(self, store: Store) -> None:
+    def test_a_region_that_joins_anew_may_number_its_reports_anew(self, store: Store) -> None:
         store.commit(Change(regions=(REGION,), commands=(CommandRow("a", "j", b"old"),), report_cursor=("a", 4)))
-        store.commit(Change(reset_region="a", commands=(CommandRow("a", "j", b"new"),)))
-        assert store.cursors("a") == Cursors(1, 0, 0)
-        assert [command.payload for command in store.commands_after("a", 0)] == [b"new"]
+        store.commit(Change(renumbered_region="a", commands=(CommandRow("a", "j", b"new"),)))
+        assert store.cursors("a") == Cursors(2, 0, 0)
+        assert [command.payload for command in store.commands_after("a", 0)] == [b"old", b"new"]
 
     def test_a_change_is_all_or_nothing(self, store: Store) -> None:
         store.commit(Change(jobs=(JOB,), regions=(REGION,)))
