@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -52,13 +53,13 @@ class LocalFederation:
         self._serve_options = list(serve_options)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: list[IO[bytes]] = []
-        self._ports = {"listen": 0, "agent": 0, "metrics": 0}
+        self._ports = self._remembered_ports()
 
     def __enter__(self) -> LocalFederation:
         try:
             self.start_control_plane()
-            for region in self.regions:
-                self.join(region)
+            with ThreadPoolExecutor(max_workers=len(self.regions)) as joining:
+                list(joining.map(self.join, self.regions))
             for region in self.regions:
                 self.start_agent(region.name)
             self.wait_connected([region.name for region in self.regions])
@@ -81,7 +82,7 @@ class LocalFederation:
         return self.control_state / "context.json"
 
     def start_control_plane(self) -> None:
-        """Start it, or start it again on the state and the ports that it had."""
+        """Start it, or start it again on the state and the ports that it had, also in an earlier life."""
         host = self.emulator.address(CONTROL_SITE) if self.emulator else "127.0.0.1"
         ready = self.folder / "control-plane-ready.json"
         ready.unlink(missing_ok=True)
@@ -100,6 +101,18 @@ class LocalFederation:
         self._await(ready, "control-plane")
         told = json.loads(ready.read_text())
         self._ports = {"listen": told["control"], "agent": told["agent"], "metrics": told["metrics"]}
+        self._ports_file.write_text(json.dumps(self._ports))
+
+    @property
+    def _ports_file(self) -> Path:
+        return self.folder / "ports.json"
+
+    def _remembered_ports(self) -> dict[str, int]:
+        """Regions that have joined look for the control plane where it was."""
+        if self._ports_file.exists():
+            remembered: dict[str, int] = json.loads(self._ports_file.read_text())
+            return remembered
+        return {"listen": 0, "agent": 0, "metrics": 0}
 
     def control_plane(
         self, *arguments: str, check: bool = True, timeout: float = 120
@@ -128,7 +141,7 @@ class LocalFederation:
         return self.folder / "regions" / name
 
     def join(self, region: RegionSite) -> None:
-        """Write the region's file, invite it and let it join."""
+        """Write the region's file; invite it and let it join, unless it has."""
         state = self.region_state(region.name)
         state.mkdir(parents=True, exist_ok=True)
         address = self.emulator.address(region.name) if self.emulator else "127.0.0.1"
@@ -142,6 +155,8 @@ class LocalFederation:
         }
         # JSON is YAML; the file is for the daemon, not for a person.
         (state / "region.yaml").write_text(json.dumps(whole, indent=2))
+        if (state / "state" / "identity" / "federation.json").exists():
+            return
         token = self._invite(region.name)
         token_file = state / "invitation"
         token_file.touch(mode=0o600)

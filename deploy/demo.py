@@ -1,0 +1,194 @@
+"""``make demo``: three regions on an emulated WAN train one model on real data that none of them gives away."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from deploy.emulator import Emulator, Profile, load_profile
+from deploy.local import LocalFederation, RegionSite
+from deploy.shards import read_digits, read_idx, write_shards
+from geofed_pb.errors import Exit, GeofedError
+
+PROFILE = "china-eu-us-3"
+ALPHA = 0.5
+SEED = 1
+WORKERS = 2
+"""At most, in each region: two cores serve all of them."""
+
+PRICES: Mapping[str, Mapping[str, object]] = {
+    "shanghai": {
+        "source": "Tencent SCF international list; server assumed",
+        "asOf": "2023-06",
+        "functionUsdPerGbSecond": 0.0000167,
+        "functionUsdPerRequest": 0.0000002,
+        "serverUsdPerHour": 0.10,
+        "egressUsdPerGb": 0.1203,
+    },
+    "frankfurt": {
+        "source": "AWS list, eu-central-1",
+        "asOf": "2025-03",
+        "functionUsdPerGbSecond": 0.0000166667,
+        "functionUsdPerRequest": 0.0000002,
+        "serverUsdPerHour": 0.097,
+        "egressUsdPerGb": 0.09,
+        "egressTo": {"virginia": 0.02},
+    },
+    "virginia": {
+        "source": "AWS list, us-east-1",
+        "asOf": "2025-03",
+        "functionUsdPerGbSecond": 0.0000166667,
+        "functionUsdPerRequest": 0.0000002,
+        "serverUsdPerHour": 0.085,
+        "egressUsdPerGb": 0.09,
+        "egressTo": {"frankfurt": 0.02},
+    },
+}
+CLOUDS = {"shanghai": "tencent", "frankfurt": "aws", "virginia": "aws"}
+
+MNIST_SETTINGS = (
+    "task.config.arch=lenet",
+    "task.config.size=28",
+    "task.config.lr=0.03",
+    "train.end.epochs=3",
+    "wan.interval=100",
+)
+"""Beside the template's own, which are for the digits."""
+
+
+def main() -> int:
+    """Run the demo; returns the exit status."""
+    options = _parser().parse_args()
+    try:
+        return _run(options.folder, options.data, fresh=options.fresh)
+    except GeofedError as error:
+        print(f"error[{error.code}]: {error.message}\nhint: {error.hint}", file=sys.stderr)
+        return int(error.exit)
+    except KeyboardInterrupt:
+        return int(Exit.INTERRUPTED)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m deploy.demo", description=__doc__)
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="a folder with MNIST's IDX files, instead of the digits"
+    )
+    parser.add_argument("--folder", type=Path, default=Path(".geofed/demo"), help="where everything is kept")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier runs, and what they have measured")
+    return parser
+
+
+def _run(folder: Path, data: Path | None, *, fresh: bool) -> int:
+    if fresh:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    profile = load_profile(PROFILE)
+    regions = _write_data(folder, data, profile)
+    with _wan(profile, folder) as emulator, LocalFederation(folder, regions, emulator=emulator) as federation:
+        job = _write_job(federation, folder, data)
+        status = _submit(federation, job, data)
+        result = _result(federation, folder, emulator)
+    _tell(folder, result)
+    return status
+
+
+def _say(label: str, text: str) -> None:
+    print(f"  {label:<10} {text}", flush=True)
+
+
+def _write_data(folder: Path, data: Path | None, profile: Profile) -> list[RegionSite]:
+    source = read_idx(data) if data else read_digits(SEED)
+    names = list(profile.regions)
+    written = write_shards(source, names, folder / "data", alpha=ALPHA, seed=SEED)
+    counts = {name: written[name]["train"]["samples"] for name in names}
+    print("geofed demo: three regions train one model, and no image leaves its region")
+    _say("data", f"{sum(counts.values())} images: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
+    return [RegionSite(name, _region(name, written[name], profile)) for name in names]
+
+
+def _region(name: str, written: dict[str, Any], profile: Profile) -> dict[str, Any]:
+    splits = {
+        split: {"uri": str(Path(part["path"]).resolve()), "samples": part["samples"]} for split, part in written.items()
+    }
+    links = {
+        destination: {"rttMs": link.delay_ms + profile.links[destination, name].delay_ms, "mbps": link.rate_mbps}
+        for (source, destination), link in profile.links.items()
+        if source == name and destination in profile.regions and link.rate_mbps
+    }
+    return {
+        "cloud": CLOUDS[name],
+        "capacity": {"workers": WORKERS, "memoryMb": 1024},
+        "prices": PRICES[name],
+        "datasets": {"digits": {"residency": "region", "splits": splits}},
+        "links": links,
+    }
+
+
+@contextlib.contextmanager
+def _wan(profile: Profile, folder: Path) -> Iterator[Emulator | None]:
+    reason = Emulator.supported()
+    if reason is not None:
+        _say("WAN", f"not shaped: all regions share loopback ({reason})")
+        yield None
+        return
+    with Emulator(profile, state_dir=folder / "emulator") as emulator:
+        how = {"netem": "tc netem", "hold": "packets held in user space, since this kernel has no netem"}
+        _say("WAN", f"{profile.name}, emulated with {emulator.backend} ({how.get(emulator.backend, '')})")
+        yield emulator
+
+
+def _write_job(federation: LocalFederation, folder: Path, data: Path | None) -> Path:
+    job = folder / "job"
+    shutil.rmtree(job, ignore_errors=True)
+    federation.control_plane("new", "image-classification", str(job), "--name", "mnist" if data else "digits")
+    return job / "job.yaml"
+
+
+def _submit(federation: LocalFederation, job: Path, data: Path | None) -> int:
+    settings = [part for setting in (MNIST_SETTINGS if data else ()) for part in ("--set", setting)]
+    shown = f"control-plane submit {job.name} --watch" + (" --set …" if settings else "")
+    _say("job", f"$ {shown}\n")
+    started = time.monotonic()
+    process = federation.control_plane_popen("submit", str(job), "--watch", *settings, stdin=subprocess.DEVNULL)
+    try:
+        status = process.wait()
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    print(f"\n  {'took':<10} {time.monotonic() - started:.1f} s from the submission to the model\n", flush=True)
+    return int(status)
+
+
+def _result(federation: LocalFederation, folder: Path, emulator: Emulator | None) -> dict[str, Any]:
+    """The last job's account, completed by what only this machine knows."""
+    jobs = json.loads(federation.control_plane("list", "--all", "-o", "json").stdout)["data"]
+    job = max(jobs, key=lambda listed: float(listed["created_at"]))
+    whole: dict[str, Any] = json.loads(federation.control_plane("describe", job["id"], "-o", "json").stdout)["data"]
+    result = dict(whole["result"])
+    result["emulator"] = emulator.status() if emulator else {"backend": "none", "reason": Emulator.supported()}
+    if result["state"] == "succeeded":
+        path = folder / "model.safetensors"
+        federation.control_plane("export", job["id"], "--output-file", str(path))
+        result["model"] = {**result["model"], "path": str(path)}
+    (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def _tell(folder: Path, result: dict[str, Any]) -> None:
+    _say("result", str(folder / "result.json"))
+    if result["state"] == "succeeded":
+        _say("model", f"{result['model']['path']}  {result['model']['digest']}")
+        _say("accuracy", f"{result['metrics']['accuracy']:.4f} on the test data of all regions")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
