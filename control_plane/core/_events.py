@@ -115,7 +115,15 @@ class Reloaded:
     lease_seconds: float
 
 
-RegionEvent = Connected | Heard | Disconnected | Reloaded | Tick
+@dataclass(frozen=True)
+class Overslept:
+    """The control plane itself stood still, or its clock was set: the silence meanwhile says nothing."""
+
+    at: float
+    lease_seconds: float
+
+
+RegionEvent = Connected | Heard | Disconnected | Reloaded | Overslept | Tick
 
 # --- what they ask for
 

@@ -14,6 +14,7 @@ from control_plane.core._events import (
     Disconnected,
     EndSession,
     Heard,
+    Overslept,
     Record,
     RegionAction,
     RegionEvent,
@@ -61,6 +62,8 @@ class RegionMachine:
             return self._disconnected(event)
         if isinstance(event, Reloaded):
             return self._reloaded(event)
+        if isinstance(event, Overslept):
+            return self._overslept(event)
         return self._tick(event)
 
     def _connected(self, event: Connected) -> list[RegionAction]:
@@ -124,12 +127,18 @@ class RegionMachine:
             return []
         return self._unreachable(event.at, "the control plane was restarted")
 
+    def _overslept(self, event: Overslept) -> list[RegionAction]:
+        if self.state.phase in ("live", "unreachable"):
+            contact = event.at if self.state.connected else min(self.state.last_contact, event.at)
+            self.state = replace(self.state, last_contact=contact, lease_ends=event.at + event.lease_seconds)
+        return []
+
     def _tick(self, event: Tick) -> list[RegionAction]:
         state = self.state
         if state.phase in ("live", "unreachable") and event.at >= state.lease_ends:
             return self._lost(event.at)
-        lease = state.lease_ends - state.last_contact
-        if state.phase == "live" and event.at - state.last_contact > SILENCE * lease:
+        whole_lease = state.lease_ends - state.last_contact
+        if state.phase == "live" and event.at - state.last_contact > SILENCE * whole_lease:
             return self._unreachable(event.at, "nothing is heard of it")
         return []
 

@@ -121,9 +121,16 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
 
     def _close(self, session: AgentSession, reader: asyncio.Task[None]) -> None:
         reader.cancel()
-        closing = asyncio.get_running_loop().create_task(self._federation.disconnect(session))
+        closing = asyncio.get_running_loop().create_task(self._disconnect(session))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
+
+    async def _disconnect(self, session: AgentSession) -> None:
+        try:
+            await self._federation.disconnect(session)
+        except GeofedError as error:
+            # The lease tells the same later.
+            _log.warning("an end of a session was not stored", region=session.region, code=error.code)
 
     async def _read(self, session: AgentSession, requests: AsyncIterator[agent_pb2.FromAgent]) -> None:
         try:
@@ -184,6 +191,8 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             draft.tell_job(message.partition.job, Reported(draft.at, region, report, size))
         elif kind == "happening":
             happening = message.happening
+            if not self._takes_part(happening.job, region):
+                return
             data = _parsed(happening.data_json)
             draft.record(
                 happening.kind[:64] or "region.note", happening.text[:4000], region=region, job=happening.job, data=data

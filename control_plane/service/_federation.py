@@ -24,6 +24,7 @@ from control_plane.core import (
     Connected,
     Disconnected,
     Heard,
+    Overslept,
     Reloaded,
     Tick,
     job_state_from_json,
@@ -44,6 +45,8 @@ _T = TypeVar("_T")
 _PLAN = TypeAdapter(Plan)
 _CATALOGUE = TypeAdapter(Catalogue)
 _log = structlog.get_logger("geofed.federation")
+MAX_TICK_GAP_SECONDS = 5.0
+"""Between two ticks; longer means that the process was stopped, or the clock set."""
 ACTIVE = frozenset({"queued", "planned", "starting", "running", "finishing", "cancelling"})
 
 
@@ -66,17 +69,19 @@ class Federation:
         self._lock = asyncio.Lock()
         self._closed = False
         self.stopping = False
+        self._ticked_at = 0.0
         self._threads = ThreadPoolExecutor(4, "geofed-store")
 
     async def load(self) -> None:
-        """Bring the stored state into memory; until this is done no one may be answered."""
-        for row in await self.read(lambda store: store.regions()):
-            catalogue = _CATALOGUE.validate_json(row.catalogue_json) if row.catalogue_json else None
-            self.regions[row.name] = RegionEntry(row, region_state_from_json(row.state_json), catalogue)
-            cursors = await self.read(partial(Store.cursors, region=row.name))
-            self._report_cursors[row.name] = cursors.report_cursor
-        for job in await self.read(lambda store: store.jobs(phases=ACTIVE, limit=100_000)):
-            self.jobs[job.id] = _entry(job)
+        """Bring the stored state into memory; until this is done no one may be answered.
+
+        Raises ``GeofedError`` STATE_INVALID where a row cannot be understood.
+        """
+        try:
+            await self._load_rows()
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise GeofedError("STATE_INVALID", f"a stored {error.title} cannot be read: {first['msg']}") from error
         async with self.change() as draft:
             for name in self.regions:
                 draft.tell_region(name, Reloaded(draft.at, self.lease.total_seconds()))
@@ -85,6 +90,15 @@ class Federation:
             for job_id in self.jobs:
                 draft.record("control-plane.started", "the control plane is back", job=job_id)
         _log.info("state loaded", jobs=len(self.jobs), regions=len(self.regions))
+
+    async def _load_rows(self) -> None:
+        for row in await self.read(lambda store: store.regions()):
+            catalogue = _CATALOGUE.validate_json(row.catalogue_json) if row.catalogue_json else None
+            self.regions[row.name] = RegionEntry(row, region_state_from_json(row.state_json), catalogue)
+            cursors = await self.read(partial(Store.cursors, region=row.name))
+            self._report_cursors[row.name] = cursors.report_cursor
+        for job in await self.read(lambda store: store.jobs(phases=ACTIVE, limit=100_000)):
+            self.jobs[job.id] = _entry(job)
 
     def stop(self) -> None:
         """End what would otherwise wait: sessions, and streams that follow."""
@@ -193,8 +207,13 @@ class Federation:
         return self._report_cursors.get(region, 0)
 
     async def tick(self) -> None:
-        """Let time pass: leases end, lost regions run out of patience."""
+        """Let time pass: leases end, lost regions run out of patience. To be called every second."""
         async with self.change() as draft:
+            gap, self._ticked_at = draft.at - (self._ticked_at or draft.at), draft.at
+            if not -1.0 < gap < MAX_TICK_GAP_SECONDS:
+                _log.warning("the process stood still, or its clock was set; leases begin anew", seconds=gap)
+                for name in self.regions:
+                    draft.tell_region(name, Overslept(draft.at, self.lease.total_seconds()))
             for name in self.regions:
                 draft.tell_region(name, Tick(draft.at))
             for job_id in list(self.jobs):

@@ -14,6 +14,7 @@ import pytest
 
 from control_plane.server import ServeConfig
 from control_plane.spec import load
+from control_plane.store import Change, Committed, Store
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, common_pb2
 from tests.control_plane.conftest import TASK, Stage, staged
@@ -363,6 +364,43 @@ def test_a_region_that_joins_again_goes_on(serve_config: ServeConfig, job_file: 
             for agent in (lost, b):
                 await agent.close()
 
+    run(scenario())
+
+
+def test_a_full_disk_loses_nothing(serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = False
+    commit = Store.commit
+
+    def commit_or_fail(store: Store, change: Change) -> Committed:
+        if full:
+            raise GeofedError("DISK_FULL", "the database cannot grow: no space left")
+        return commit(store, change)
+
+    async def scenario() -> None:
+        nonlocal full
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            job = (await stage.submit(job_file)).job.id
+            await train(job, a, b)
+            await a.settled()
+            await b.settled()
+            full = True
+            a.report(job, "waiting", round=1)
+            assert (await a.ended()).code == "DISK_FULL"
+            assert (await stage.client.job(job)).partitions[0].round == 0, "what is not stored is not seen"
+            with pytest.raises(GeofedError, match="DISK_FULL"):
+                await stage.client.invite("c")
+            await a.close()
+            full = False
+            await a.connect()
+            await a.settled()
+            await finish(job, a, b)
+            assert (await stage.client.job(job)).state == "succeeded"
+            assert (await stage.events(job)).count("partition.round") == 3
+            for agent in (a, b):
+                await agent.close()
+
+    monkeypatch.setattr(Store, "commit", commit_or_fail)
     run(scenario())
 
 

@@ -11,6 +11,7 @@ from control_plane.core import (
     Disconnected,
     EndSession,
     Heard,
+    Overslept,
     RegionEvent,
     RegionLive,
     RegionLost,
@@ -80,6 +81,14 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def restart_of_the_control_plane(self) -> None:
         self.tell(Reloaded(self.at, LEASE))
+
+    @rule()
+    def standstill_of_the_control_plane(self) -> None:
+        self.at += 1000.0
+        self.tell(Overslept(self.at, LEASE))
+        before = self.machine.state.phase
+        self.tell(Tick(self.at))
+        assert self.machine.state.phase in (before, "unreachable")
 
     @rule(seconds=st.sampled_from((1.0, 16.0, 31.0)))
     def wait(self, seconds: float) -> None:
