@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +17,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, CONTROL_PLANE_NAME, channel, error_of, with_token
 from geofed_pb.v1 import common_pb2, control_pb2, control_pb2_grpc
 
+OnBreak = Callable[[GeofedError], None]
 RETRY_WAIT = timedelta(seconds=0.5)
 """Between two attempts to take a broken stream up again."""
 
@@ -130,8 +131,13 @@ class ControlClient:
             reply: control_pb2.InviteReply = await self._stub.Invite(request, **self._options())
         return reply
 
-    async def watch(self, job: str, *, cursor: int = 0, follow: bool = True) -> AsyncIterator[control_pb2.Event]:
-        """Events of a job in order; with `follow` until its last one, over broken connections."""
+    async def watch(
+        self, job: str, *, cursor: int = 0, follow: bool = True, on_break: OnBreak | None = None
+    ) -> AsyncIterator[control_pb2.Event]:
+        """Events of a job in order; with `follow` until its last one, over broken connections.
+
+        `on_break` hears each time that a connection breaks; what is missed meanwhile is caught up with.
+        """
         while True:
             request = control_pb2.WatchRequest(job=job, cursor=cursor, follow=follow)
             try:
@@ -145,10 +151,19 @@ class ControlClient:
             except GeofedError as error:
                 if not follow or error.code != "UNAVAILABLE":
                     raise
+                if on_break is not None:
+                    on_break(error)
             await asyncio.sleep(RETRY_WAIT.total_seconds())
 
     async def logs(
-        self, job: str, *, region: str = "", cursor: int = 0, tail: int = 0, follow: bool = False
+        self,
+        job: str,
+        *,
+        region: str = "",
+        cursor: int = 0,
+        tail: int = 0,
+        follow: bool = False,
+        on_break: OnBreak | None = None,
     ) -> AsyncIterator[control_pb2.LogLine]:
         """Log lines of a job in order; with `follow` until it has ended, over broken connections."""
         while True:
@@ -162,6 +177,8 @@ class ControlClient:
             except GeofedError as error:
                 if not follow or error.code != "UNAVAILABLE":
                     raise
+                if on_break is not None:
+                    on_break(error)
             await asyncio.sleep(RETRY_WAIT.total_seconds())
 
     async def model(self, job: str, *, offset: int = 0) -> AsyncIterator[common_pb2.BlobChunk]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
+import traceback
 from typing import Annotated
 
 import typer
 
+from control_plane.cli import export, history, jobs, meta, region, serve, submit, template
+from control_plane.cli._output import emit_error
+from control_plane.cli._settings import settings
 from geofed_pb.errors import Exit, GeofedError
 
 app = typer.Typer(
@@ -22,85 +23,30 @@ app = typer.Typer(
 
 @app.callback()
 def _options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", envvar="GEOFED_DEBUG", help="Show tracebacks.")] = False,
+    no_input: Annotated[bool, typer.Option("--no-input", help="Never ask, and draw no live display.")] = False,
 ) -> None:
-    if debug:
-        os.environ["GEOFED_DEBUG"] = "1"
+    settings.debug = debug
+    settings.ask = not no_input
 
 
-@app.command()
-def serve(
-    state_dir: Annotated[
-        Path, typer.Option(help="Where identity, state and models are kept.", envvar="GEOFED_STATE_DIR")
-    ] = Path(".geofed/control-plane"),
-    listen: Annotated[str, typer.Option(help="host:port for users and for regions that join.")] = "127.0.0.1:7443",
-    agent_listen: Annotated[str, typer.Option(help="host:port for region agents.")] = "127.0.0.1:7444",
-    metrics_listen: Annotated[str, typer.Option(help="host:port for /metrics and /healthz.")] = "127.0.0.1:7445",
-    advertise: Annotated[
-        list[str] | None,
-        typer.Option(help="Host or host:port under which this is reached; the first goes into invitations."),
-    ] = None,
-    database_url: Annotated[
-        str | None,
-        typer.Option(
-            help="postgresql://… or sqlite:///…, without a password; see --database-url-file.",
-            envvar="GEOFED_DATABASE_URL",
-            show_envvar=True,
-        ),
-    ] = None,
-    database_url_file: Annotated[Path | None, typer.Option(help="A file that holds the database URL.")] = None,
-    lease: Annotated[str, typer.Option(help="How long a silent region keeps its work.")] = "30s",
-    federation: Annotated[str, typer.Option(help="Name of the federation; fixed at the first start.")] = "geofed",
-    region_certificate_life: Annotated[str, typer.Option(help="Life of the certificates of regions.")] = "30d",
-    ready_file: Annotated[Path | None, typer.Option(help="Written with the actual ports once all listen.")] = None,
-    log_format: Annotated[str, typer.Option(help="console or json, on stderr.")] = "console",
-) -> None:
-    """Run the control plane."""
-    import asyncio
-
-    from control_plane._durations import parse_duration
-    from control_plane._logs import configure_logs
-    from control_plane.server import ServeConfig
-    from control_plane.server import serve as run
-
-    configure_logs(log_format)
-    try:
-        lease_time, certificate_life = parse_duration(lease), parse_duration(region_certificate_life)
-    except ValueError as error:
-        raise GeofedError("CONFIG_INVALID", str(error)) from None
-    config = ServeConfig(
-        state_dir=state_dir,
-        listen=listen,
-        agent_listen=agent_listen,
-        metrics_listen=metrics_listen,
-        advertise=tuple(advertise or ()),
-        database_url=_database_url(database_url, database_url_file),
-        lease=lease_time,
-        federation=federation,
-        region_certificate_life=certificate_life,
-        ready_file=ready_file,
-    )
-    asyncio.run(run(config))
-
-
-def _database_url(url: str | None, file: Path | None) -> str | None:
-    if file is not None:
-        try:
-            return file.read_text().strip()
-        except OSError as error:
-            raise GeofedError("CONFIG_INVALID", f"cannot read {file}: {error.strerror}") from None
-    if url and "GEOFED_DATABASE_URL" not in os.environ and _has_password(url):
-        raise GeofedError(
-            "CONFIG_INVALID",
-            "a password on the command line can be read by every user of the machine",
-            hint="use --database-url-file, the environment variable GEOFED_DATABASE_URL, or ~/.pgpass",
-        )
-    return url
-
-
-def _has_password(url: str) -> bool:
-    authority = url.partition("://")[2].partition("/")[0]
-    return ":" in authority.rpartition("@")[0]
+app.command("submit")(submit.submit)
+app.command("validate")(submit.validate)
+app.command("status")(jobs.status)
+app.command("list")(jobs.list_jobs)
+app.command("describe")(jobs.describe)
+app.command("wait")(jobs.wait)
+app.command("cancel")(jobs.cancel)
+app.command("logs")(history.logs)
+app.command("events")(history.events)
+app.command("export")(export.export)
+app.add_typer(region.app)
+app.add_typer(template.app)
+app.command("new")(template.new)
+app.command("schema")(meta.schema)
+app.command("version")(meta.version)
+app.command("completion")(meta.completion)
+app.command("serve")(serve.serve)
 
 
 def main() -> None:
@@ -108,20 +54,16 @@ def main() -> None:
     try:
         app()
     except GeofedError as error:
-        if os.environ.get("GEOFED_DEBUG"):
-            raise
-        print(f"error[{error.code}]: {error.message}\nhint: {error.hint}", file=sys.stderr)
+        if settings.debug:
+            traceback.print_exc()
+        emit_error(error)
         raise SystemExit(int(error.exit)) from None
     except KeyboardInterrupt:
         raise SystemExit(int(Exit.INTERRUPTED)) from None
-    except Exception as error:
-        if os.environ.get("GEOFED_DEBUG"):
-            raise
-        print(
-            f"error[INTERNAL]: {type(error).__name__}: {error}\n"
-            "hint: a bug in geofed; run again with --debug and report it",
-            file=sys.stderr,
-        )
+    except Exception as error:  # noqa: BLE001 - the edge of the process: a user gets a sentence, not a traceback
+        if settings.debug:
+            traceback.print_exc()
+        emit_error(GeofedError("INTERNAL", f"{type(error).__name__}: {error}"))
         raise SystemExit(int(Exit.BUG)) from None
 
 

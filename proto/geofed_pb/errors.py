@@ -108,6 +108,7 @@ CATALOGUE: dict[str, Entry] = {
         Exit.BUG, False, "the state directory is damaged or of a newer version; restore it or start a new one"
     ),
     "CONFIG_INVALID": Entry(Exit.USAGE, False, "correct the configuration file"),
+    "USAGE": Entry(Exit.USAGE, False, "`--help` shows how the command is used"),
     "PRICE_UNKNOWN": Entry(
         Exit.INADMISSIBLE, False, "give the price in the region's configuration; unknown is never taken for zero"
     ),

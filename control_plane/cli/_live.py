@@ -1,0 +1,95 @@
+"""A watched job on a terminal: drawn on stderr, anew when it has changed."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from control_plane.cli._report import metrics_text, number_text
+from control_plane.cli._view import Data, bytes_text, clock, usd_text
+
+_EVENTS_SHOWN = 5
+_STYLES = {"succeeded": "green", "failed": "red", "cancelled": "yellow", "running": "cyan"}
+
+
+class LiveDisplay:
+    """Job line, progress, one row for each region, the last events. A context manager."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True, no_color="NO_COLOR" in os.environ, highlight=False)
+        self._view: Data | None = None
+        self._events: deque[str] = deque(maxlen=_EVENTS_SHOWN)
+        self._live = Live(console=self._console, auto_refresh=False, transient=False)
+
+    def __enter__(self) -> LiveDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def note(self, text: str) -> None:
+        self._events.append(text)
+        self._draw()
+
+    def event(self, event: Data) -> None:
+        if event["kind"] != "partition.round":
+            self._events.append(f"{clock(event['at'])}  {event['text']}")
+        self._draw()
+
+    def job(self, view: Data) -> None:
+        self._view = view
+        self._draw()
+
+    def _draw(self) -> None:
+        if self._view is not None:
+            self._live.update(_drawing(self._view, list(self._events)), refresh=True)
+
+
+def _drawing(view: Data, events: list[str]) -> RenderableType:
+    line = Text.assemble((view["id"], "bold"), "  ", (view["state"], _STYLES.get(view["state"], "")))
+    if view["condition"]:
+        line.append(f"  {view['condition']}", "yellow")
+    return Group(line, _progress(view), _regions(view), Text("\n".join(events), "dim", no_wrap=True))
+
+
+def _progress(view: Data) -> RenderableType:
+    rounds, done = view["rounds"], min((part["round"] for part in view["partitions"]), default=0)
+    row = Table.grid(padding=(0, 1))
+    row.add_row(ProgressBar(total=max(rounds, 1), completed=done, width=40), f"round {done} of {rounds}")
+    return row
+
+
+def _regions(view: Data) -> RenderableType:
+    table = Table(box=None, pad_edge=False)
+    for head in ("region", "state"):
+        table.add_column(head)
+    for head in ("round", "step", "loss", "samples/s"):
+        table.add_column(head, justify="right")
+    table.add_column("metrics")
+    for head in ("WAN sent", "$ so far"):
+        table.add_column(head, justify="right")
+    table.add_column("condition", style="yellow")
+    for part in view["partitions"]:
+        table.add_row(
+            part["region"],
+            part["state"],
+            f"{part['round']}/{view['rounds']}",
+            str(part["step"]),
+            number_text(part["loss"]),
+            f"{part['samples_per_second']:.0f}",
+            Text(metrics_text(part["metrics"])),
+            bytes_text(sum(part["sent_bytes"].values())),
+            usd_text(part["usd"]),
+            Text(part["condition"]),
+        )
+    return table

@@ -1,0 +1,35 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from control_plane.cli._settings import Format, settings
+
+
+def _take_format(value: Format) -> Format:
+    settings.format = value
+    return value
+
+
+Output = Annotated[
+    Format,
+    typer.Option("--output", "-o", help="How data are written to stdout.", callback=_take_format, show_default=True),
+]
+ContextFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--context",
+        metavar="FILE",
+        envvar="GEOFED_CONTEXT",
+        show_envvar=True,
+        help="How to reach the control plane; it writes this file into its state directory.",
+    ),
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job file, like a.b=c.")
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]

@@ -1,0 +1,201 @@
+"""What a job, a plan and a result look like to people. Dictionaries in, text out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from control_plane.cli._output import columns, fields
+from control_plane.cli._view import Data, bytes_text, seconds_text, usd_text
+
+
+def job_head(view: Data) -> str:
+    """Who the job is and how it stands."""
+    name = f" ({view['name']})" if view["name"] not in view["id"] else ""
+    error = view["error"]
+    return fields(
+        [
+            ("job", view["id"] + name),
+            ("state", view["state"]),
+            ("condition", view["condition"]),
+            ("error", f"{error['code']}: {error['message']}" if error else ""),
+            ("hint", error["hint"] if error else ""),
+            ("submitted", view["created_at"]),
+            ("started", view["started_at"]),
+            ("ended", view["finished_at"]),
+        ]
+    )
+
+
+def partition_table(view: Data) -> str:
+    """The job's regions as they stand."""
+    rounds = view["rounds"]
+    return columns(
+        ["REGION", "STATE", "ROUND", "STEP", "LOSS", "SAMPLES/S", "METRICS", "WAN SENT", "USD", "CONDITION"],
+        [
+            [
+                part["region"],
+                part["state"],
+                f"{part['round']}/{rounds}",
+                part["step"],
+                number_text(part["loss"]),
+                f"{part['samples_per_second']:.0f}",
+                metrics_text(part["metrics"]),
+                bytes_text(sum(part["sent_bytes"].values())),
+                usd_text(part["usd"]),
+                part["condition"],
+            ]
+            for part in view["partitions"]
+        ],
+    )
+
+
+def status_text(view: Data) -> str:
+    """A job as it stands; with its account where it has ended."""
+    result = [result_text(view)] if view["result"] else []
+    return "\n\n".join([job_head(view), *(result or [partition_table(view)])])
+
+
+def description_text(view: Data) -> str:
+    """All there is to know of a job."""
+    parts = [job_head(view), partition_table(view)]
+    if view["plan"]:
+        parts.append("PLAN\n" + plan_text(view["plan"]))
+    if view["result"]:
+        parts.append("RESULT\n" + result_text(view))
+    else:
+        links = {f"{p['region']}>{other}": sent for p in view["partitions"] for other, sent in p["sent_bytes"].items()}
+        if links:
+            parts.append("WAN BYTES SO FAR\n" + link_table(links, (view["plan"] or {}).get("estimate", {})))
+        money = [{"region": part["region"], **charge} for part in view["partitions"] for charge in part["money"]]
+        if money:
+            parts.append("MONEY SO FAR\n" + money_table(money))
+    return "\n\n".join(parts)
+
+
+def plan_text(plan: Data) -> str:
+    """A plan: who does what, what it takes, and what may go where."""
+    estimate = plan["estimate"]
+    head = fields(
+        [
+            ("rounds", f"{plan['rounds']}, one after {plan['interval']} local steps"),
+            ("merge", f"{plan['collective']} in a region, {plan['wan_policy']} between regions, {plan['codec']}"),
+            ("time", _range(estimate["seconds"], seconds_text)),
+            ("WAN bytes", _range(estimate["wan_bytes"], bytes_text)),
+            ("money", _range(estimate["usd"], usd_text)),
+            ("rests on", _BASIS.get(estimate["basis"], estimate["basis"])),
+        ]
+    )
+    regions = columns(
+        ["REGION", "SAMPLES", "WORKERS", "BATCH", "STEPS/ROUND", "MEMORY MB", "SAMPLES/S", "DATA"],
+        [
+            [
+                part["region"],
+                part["samples"],
+                part["workers"],
+                part["batch"],
+                part["steps_per_round"],
+                part["memory_mb"],
+                f"{part['samples_per_second']:.0f}",
+                plan["residency"].get(part["region"], ""),
+            ]
+            for part in plan["partitions"]
+        ],
+    )
+    parts = [head, regions, link_table(estimate["link_bytes"], {}), money_table(estimate["items"])]
+    if plan.get("alternatives"):
+        weighed = [f"{other['text']}: {other['why_not']}" for other in plan["alternatives"]]
+        parts.append("also weighed:\n" + "\n".join(weighed))
+    return "\n\n".join(part for part in parts if part)
+
+
+def result_text(view: Data) -> str:
+    """The account of an ended job."""
+    result = view["result"]
+    model = result["model"]
+    head = fields(
+        [
+            *((name, number_text(value)) for name, value in sorted(result["metrics"].items())),
+            ("rounds", result["rounds"]),
+            (
+                "time",
+                f"{seconds_text(result['seconds'])}, of which training {seconds_text(result['training_seconds'])}",
+            ),
+            ("model", f"{model['digest']} ({bytes_text(model['bytes'])}, {model['format']})" if model else "none"),
+        ]
+    )
+    regions = columns(
+        ["REGION", "WORKERS", "STEPS", "SAMPLES", "SAMPLES/S", "METRICS", "USD"],
+        [
+            [
+                region["name"],
+                region["workers"],
+                region["steps"],
+                region["samples"],
+                f"{region.get('samples_per_second', 0.0):.0f}",
+                metrics_text(region.get("metrics", {})),
+                usd_text(region.get("usd", 0.0)),
+            ]
+            for region in result["regions"]
+        ],
+    )
+    parts = [head, regions, link_table(result["wan_bytes"], result["predicted"]), money_table(result["money"])]
+    return "\n\n".join([*(part for part in parts if part), comparison_table(result)])
+
+
+def comparison_table(result: Data) -> str:
+    """What was promised beside what came."""
+    rows = [("time", "seconds", seconds_text), ("WAN bytes", "wan_bytes", bytes_text), ("money", "usd", usd_text)]
+    return columns(
+        ["", "PREDICTED", "MEASURED"],
+        [
+            [title, _range(result["predicted"][key], write), write(result["measured"][key])]
+            for title, key, write in rows
+        ],
+    )
+
+
+def link_table(sent: dict[str, int], predicted: Data) -> str:
+    """Bytes by directed link, beside the prediction where there is one."""
+    expected = predicted.get("link_bytes", {})
+    if not sent:
+        return ""
+    heads = ["LINK", "BYTES", *(["PREDICTED"] if expected else [])]
+    return columns(
+        heads,
+        [
+            [link.replace(">", " > "), f"{count:,}", *([f"{expected.get(link, 0):,}"] if expected else [])]
+            for link, count in sorted(sent.items())
+        ],
+    )
+
+
+def money_table(items: list[Data]) -> str:
+    """A bill with its total."""
+    if not items:
+        return ""
+    rows = [
+        [item["region"], item["item"], f"{item['quantity']:.6g}", item["unit"], usd_text(item["usd"])] for item in items
+    ]
+    total = ["total", "", "", "", usd_text(sum(item["usd"] for item in items))]
+    return columns(["REGION", "ITEM", "QUANTITY", "UNIT", "USD"], [*rows, total])
+
+
+def metrics_text(metrics: dict[str, float]) -> str:
+    """Metrics in one cell."""
+    return " ".join(f"{name} {number_text(value)}" for name, value in sorted(metrics.items()))
+
+
+def number_text(value: Any) -> str:
+    """A loss or a metric; what is not there yet is a dash."""
+    return "-" if value is None else f"{value:.4f}"
+
+
+_BASIS = {
+    "measured": "earlier runs of this task",
+    "stated": "the operators' figures",
+    "prior": "a guess: nobody has stated or measured the speeds",
+}
+
+
+def _range(bounds: Data, write: Any) -> str:
+    return f"{write(bounds['expected'])} ({write(bounds['low'])} to {write(bounds['high'])})"

@@ -1,0 +1,154 @@
+"""Jobs, regions and events as plain dictionaries: what json shows, and what tables are made of."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from geofed_pb.v1 import control_pb2
+
+Data = dict[str, Any]
+ENDED = ("succeeded", "failed", "cancelled")
+
+
+def job_view(job: control_pb2.Job) -> Data:
+    """All of a job."""
+    error = None
+    if job.HasField("error"):
+        error = {
+            "code": job.error.code,
+            "message": job.error.message,
+            "hint": job.error.hint,
+            "retryable": job.error.retryable,
+        }
+    return {
+        "id": job.id,
+        "name": job.name,
+        "state": job.state,
+        "condition": job.condition,
+        "created_at": time_text(job.created_at),
+        "started_at": time_text(job.started_at),
+        "finished_at": time_text(job.finished_at),
+        "rounds": job.rounds,
+        "usd": sum(charge.usd for part in job.partitions for charge in part.money),
+        "partitions": [_partition_view(part) for part in job.partitions],
+        "spec": _loaded(job.spec_json),
+        "plan": _loaded(job.plan_json),
+        "result": _loaded(job.result_json),
+        "error": error,
+    }
+
+
+def job_summary(view: Data) -> Data:
+    """A job as it stands, without what it was asked for, promised and accounted."""
+    left_out = ("spec", "plan", "result")
+    return {key: value for key, value in view.items() if key not in left_out}
+
+
+def _partition_view(part: control_pb2.PartitionStatus) -> Data:
+    return {
+        "region": part.region,
+        "state": part.state,
+        "epoch": part.epoch,
+        "round": part.round,
+        "step": part.step,
+        "samples": part.samples,
+        "loss": part.loss if part.step else None,
+        "metrics": dict(part.metrics),
+        "workers": part.workers,
+        "samples_per_second": part.samples_per_second,
+        "sent_bytes": dict(part.sent_bytes),
+        "money": [
+            {"item": m.item, "quantity": m.quantity, "unit": m.unit, "usd": m.usd, "source": m.source}
+            for m in part.money
+        ],
+        "usd": sum(charge.usd for charge in part.money),
+        "condition": part.condition,
+        "last_contact": time_text(part.last_contact),
+    }
+
+
+def region_view(region: control_pb2.Region) -> Data:
+    """All of a region."""
+    catalogue = _loaded(region.catalogue_json) or {}
+    return {
+        "name": region.name,
+        "cloud": region.cloud,
+        "state": region.state,
+        "condition": region.condition,
+        "last_contact": time_text(region.last_contact),
+        "agent_version": region.agent_version,
+        "certificate_expires": time_text(region.certificate_expires),
+        "capacity": catalogue.get("capacity"),
+        "prices": catalogue.get("prices"),
+        "datasets": catalogue.get("datasets", []),
+        "links": catalogue.get("links", []),
+    }
+
+
+def event_view(event: control_pb2.Event) -> Data:
+    """One event."""
+    return {
+        "cursor": event.cursor,
+        "at": time_text(event.at),
+        "job": event.job,
+        "region": event.region,
+        "kind": event.kind,
+        "text": event.text,
+        "data": _loaded(event.data_json) or {},
+        "terminal": event.terminal,
+    }
+
+
+def log_view(line: control_pb2.LogLine) -> Data:
+    """One line of a log."""
+    return {
+        "cursor": line.cursor,
+        "at": time_text(line.at),
+        "region": line.region,
+        "source": line.source,
+        "text": line.text,
+    }
+
+
+def time_text(seconds: float) -> str | None:
+    """A time in UTC; None where there is none yet."""
+    if not seconds:
+        return None
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def clock(text: str | None) -> str:
+    """The time of day, here, of a time that `time_text` wrote."""
+    if not text:
+        return ""
+    return datetime.fromisoformat(text).astimezone().strftime("%H:%M:%S")
+
+
+def bytes_text(count: float) -> str:
+    """A count of bytes for people: 1.2 MB."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.{1 if count < 100 * size else 0}f} {unit}"
+    return f"{count:.0f} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """A time span for people: 4.2 s, 3 min 20 s, 2 h 5 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60) if seconds >= 3600 else int(seconds // 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds % 60:.0f} s"
+
+
+def usd_text(usd: float) -> str:
+    """Money for people; small sums keep two digits that mean something."""
+    if usd >= 1 or usd == 0:
+        return f"${usd:,.2f}"
+    return f"${usd:.4f}" if usd >= 0.001 else f"${usd:.2g}"
+
+
+def _loaded(text: str) -> Any:
+    return json.loads(text) if text else None

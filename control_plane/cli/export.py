@@ -1,0 +1,119 @@
+"""`export`: the model of a job, verified, with its manifest."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from control_plane.cli._connect import ask_control_plane, confirm
+from control_plane.cli._options import ContextFile, Output, Yes
+from control_plane.cli._output import emit, fields
+from control_plane.cli._settings import Format
+from control_plane.cli._view import Data, job_view
+from control_plane.cli.jobs import JobArgument
+from geofed_pb.errors import GeofedError
+
+if TYPE_CHECKING:
+    from control_plane.client import ControlClient
+
+_ATTEMPTS = 20
+_RETRY_SECONDS = 0.5
+
+
+def export(
+    job: JobArgument,
+    output_file: Annotated[
+        Path | None,
+        typer.Option("--output-file", metavar="FILE", help="Where to; default: JOB.safetensors.", show_default=False),
+    ] = None,
+    yes: Yes = False,
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Write a job's model as safetensors, with a manifest of where it comes from beside it."""
+
+    async def fetch(client: ControlClient) -> Data:
+        view = job_view(await client.job(job))
+        if not (view["result"] and view["result"]["model"]):
+            raise GeofedError("MODEL_NOT_FOUND", f"job {view['id']} is {view['state']}; it has no model")
+        target = output_file or Path(f"{view['id']}.safetensors")
+        if target.exists():
+            confirm(f"Write over {target}?", yes=yes)
+        await _download(client, view, target)
+        return _with_manifest(view, target)
+
+    emit(ask_control_plane(context, fetch), table=_told, name=lambda data: str(data["file"]))
+
+
+async def _download(client: ControlClient, view: Data, target: Path) -> None:
+    """Write the model, or nothing. A broken connection is taken up where it broke."""
+    import asyncio
+    import hashlib
+
+    expected, digest, have = view["result"]["model"], hashlib.sha256(), 0
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with draft.open("wb") as file:
+            for attempt in range(1, _ATTEMPTS + 1):
+                try:
+                    async for chunk in client.model(view["id"], offset=have):
+                        file.write(chunk.data)
+                        digest.update(chunk.data)
+                        have += len(chunk.data)
+                    break
+                except GeofedError as error:
+                    if error.code != "UNAVAILABLE" or attempt == _ATTEMPTS:
+                        raise
+                    await asyncio.sleep(_RETRY_SECONDS)
+            file.flush()
+            os.fsync(file.fileno())
+        if f"sha256:{digest.hexdigest()}" != expected["digest"]:
+            text = f"{have} bytes arrived as sha256:{digest.hexdigest()}, the job's model is {expected['digest']}"
+            raise GeofedError("DIGEST_MISMATCH", text, hint="nothing was written; export again")
+        draft.replace(target)
+    except OSError as error:
+        raise _unwritable(target, error) from None
+    finally:
+        with suppress(OSError):
+            draft.unlink()
+
+
+def _with_manifest(view: Data, target: Path) -> Data:
+    """Write what is known of the model beside it; returns the answer of the command."""
+    result = view["result"]
+    manifest = {
+        "apiVersion": "geofed/v1",
+        "kind": "ModelManifest",
+        "file": target.name,
+        **result["model"],
+        "job": view["id"],
+        "name": view["name"],
+        "finished_at": view["finished_at"],
+        "metrics": result["metrics"],
+        "data": {"dataset": view["spec"]["data"]["dataset"], "residency": result["residency"]},
+        "digests": result["digests"],
+        "spec": view["spec"],
+        "plan": view["plan"],
+        "account": result,
+    }
+    path = target.with_name(f"{target.name}.manifest.json")
+    try:
+        path.write_text(json.dumps(manifest, indent=2) + "\n")
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    return {"job": view["id"], "file": str(target), "manifest": str(path), **result["model"]}
+
+
+def _unwritable(path: Path, error: OSError) -> GeofedError:
+    if error.errno in (28, 122):  # ENOSPC, EDQUOT
+        return GeofedError("DISK_FULL", f"no space left for {path}", hint="free space, or choose another --output-file")
+    return GeofedError("USAGE", f"cannot write {path}: {error.strerror}", hint="choose another --output-file")
+
+
+def _told(data: Data) -> str:
+    return fields([("model", data["file"]), ("digest", data["digest"]), ("manifest", data["manifest"])])

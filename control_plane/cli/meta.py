@@ -1,0 +1,58 @@
+"""`schema`, `version` and `completion`: about the command itself."""
+
+from __future__ import annotations
+
+import json
+import platform
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from control_plane.cli._options import Output
+from control_plane.cli._output import emit
+from control_plane.cli._settings import Format
+
+
+class Shell(StrEnum):
+    """Shells that completion is written for."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+class Kind(StrEnum):
+    """Files that have a schema."""
+
+    JOB = "job"
+
+
+def schema(
+    kind: Annotated[Kind, typer.Argument(help="Of which file.")] = Kind.JOB, output: Output = Format.TABLE
+) -> None:
+    """Print the JSON Schema of the job file."""
+    from control_plane.spec import json_schema
+
+    emit(json_schema(), table=lambda data: json.dumps(data, indent=2), name=lambda data: str(data["title"]))
+
+
+def version(output: Output = Format.TABLE) -> None:
+    """Print the version."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
+    try:
+        number = installed("geofed")
+    except PackageNotFoundError:
+        number = "0"
+    data = {"version": number, "python": platform.python_version()}
+    emit(data, table=lambda shown: str(shown["version"]), name=lambda shown: str(shown["version"]))
+
+
+def completion(shell: Annotated[Shell, typer.Argument(help="For which shell.", show_default=False)]) -> None:
+    """Print a script that completes commands and options: source <(control-plane completion bash)."""
+    from control_plane.cli._completion import script
+    from control_plane.cli.main import app
+
+    print(script(shell.value, typer.main.get_command(app)))

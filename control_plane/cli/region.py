@@ -1,0 +1,131 @@
+"""`region list`, `region describe` and `region invite`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from control_plane.cli._connect import ask_control_plane
+from control_plane.cli._options import ContextFile, Output
+from control_plane.cli._output import columns, emit, fields, say
+from control_plane.cli._settings import Format
+from control_plane.cli._view import Data, region_view, time_text, usd_text
+from geofed_pb.errors import GeofedError
+
+if TYPE_CHECKING:
+    from control_plane.client import ControlClient
+
+app = typer.Typer(name="region", help="The regions of the federation.", no_args_is_help=True)
+RegionName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the region.", show_default=False)]
+
+
+@app.command("list")
+def list_regions(context: ContextFile = None, output: Output = Format.TABLE) -> None:
+    """List the regions with what they hold."""
+    views = ask_control_plane(context, _regions)
+    emit(views, table=regions_table, name=_name_of)
+    if not views:
+        say("no regions; invite one: control-plane region invite NAME")
+
+
+@app.command()
+def describe(region: RegionName, context: ContextFile = None, output: Output = Format.TABLE) -> None:
+    """Tell all about a region: datasets, capacity, prices, links."""
+    views = [view for view in ask_control_plane(context, _regions) if view["name"] == region]
+    if not views:
+        raise GeofedError("REGION_NOT_FOUND", f"there is no region {region}")
+    emit(views[0], table=_region_text, name=_name_of)
+
+
+@app.command()
+def invite(
+    region: RegionName,
+    ttl: Annotated[str, typer.Option(help="How long the token can be used, like 1h.")] = "24h",
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Print a token with which one region agent can join, once."""
+    from control_plane._durations import parse_duration
+
+    try:
+        life = parse_duration(ttl)
+    except ValueError as error:
+        raise GeofedError("USAGE", f"--ttl: {error}") from None
+    reply = ask_control_plane(context, lambda client: client.invite(region, life))
+    data = {"name": region, "token": reply.token, "expires": time_text(reply.expires)}
+    emit(data, table=lambda shown: str(shown["token"]), name=_name_of)
+    say(f"The token works once, until {data['expires']}. Put it into a file on the region's machine, and there:")
+    say(f"  region-agent join --token-file {region}.token")
+
+
+async def _regions(client: ControlClient) -> list[Data]:
+    return [region_view(region) for region in await client.regions()]
+
+
+def regions_table(views: list[Data]) -> str:
+    """Regions, one row each."""
+    return columns(
+        ["REGION", "CLOUD", "STATE", "WORKERS", "DATASETS", "LAST CONTACT", "AGENT", "CONDITION"],
+        [
+            [
+                view["name"],
+                view["cloud"],
+                view["state"],
+                view["capacity"]["workers"] if view["capacity"] else "",
+                ",".join(held["name"] for held in view["datasets"]),
+                view["last_contact"] or "",
+                view["agent_version"],
+                view["condition"],
+            ]
+            for view in views
+        ],
+    )
+
+
+def _region_text(view: Data) -> str:
+    capacity, prices = view["capacity"] or {}, view["prices"]
+    parts = [
+        fields(
+            [
+                ("region", view["name"]),
+                ("cloud", view["cloud"]),
+                ("state", view["state"]),
+                ("condition", view["condition"]),
+                ("last contact", view["last_contact"]),
+                ("agent", view["agent_version"]),
+                ("certificate", f"until {view['certificate_expires']}" if view["certificate_expires"] else ""),
+                ("workers", capacity.get("workers")),
+                ("memory", f"{capacity['memory_mb']} MB for a function at most" if capacity else ""),
+                ("samples/s", capacity.get("samples_per_second")),
+            ]
+        )
+    ]
+    if view["datasets"]:
+        rows = [
+            [held["name"], split, part["samples"], held["residency"]]
+            for held in view["datasets"]
+            for split, part in held["splits"].items()
+        ]
+        parts.append(columns(["DATASET", "SPLIT", "SAMPLES", "RESIDENCY"], rows))
+    if view["links"]:
+        rows = [[link["destination"], f"{link['rtt_ms']:g}", f"{link['mbps']:g}"] for link in view["links"]]
+        parts.append(columns(["LINK TO", "RTT MS", "MBIT/S"], rows))
+    if prices:
+        parts.append(_prices_table(prices))
+    return "\n\n".join(parts)
+
+
+def _prices_table(prices: Data) -> str:
+    rows = [
+        ["function", usd_text(prices["function_usd_per_gb_second"]), "GB-s"],
+        ["function call", usd_text(prices["function_usd_per_request"]), "call"],
+        ["parameter server", usd_text(prices["server_usd_per_hour"]), "h"],
+        ["egress", usd_text(prices["egress_usd_per_gb"]), "GB"],
+        *([f"egress to {other}", usd_text(price), "GB"] for other, price in prices["egress_to"].items()),
+    ]
+    return columns(["PRICE", "USD", "PER"], rows) + f"\n(from {prices['source']}, {prices['as_of']})"
+
+
+def _name_of(view: Data) -> str:
+    return str(view["name"])

@@ -1,0 +1,107 @@
+"""`template list`, `template show` and `new`: jobs to start from. They are data; nothing of them is imported."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from control_plane.cli._options import Output
+from control_plane.cli._output import columns, emit, say
+from control_plane.cli._settings import Format
+from control_plane.cli._view import Data
+from geofed_pb.errors import GeofedError
+
+app = typer.Typer(name="template", help="Jobs to start from.", no_args_is_help=True)
+TemplateName = Annotated[str, typer.Argument(metavar="TEMPLATE", show_default=False)]
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+
+@app.command("list")
+def list_templates(output: Output = Format.TABLE) -> None:
+    """List the templates."""
+    emit([_view(folder) for folder in _folders()], table=_table, name=_name_of)
+
+
+@app.command()
+def show(template: TemplateName, output: Output = Format.TABLE) -> None:
+    """Show a template's description."""
+    folder = _find(template)
+    view = _view(folder) | {"readme": (folder / "README.md").read_text(encoding="utf-8")}
+    emit(view, table=lambda data: str(data["readme"]).rstrip(), name=_name_of)
+
+
+def new(
+    template: TemplateName,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Made where it is not there.", show_default=False)],
+    name: Annotated[str | None, typer.Option("--name", help="Name of the job; default: that of the template.")] = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Write a job to start from into a folder."""
+    source = _find(template)
+    if name is not None and not _LABEL.fullmatch(name):
+        raise GeofedError("USAGE", f"{name!r} cannot name a job", hint="take lower-case letters, digits and hyphens")
+    try:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise GeofedError("ILLEGAL_STATE", f"{folder} is not empty", hint="name another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        written = [_write(file, folder / file.name, template, name) for file in _files(source)]
+    except OSError as error:
+        raise GeofedError(
+            "USAGE", f"cannot write {error.filename or folder}: {error.strerror}", hint="name another folder"
+        ) from None
+    data = {"template": template, "name": name or template, "folder": str(folder), "files": written}
+    emit(data, table=lambda shown: "\n".join(shown["files"]), name=lambda shown: str(shown["folder"]))
+    say("next:")
+    say(f"  read {folder / 'README.md'}; it says what data the task takes and how to make some")
+    say(f"  control-plane validate {folder / 'job.yaml'}")
+    say(f"  control-plane submit {folder / 'job.yaml'} --watch")
+
+
+def _folders() -> list[Traversable]:
+    try:
+        root = files("deploy") / "templates"
+        return sorted((entry for entry in root.iterdir() if (entry / "job.yaml").is_file()), key=lambda e: e.name)
+    except (ModuleNotFoundError, FileNotFoundError):
+        raise GeofedError("TEMPLATE_NOT_FOUND", "this installation holds no templates") from None
+
+
+def _find(template: str) -> Traversable:
+    for folder in _folders():
+        if folder.name == template:
+            return folder
+    names = ", ".join(folder.name for folder in _folders())
+    raise GeofedError("TEMPLATE_NOT_FOUND", f"there is no template {template}; there are {names}")
+
+
+def _files(folder: Traversable) -> list[Traversable]:
+    return sorted((file for file in folder.iterdir() if file.is_file()), key=lambda file: file.name)
+
+
+def _view(folder: Traversable) -> Data:
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    return {
+        "name": folder.name,
+        "summary": readme.splitlines()[0].removeprefix("# "),
+        "files": [file.name for file in _files(folder)],
+    }
+
+
+def _write(source: Traversable, target: Path, template: str, name: str | None) -> str:
+    text = source.read_text(encoding="utf-8")
+    if source.name == "job.yaml" and name is not None:
+        text = text.replace(f"\n  name: {template}\n", f"\n  name: {name}\n", 1)
+    target.write_text(text, encoding="utf-8")
+    return str(target)
+
+
+def _table(views: list[Data]) -> str:
+    return columns(["TEMPLATE", "WHAT IT IS"], [[view["name"], view["summary"]] for view in views])
+
+
+def _name_of(view: Data) -> str:
+    return str(view["name"])
