@@ -165,8 +165,8 @@ class PartitionMachine:
         before, self._view = self._view, view
         if view.round > before.round:
             self._setbacks, self._ps_restarted = 0, False
-        if view.phase == "finished" and self.state == "training":
-            return self._enter("finished")
+        if view.phase == "finished":
+            return self._maybe_finish()
         all_done = len(self._crew.done) == self.workers
         if self.state == "training" and self._ps_restarted and all_done and view.phase == "training":
             # It died between the workers' last word and the disk: it is told once more.
@@ -202,9 +202,14 @@ class PartitionMachine:
         self._crew.running.discard(event.worker)
         if event.status == "done":
             self._crew.done.add(event.worker)
-            return []
+            return self._maybe_finish()
         error = event.error or GeofedError("FUNCTION_FAILED", f"worker {event.worker} ended without a reason")
         return self._after_setback(error, "worker-failed", f"worker {event.worker} failed")
+
+    def _maybe_finish(self) -> list[Action]:
+        """The end is told once the last invocation has returned, so that the account it goes with is whole."""
+        over = self._view.phase == "finished" and len(self._crew.done) == self.workers
+        return self._enter("finished") if over and self.state == "training" else []
 
     def _new_attempt(self) -> list[Action]:
         self.attempt += 1

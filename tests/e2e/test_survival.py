@@ -1,0 +1,65 @@
+"""Whatever is killed, the job ends with the right number of applied updates."""
+
+from __future__ import annotations
+
+import pytest
+from support.running import Running, check_succeeded, eventually
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+LONG = ("train.end.epochs=40", "wan.interval=10", "train.evaluateEvery=0", "function.slice=3s")
+"""Rounds enough that something can be killed in the middle, and slices short enough that invocations follow each other."""
+
+
+def test_a_job_runs_to_its_model_and_its_account(running: Running) -> None:
+    job = running.submit("train.end.epochs=15")
+    described = running.wait_end(job)
+    check_succeeded(described, accuracy=0.95)
+    result = described["result"]
+    items = {(line["region"], line["item"].split()[0]) for line in result["money"]}
+    for region in ("frankfurt", "shanghai", "virginia"):
+        assert {(region, "function-seconds"), (region, "parameter-server"), (region, "egress")} <= items
+    assert len(result["wan_bytes"]) == 6
+    assert all(count > 0 for count in result["wan_bytes"].values())
+    for what in ("seconds", "wan_bytes", "usd"):
+        assert result["measured"][what] > 0
+        assert result["predicted"][what]["low"] <= result["predicted"][what]["high"]
+
+
+def test_a_killed_control_plane_finds_the_job_running_and_finishes_it(running: Running) -> None:
+    job = running.submit(*LONG)
+    running.wait_round(job, 3)
+    running.federation.kill("control-plane")
+    running.federation.start_control_plane()
+    assert running.describe(job)["state"] in ("running", "finishing", "succeeded")
+    check_succeeded(running.wait_end(job))
+
+
+def test_a_killed_worker_is_replaced(running: Running) -> None:
+    job = running.submit(*LONG)
+    running.wait_round(job, 3)
+    zygote = running.descendants("shanghai", "zygote")
+    workers = [child for parent in zygote for child in parent.children()] or running.descendants("shanghai", "replica")
+    assert workers
+    workers[0].kill()
+    check_succeeded(running.wait_end(job))
+    assert any(event["kind"] == "worker-failed" and event["region"] == "shanghai" for event in running.events(job))
+
+
+def test_a_killed_parameter_server_goes_on_from_its_disk(running: Running) -> None:
+    job = running.submit(*LONG)
+    running.wait_round(job, 3)
+    (server,) = running.descendants("frankfurt", "sync.ps")
+    server.kill()
+    check_succeeded(running.wait_end(job))
+    assert any(event["kind"] == "ps-ended" and event["region"] == "frankfurt" for event in running.events(job))
+
+
+def test_a_killed_agent_takes_its_partition_up_again(running: Running) -> None:
+    job = running.submit(*LONG)
+    running.wait_round(job, 3)
+    children = running.descendants("virginia", "")
+    running.federation.kill("virginia")
+    eventually(lambda: not any(child.is_running() for child in children), "the killed agent's processes are gone")
+    running.federation.start_agent("virginia")
+    check_succeeded(running.wait_end(job))

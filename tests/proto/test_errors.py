@@ -1,0 +1,105 @@
+"""Errors keep their code, message and hint from one process to the other."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+import geofed_pb.errors
+from geofed_pb.errors import CATALOGUE, Exit, GeofedError
+from geofed_pb.rpc import answering, error_of, server_options, streaming, to_proto
+from geofed_pb.v1 import common_pb2, control_pb2, control_pb2_grpc
+
+ROOT = Path(geofed_pb.errors.__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("code", sorted(CATALOGUE))
+def test_every_error_says_what_to_do_and_survives_the_wire(code: str) -> None:
+    assert len(CATALOGUE[code].hint) > 10
+    error = GeofedError(code, "it went wrong", hint="mend it")
+    again = error_of(common_pb2.Error.FromString(to_proto(error).SerializeToString()))
+    assert (again.code, again.message, again.hint, again.exit) == (code, "it went wrong", "mend it", error.exit)
+
+
+def test_an_unlisted_code_cannot_leave() -> None:
+    with pytest.raises(KeyError):
+        GeofedError("NO_SUCH_CODE", "text")
+    assert error_of(common_pb2.Error(code="FROM_THE_FUTURE", message="x")).code == "INTERNAL"
+
+
+def test_every_code_is_used_and_every_code_that_is_used_is_listed() -> None:
+    rooms = ["control_plane", "region_agent", "sync", "scheduler", "deploy", "proto"]
+    sources = [p.read_text() for room in rooms for p in (ROOT / room).rglob("*.py") if "_pb2" not in p.name]
+    text = "\n".join(source for source in sources if "CATALOGUE: dict" not in source)
+    raised = set(re.findall(r'(?:GeofedError|Refuse|Failed|Reason)\(\s*(?:[a-z.]+, )?"([A-Z_]+)"', text))
+    assert raised <= set(CATALOGUE), f"not in the catalogue: {raised - set(CATALOGUE)}"
+    unused = {code for code in CATALOGUE if f'"{code}"' not in text}
+    assert not unused, f"in the catalogue, but never raised: {unused}"
+
+
+class _Failing(control_pb2_grpc.ControlServicer):
+    @answering
+    async def GetJob(self, request: control_pb2.JobRequest, context: Any) -> control_pb2.Job:
+        if request.job == "bug":
+            raise ZeroDivisionError
+        if request.job == "full":
+            raise OSError(28, "No space left on device", "/state/x")
+        raise GeofedError("JOB_NOT_FOUND", f"no job {request.job}")
+
+    @streaming
+    async def Watch(self, request: control_pb2.WatchRequest, context: Any) -> AsyncIterator[control_pb2.Event]:
+        yield control_pb2.Event(cursor=1)
+        raise GeofedError("JOB_NOT_FOUND", "it has gone")
+
+
+async def _ask(job: str) -> GeofedError:
+    server = grpc.aio.server(options=server_options())
+    control_pb2_grpc.add_ControlServicer_to_server(_Failing(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = control_pb2_grpc.ControlStub(channel)
+        try:
+            if job == "stream":
+                async for _ in stub.Watch(control_pb2.WatchRequest()):
+                    pass
+            else:
+                await stub.GetJob(control_pb2.JobRequest(job=job))
+        except grpc.RpcError as error:
+            return error_of(error)
+        finally:
+            await server.stop(None)
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(
+    ("job", "code", "exit_status"),
+    [
+        ("x", "JOB_NOT_FOUND", Exit.NOT_FOUND),
+        ("stream", "JOB_NOT_FOUND", Exit.NOT_FOUND),
+        ("full", "DISK_FULL", Exit.UNAVAILABLE),
+        ("bug", "INTERNAL", Exit.BUG),
+    ],
+)
+def test_what_a_service_raises_reaches_its_caller(job: str, code: str, exit_status: Exit) -> None:
+    error = asyncio.run(_ask(job))
+    assert (error.code, error.exit) == (code, exit_status)
+
+
+def test_a_server_that_is_not_there_is_unavailable() -> None:
+    async def ask() -> GeofedError:
+        async with grpc.aio.insecure_channel("127.0.0.1:9") as channel:
+            try:
+                await control_pb2_grpc.ControlStub(channel).GetJob(control_pb2.JobRequest(job="x"), timeout=5)
+            except grpc.RpcError as error:
+                return error_of(error)
+        raise AssertionError
+
+    assert asyncio.run(ask()).code == "UNAVAILABLE"

@@ -1,0 +1,156 @@
+"""What every plan holds, whatever the federation looks like."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler import (
+    Capacity,
+    Dataset,
+    Declined,
+    Demand,
+    Link,
+    Plan,
+    Prices,
+    Region,
+    Snapshot,
+    Split,
+    plan,
+)
+
+PRICES = Prices("list", "2026-01", 1.67e-5, 2e-7, 0.05, 0.09, {"b": 0.02})
+
+
+def region(name: str, samples: int = 1000, workers: int = 4, prices: Prices | None = PRICES, **more: object) -> Region:
+    held = Dataset("digits", {"train": Split(samples)} if samples else {"test": Split(10)})
+    return Region(name, "cloud", Capacity(workers, 2048), prices, (held,), **more)  # type: ignore[arg-type]
+
+
+def demand(**more: object) -> Demand:
+    return replace(Demand("job", "digits", batch=32, epochs=3.0, steps=None, seed=1), **more)  # type: ignore[arg-type]
+
+
+def planned(snapshot: Snapshot, wanted: Demand) -> Plan:
+    answer = plan(snapshot, wanted)
+    assert isinstance(answer, Plan), answer
+    return answer
+
+
+def declined(snapshot: Snapshot, wanted: Demand) -> dict[str, str]:
+    answer = plan(snapshot, wanted)
+    assert isinstance(answer, Declined)
+    return {reason.code: reason.text + " | " + reason.remedy for reason in answer.reasons}
+
+
+federations = st.lists(
+    st.tuples(st.integers(1, 50_000), st.integers(1, 16), st.floats(10, 1e5)), min_size=1, max_size=8
+)
+
+
+@given(federations, st.integers(1, 256), st.floats(0.1, 20), st.one_of(st.none(), st.integers(1, 100)))
+def test_a_plan_uses_each_shard_where_it_is_and_no_more_than_is_free(
+    shape: list[tuple[int, int, float]], batch: int, epochs: float, interval: int | None
+) -> None:
+    regions = tuple(
+        replace(region(f"r{i}", samples, workers), capacity=Capacity(workers, 2048, speed))
+        for i, (samples, workers, speed) in enumerate(shape)
+    )
+    chosen = planned(Snapshot(regions), demand(batch=batch, epochs=epochs, interval=interval))
+    assert [part.region for part in chosen.partitions] == sorted(r.name for r in regions)
+    longest = 0
+    for part in chosen.partitions:
+        own = next(r for r in regions if r.name == part.region)
+        assert 1 <= part.workers <= own.capacity.workers
+        assert part.samples == own.datasets[0].splits["train"].samples
+        per_epoch = math.ceil(part.samples / (part.batch * part.workers))
+        longest = max(longest, per_epoch)
+        # All regions make the demanded epochs, to within the rounding of one step in each round.
+        made = chosen.rounds * part.steps_per_round
+        assert abs(made - epochs * per_epoch) <= chosen.rounds + per_epoch + 1
+    assert chosen.interval <= max(interval or 20, 1)
+    assert chosen.rounds * chosen.interval >= round(epochs * longest)
+
+
+@given(federations)
+def test_estimates_are_ranges_around_what_is_expected(shape: list[tuple[int, int, float]]) -> None:
+    regions = tuple(region(f"r{i}", samples, workers) for i, (samples, workers, _) in enumerate(shape))
+    estimate = planned(Snapshot(regions), demand()).estimate
+    for range_ in (estimate.seconds, estimate.wan_bytes, estimate.usd):
+        assert 0 <= range_.low <= range_.expected <= range_.high
+    assert math.isclose(estimate.usd.expected, sum(item.usd for item in estimate.items))
+    assert estimate.wan_bytes.expected == sum(estimate.link_bytes.values())
+    assert len(estimate.link_bytes) == len(regions) * (len(regions) - 1)
+
+
+def test_workers_are_in_proportion_to_the_data_within_what_is_free() -> None:
+    chosen = planned(Snapshot((region("a", 3000, 6), region("b", 1000, 6))), demand())
+    assert [part.workers for part in chosen.partitions] == [6, 2]
+
+
+def test_busy_workers_are_not_given_twice() -> None:
+    snapshot = Snapshot((region("a", 3000, 4),), busy_workers={"a": 3})
+    assert planned(snapshot, demand()).partitions[0].workers == 1
+    assert "wait for a job to end" in declined(snapshot, demand(workers=2))["INADMISSIBLE"]
+
+
+def test_a_region_without_the_shard_takes_no_part_unless_it_was_asked_for() -> None:
+    snapshot = Snapshot((region("a"), region("b", samples=0)))
+    assert [part.region for part in planned(snapshot, demand()).partitions] == ["a"]
+    assert "region b" in declined(snapshot, demand(use=("a", "b")))["DATASET_UNKNOWN"]
+
+
+def test_an_avoided_region_takes_no_part() -> None:
+    chosen = planned(Snapshot((region("a"), region("b"))), demand(avoid=("b",)))
+    assert [part.region for part in chosen.partitions] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "wanted", "code", "text"),
+    [
+        (Snapshot((region("a"),)), demand(dataset="faces"), "DATASET_UNKNOWN", "digits"),
+        (Snapshot(()), demand(), "DATASET_UNKNOWN", "none"),
+        (Snapshot((region("a"),)), demand(use=("a", "x")), "REGION_NOT_FOUND", "region x"),
+        (Snapshot((region("a"),), absent=("x",)), demand(use=("a", "x")), "REGION_LOST", "start its agent"),
+        (Snapshot((region("a", prices=None),)), demand(), "PRICE_UNKNOWN", "region a"),
+        (Snapshot((region("a"),)), demand(memory_mb=9999), "INADMISSIBLE", "2048 MB"),
+        (Snapshot((region("a"),)), demand(deadline_seconds=0.5), "INADMISSIBLE", "could be promised"),
+        (Snapshot((region("a"),)), demand(budget_usd=0.0), "INADMISSIBLE", "would do"),
+    ],
+)
+def test_what_cannot_be_done_is_declined_with_a_reason_and_a_remedy(
+    snapshot: Snapshot, wanted: Demand, code: str, text: str
+) -> None:
+    assert text in declined(snapshot, wanted)[code]
+
+
+def test_the_remedy_of_a_missed_deadline_is_true() -> None:
+    snapshot = Snapshot((region("a"), region("b")))
+    needed = planned(snapshot, demand()).estimate.seconds.high
+    assert declined(snapshot, demand(deadline_seconds=needed * 0.99))
+    assert planned(snapshot, demand(deadline_seconds=needed))
+
+
+def test_a_measured_speed_goes_before_a_stated_one_and_narrows_the_range() -> None:
+    stated = replace(region("a"), capacity=Capacity(4, 2048, 500.0))
+    guess = planned(Snapshot((region("a"),)), demand()).estimate
+    told = planned(Snapshot((stated,)), demand()).estimate
+    known = planned(Snapshot((stated,), speeds={"a": 2000.0}, model_bytes=4000, start_seconds=1.0), demand())
+    assert (guess.basis, told.basis, known.estimate.basis) == ("prior", "stated", "measured")
+    assert known.partitions[0].samples_per_second == 2000.0
+    widths = [e.seconds.high / e.seconds.low for e in (guess, told, known.estimate)]
+    assert widths == sorted(widths, reverse=True)
+
+
+def test_a_slow_link_is_in_the_time_and_a_dear_one_in_the_money() -> None:
+    near = Snapshot((region("a"), region("b")), model_bytes=50_000_000)
+    slow = tuple(Link(x, y, 300.0, 10.0) for x, y in (("a", "b"), ("b", "a")))
+    far = replace(near, regions=(region("a", links=slow[:1]), region("b", links=slow[1:])))
+    one, other = planned(near, demand()).estimate, planned(far, demand()).estimate
+    assert other.seconds.expected > one.seconds.expected + 5
+    egress = {(item.region, item.item): item.usd / item.quantity for item in one.items if "egress" in item.item}
+    assert egress == {("a", "egress to b"): pytest.approx(0.02), ("b", "egress to a"): pytest.approx(0.09)}

@@ -1,0 +1,125 @@
+"""A real federation on this machine, with the digits dealt out to its regions, and ways to watch and break it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import deploy
+from deploy.emulator import Emulator
+from deploy.local import LocalFederation, RegionSite
+from deploy.shards import read_digits, write_shards
+
+PRICES = {
+    "source": "test",
+    "asOf": "2026-01",
+    "functionUsdPerGbSecond": 0.0000166667,
+    "functionUsdPerRequest": 0.0000002,
+    "serverUsdPerHour": 0.05,
+    "egressUsdPerGb": 0.09,
+}
+TEMPLATES = Path(deploy.__file__).parent / "templates"
+JOB_SECONDS = 90.0
+
+
+def digits_sites(folder: Path, regions: Sequence[str], *, workers: int = 1, **more: Any) -> list[RegionSite]:
+    """Regions that hold the digits, unevenly; `more` goes into each region's file."""
+    written = write_shards(read_digits(1), list(regions), folder / "data", alpha=0.5, seed=1)
+    sites = []
+    for name in regions:
+        splits = {split: {"uri": part["path"], "samples": part["samples"]} for split, part in written[name].items()}
+        config = {
+            "cloud": "test",
+            "capacity": {"workers": workers, "memoryMb": 1024},
+            "prices": PRICES,
+            "datasets": {"digits": {"splits": splits}},
+            **more,
+        }
+        sites.append(RegionSite(name, config))
+    return sites
+
+
+class Running:
+    """A federation while it runs, seen as its user and its operator see it."""
+
+    def __init__(self, federation: LocalFederation, folder: Path) -> None:
+        self.federation, self._folder = federation, folder
+
+    def job_folder(self, task: str | None = None) -> Path:
+        """The shipped image job, with another task module where one is given."""
+        job = self._folder / "job"
+        if not job.exists():
+            shutil.copytree(TEMPLATES / "image-classification", job)
+        if task is not None:
+            (job / "task.py").write_text(task)
+        return job
+
+    def submit(self, *settings: str, task: str | None = None) -> str:
+        """Submit the job; its id."""
+        arguments = [part for setting in settings for part in ("--set", setting)]
+        job = self.job_folder(task) / "job.yaml"
+        return self.federation.control_plane("submit", str(job), *arguments, "-o", "name").stdout.strip()
+
+    def describe(self, job: str) -> dict[str, Any]:
+        told = json.loads(self.federation.control_plane("describe", job, "-o", "json").stdout)
+        described: dict[str, Any] = told["data"]
+        return described
+
+    def events(self, job: str) -> list[dict[str, Any]]:
+        lines = self.federation.control_plane("events", job, "-o", "jsonl").stdout.splitlines()
+        return [json.loads(line) for line in lines]
+
+    def wait_round(self, job: str, least: int, region: str | None = None) -> None:
+        """Until the regions (or one) have completed so many rounds, as their own agents and the hub tell."""
+
+        def there() -> bool:
+            parts = self.describe(job)["partitions"]
+            return bool(parts) and all(p["round"] >= least for p in parts if region in (None, p["region"]))
+
+        eventually(there, f"round {least} of {job}")
+
+    def wait_end(self, job: str, seconds: float = JOB_SECONDS) -> dict[str, Any]:
+        """Wait for the job as a user does; how it ended."""
+        self.federation.control_plane("wait", job, "--timeout", f"{seconds:.0f}s", check=False, timeout=seconds + 30)
+        return self.describe(job)
+
+    def descendants(self, region: str, having: str) -> list[psutil.Process]:
+        """Processes of a region whose command line holds a text."""
+        agent = psutil.Process(self.federation.processes[region].pid)
+        return [child for child in agent.children(recursive=True) if having in " ".join(child.cmdline())]
+
+
+def expected_updates(described: dict[str, Any]) -> dict[str, int]:
+    """Remote updates that each region must have applied: one from every other region in each round, and the model
+    that all began with, where it came from elsewhere."""
+    regions = sorted(part["region"] for part in described["partitions"])
+    rounds = described["plan"]["rounds"]
+    return {name: rounds * (len(regions) - 1) + (name != regions[0]) for name in regions}
+
+
+def check_succeeded(described: dict[str, Any], accuracy: float = 0.9) -> None:
+    """It has its model, every update was applied exactly once, and the account is whole."""
+    result = described["result"]
+    assert described["state"] == "succeeded", described.get("error") or described
+    assert result["metrics"]["accuracy"] >= accuracy
+    assert result["applied_updates"] == expected_updates(described)
+    assert result["model"]["digest"].startswith("sha256:")
+    assert result["usd"] > 0
+
+
+def eventually(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+        time.sleep(0.1)
+
+
+def supported_emulator() -> str | None:
+    """Why no WAN can be emulated here, or None."""
+    return Emulator.supported()
