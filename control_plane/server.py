@@ -11,9 +11,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -79,89 +79,78 @@ async def serve(config: ServeConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in config.stop_signals:
         loop.add_signal_handler(number, stop.set)
-    async with running(config) as stack:
-        _log.info("ready", **stack.ports.__dict__)
+    async with running(config) as ports:
+        _log.info("ready", **asdict(ports))
         await stop.wait()
         _log.info("stopping")
 
 
-class running:
-    """A control plane that serves while the context is open; `ports` says where."""
-
-    ports: Ports
-
-    def __init__(self, config: ServeConfig) -> None:
-        self._config = config
-        self._stack = AsyncExitStack()
-
-    async def __aenter__(self) -> running:
+@asynccontextmanager
+async def running(config: ServeConfig) -> AsyncIterator[Ports]:
+    """A control plane that serves while the context is open."""
+    async with AsyncExitStack() as stack:
         try:
-            await self._start(self._config)
+            state = await _open_state(config, stack)
+            ports = await _listen(config, state, stack)
         except OSError as error:
-            await self._stack.aclose()
             raise _as_geofed(error) from error
-        except BaseException:
-            await self._stack.aclose()
-            raise
-        return self
+        yield ports
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
 
-    async def _start(self, config: ServeConfig) -> None:
-        _prepare(config.state_dir)
-        self._stack.enter_context(_only_one(config.state_dir))
-        now = utc_now(time.time())
-        store = self._stack.enter_context(open_store(_database_url(config)))
-        federation_name = _named(store, config.federation)
-        authority = Authority.open(config.state_dir / "pki", federation_name, now)
-        hosts = [
-            "localhost",
-            "127.0.0.1",
-            "::1",
-            socket.gethostname(),
-            *(advertised_host(name) for name in config.advertise),
-        ]
-        hosts += [host for host in (split_address(config.listen)[0],) if host not in _WILDCARDS]
-        certificate, key = authority.server_certificate(hosts, now)
-        token_hash = _admin_token(config.state_dir, store)
-        federation = Federation(store, BlobStore(config.state_dir / "blobs"), time.time, config.lease, federation_name)
-        self._stack.push_async_callback(federation.close)
-        await federation.load()
-        meter = Meter(federation)
-        web = Web(meter, config.metrics_listen, certificate, key)
+@dataclass(frozen=True)
+class _State:
+    federation: Federation
+    authority: Authority
+    token_hash: str
+    certificate: Path
+    key: Path
 
-        control = grpc.aio.server(interceptors=[meter], options=server_options())
-        users = ControlService(federation, Door(token_hash, authority.ca_pem, ""))
-        enrolment = EnrolmentService(federation, authority, config.region_certificate_life)
-        checks = health.aio.HealthServicer()
-        control_pb2_grpc.add_ControlServicer_to_server(users, control)
-        control_pb2_grpc.add_EnrolmentServicer_to_server(enrolment, control)
-        health_pb2_grpc.add_HealthServicer_to_server(checks, control)
-        agents = grpc.aio.server(interceptors=[meter], options=server_options())
-        hub = AgentHubService(federation, authority, config.region_certificate_life)
-        agent_pb2_grpc.add_AgentHubServicer_to_server(hub, agents)
 
-        pair = [(key.read_bytes(), certificate.read_bytes())]
-        control_port = _bind(control, config.listen, grpc.ssl_server_credentials(pair))
-        mutual = grpc.ssl_server_credentials(pair, authority.ca_pem, require_client_auth=True)
-        agent_port = _bind(agents, config.agent_listen, mutual)
-        await self._stack.enter_async_context(web)
-        self.ports = Ports(control_port, agent_port, web.port)
-        enrolment.agent_port = agent_port
-        address = _reached_at(config, control_port)
-        users.door = replace(users.door, address=address)
-        _write_context(config, authority, federation_name, control_port)
-        for server in (control, agents):
-            await server.start()
-            self._stack.push_async_callback(server.stop, GRACE.total_seconds())
-        self._stack.callback(federation.stop)
-        ticking = asyncio.create_task(_tick(federation))
-        self._stack.push_async_callback(_cancel, ticking)
-        await checks.set("", health_pb2.HealthCheckResponse.SERVING)
-        if config.ready_file is not None:
-            facts = {**self.ports.__dict__, "pid": os.getpid(), "address": address}
-            write_whole(config.ready_file, json.dumps(facts).encode())
+async def _open_state(config: ServeConfig, stack: AsyncExitStack) -> _State:
+    """Identity and durable state, loaded; nobody is answered yet."""
+    _prepare(config.state_dir)
+    stack.enter_context(_only_one(config.state_dir))
+    now = utc_now(time.time())
+    store = stack.enter_context(open_store(_database_url(config)))
+    name = _named(store, config.federation)
+    authority = Authority.open(config.state_dir / "pki", name, now)
+    certificate, key = authority.server_certificate(_own_names(config), now)
+    federation = Federation(store, BlobStore(config.state_dir / "blobs"), time.time, config.lease, name)
+    stack.push_async_callback(federation.close)
+    await federation.load()
+    return _State(federation, authority, _admin_token(config.state_dir, store), certificate, key)
+
+
+async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> Ports:
+    """Bind all ports before the first is answered, since what one says depends on the others."""
+    federation, authority = state.federation, state.authority
+    meter = Meter(federation)
+    users = ControlService(federation, Door(state.token_hash, authority.ca_pem, ""))
+    enrolment = EnrolmentService(federation, authority, config.region_certificate_life)
+    checks = health.aio.HealthServicer()
+    control = grpc.aio.server(interceptors=[meter], options=server_options())
+    control_pb2_grpc.add_ControlServicer_to_server(users, control)
+    control_pb2_grpc.add_EnrolmentServicer_to_server(enrolment, control)
+    health_pb2_grpc.add_HealthServicer_to_server(checks, control)
+    agents = grpc.aio.server(interceptors=[meter], options=server_options())
+    hub = AgentHubService(federation, authority, config.region_certificate_life)
+    agent_pb2_grpc.add_AgentHubServicer_to_server(hub, agents)
+
+    pair = [(state.key.read_bytes(), state.certificate.read_bytes())]
+    mutual = grpc.ssl_server_credentials(pair, authority.ca_pem, require_client_auth=True)
+    control_port = _bind(control, config.listen, grpc.ssl_server_credentials(pair))
+    enrolment.agent_port = _bind(agents, config.agent_listen, mutual)
+    users.door = replace(users.door, address=_reached_at(config, control_port))
+    web = await stack.enter_async_context(Web(meter, config.metrics_listen, state.certificate, state.key))
+    ports = Ports(control_port, enrolment.agent_port, web.port)
+    for server in (control, agents):
+        await server.start()
+        stack.push_async_callback(server.stop, GRACE.total_seconds())
+    stack.callback(federation.stop)
+    stack.push_async_callback(_cancel, asyncio.create_task(_tick(federation)))
+    await checks.set("", health_pb2.HealthCheckResponse.SERVING)
+    _tell_where(config, state, ports)
+    return ports
 
 
 async def _tick(federation: Federation) -> None:
@@ -223,17 +212,33 @@ def _admin_token(state_dir: Path, store: Store) -> str:
     return hash_secret(token)
 
 
-def _write_context(config: ServeConfig, authority: Authority, federation: str, port: int) -> None:
-    """What the command line of this machine finds this control plane with."""
+def _own_names(config: ServeConfig) -> list[str]:
+    """Every name under which a client may check this server."""
+    listening = split_address(config.listen)[0]
+    return [
+        "localhost",
+        "127.0.0.1",
+        "::1",
+        socket.gethostname(),
+        *(advertised_host(name) for name in config.advertise),
+        *([] if listening in _WILDCARDS else [listening]),
+    ]
+
+
+def _tell_where(config: ServeConfig, state: _State, ports: Ports) -> None:
+    """Write what the command line finds this control plane with, and the ready file."""
     host = split_address(config.listen)[0]
-    local = f"{'127.0.0.1' if host in _WILDCARDS else host}:{port}"
+    local = f"{'127.0.0.1' if host in _WILDCARDS else host}:{ports.control}"
     context = {
-        "address": _reached_at(config, port) if config.advertise else local,
-        "ca_file": str(authority.ca_file.resolve()),
+        "address": _reached_at(config, ports.control) if config.advertise else local,
+        "ca_file": str(state.authority.ca_file.resolve()),
         "token_file": str((config.state_dir / "admin.token").resolve()),
-        "federation": federation,
+        "federation": state.federation.name,
     }
     write_whole(config.state_dir / "context.json", json.dumps(context, indent=2).encode())
+    if config.ready_file is not None:
+        facts = {**asdict(ports), "pid": os.getpid(), "address": _reached_at(config, ports.control)}
+        write_whole(config.ready_file, json.dumps(facts).encode())
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials) -> int:

@@ -89,7 +89,7 @@ def serve_config(tmp_path: Path) -> ServeConfig:
 @asynccontextmanager
 async def staged(config: ServeConfig) -> AsyncIterator[Stage]:
     """Run a control plane in this process."""
-    async with running(config) as server:
+    async with running(config) as ports:
         context = replace(Context.load(config.state_dir / "context.json"))
         async with ControlClient.connect(context) as client:
-            yield Stage(config, server.ports, client, context)
+            yield Stage(config, ports, client, context)
