@@ -57,12 +57,13 @@ def status_text(view: Data) -> str:
 
 def description_text(view: Data) -> str:
     """All there is to know of a job."""
-    parts = [job_head(view), partition_table(view)]
+    parts = [job_head(view)]
     if view["plan"]:
         parts.append("PLAN\n" + plan_text(view["plan"]))
     if view["result"]:
         parts.append("RESULT\n" + result_text(view))
     else:
+        parts.append("NOW\n" + partition_table(view))
         links = {f"{p['region']}>{other}": sent for p in view["partitions"] for other, sent in p["sent_bytes"].items()}
         if links:
             parts.append("WAN BYTES SO FAR\n" + link_table(links, (view["plan"] or {}).get("estimate", {})))

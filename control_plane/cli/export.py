@@ -42,12 +42,23 @@ def export(
         if not (view["result"] and view["result"]["model"]):
             raise GeofedError("MODEL_NOT_FOUND", f"job {view['id']} is {view['state']}; it has no model")
         target = output_file or Path(f"{view['id']}.safetensors")
-        if target.exists():
+        if target.exists() and not _holds(target, view["result"]["model"]["digest"]):
             confirm(f"Write over {target}?", yes=yes)
         await _download(client, view, target)
         return _with_manifest(view, target)
 
     emit(ask_control_plane(context, fetch), table=_told, name=lambda data: str(data["file"]))
+
+
+def _holds(path: Path, digest: str) -> bool:
+    """True where the file is this very model: writing over it loses nothing."""
+    import hashlib
+
+    try:
+        with path.open("rb") as file:
+            return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}" == digest
+    except OSError:
+        return False
 
 
 async def _download(client: ControlClient, view: Data, target: Path) -> None:
