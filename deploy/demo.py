@@ -171,13 +171,13 @@ def _submit(federation: LocalFederation, job: Path, data: Path | None) -> int:
 def _result(federation: LocalFederation, folder: Path, emulator: Emulator | None) -> dict[str, Any]:
     """The last job's account, completed by what only this machine knows."""
     jobs = json.loads(federation.control_plane("list", "--all", "-o", "json").stdout)["data"]
-    job = max(jobs, key=lambda listed: float(listed["created_at"]))
-    whole: dict[str, Any] = json.loads(federation.control_plane("describe", job["id"], "-o", "json").stdout)["data"]
+    newest = jobs[0]["id"]
+    whole: dict[str, Any] = json.loads(federation.control_plane("describe", newest, "-o", "json").stdout)["data"]
     result = dict(whole["result"])
     result["emulator"] = emulator.status() if emulator else {"backend": "none", "reason": Emulator.supported()}
     if result["state"] == "succeeded":
         path = folder / "model.safetensors"
-        federation.control_plane("export", job["id"], "--output-file", str(path))
+        federation.control_plane("export", newest, "--output-file", str(path), "--yes")
         result["model"] = {**result["model"], "path": str(path)}
     (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     return result
