@@ -48,7 +48,7 @@ async def examine(config: RegionConfig, state_dir: Path) -> list[Finding]:
         ("prices", lambda: _prices(config)),
         ("disk", lambda: _disk(state_dir)),
         ("shared memory", _shared_memory),
-        *((f"data {name}", lambda name=name: dataset(name)) for name in sorted(config.datasets)),  # type: ignore[misc]
+        *((f"data {name}", lambda name=name: dataset(name)) for name in sorted(config.datasets)),
     ]
     return [await _look(name, check) for name, check in checks]
 

@@ -78,13 +78,18 @@ class Hub:
     # The session
 
     async def run(self, commands: Commands) -> None:
-        """Keep a session until cancelled; raises only what no new try can mend."""
+        """Keep a session until cancelled.
+
+        Raises ``GeofedError`` where no new try can help: ``CERTIFICATE_EXPIRED``, and ``FENCED`` where another
+        process has taken over with the same identity.
+        """
         backoff = _BACKOFF_FIRST_SECONDS
         while True:
             try:
                 await self._session(commands)
                 backoff = _BACKOFF_FIRST_SECONDS
             except grpc.RpcError as raised:
+                self._identity.check()
                 self._note(error_of(raised))
             except TimeoutError:
                 self._note(GeofedError("UNAVAILABLE", "the control plane has gone silent"))
@@ -95,6 +100,8 @@ class Hub:
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
 
     def _note(self, error: GeofedError) -> None:
+        if error.code == "FENCED":
+            raise GeofedError("FENCED", error.message, hint="stop the other agent of this region, then start this one")
         if self.connected or self.refusal is None or self.refusal.code != error.code:
             _log.warning("no session with the control plane: %s", error)
         self.refusal = error
@@ -131,6 +138,7 @@ class Hub:
         self.lease_seconds = welcome.lease_seconds or _DEFAULT_LEASE_SECONDS
         self.last_heard = time.time()
         self.skew_seconds = welcome.at - self.last_heard
+        self._store.number_reports_after(welcome.report_cursor)
         self._store.forget_reports(welcome.report_cursor)
         _log.info("session %d with the control plane", welcome.session)
 

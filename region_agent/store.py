@@ -154,6 +154,19 @@ class AgentStore:
         rows = self._rows("select seq, message from reports where seq > ? order by seq limit ?", seq, most)
         return [(int(str(number)), bytes(message)) for number, message in rows if isinstance(message, bytes)]
 
+    def number_reports_after(self, seq: int) -> None:
+        """The control plane has reports up to here: an agent that has lost its own memory goes on from there."""
+        with self._writing() as db:
+            last = db.execute("select seq from sqlite_sequence where name = 'reports'").fetchone()
+            if last is None:
+                db.execute("insert into sqlite_sequence values ('reports', ?)", (seq,))
+                return
+            if last[0] < seq:
+                # In two steps, since the ranges may overlap.
+                db.execute("update reports set seq = -(seq + ?)", (seq,))
+                db.execute("update reports set seq = -seq")
+                db.execute("update sqlite_sequence set seq = seq + ? where name = 'reports'", (seq,))
+
     def forget_reports(self, up_to: int) -> None:
         with self._writing() as db:
             db.execute("delete from reports where seq <= ?", (up_to,))

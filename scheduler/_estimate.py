@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from scheduler._model import Cost, Estimate, Partition, Plan, Range, Region, Snapshot
 
 PRIOR_SAMPLES_PER_SECOND = 1000.0
@@ -13,10 +15,14 @@ PRIOR_START_SECONDS = 5.0
 """From the answer to the first step: deploy, fork, load code and data."""
 PROTOCOL_OVERHEAD = 1.05
 """Bytes on the line over bytes of the message: framing, TLS, HTTP/2, acknowledgements."""
+FIRST_WINDOW_BYTES = 14_600
+"""What TCP sends before the first acknowledgement: ten segments (RFC 6928)."""
+MERGE_SECONDS = 0.004
+"""One step's merge among the workers of a partition, for a small model on one machine."""
 CONTROL_BYTES_PER_ROUND = 4_000
 """Of one parameter server to each peer: offers, answers, keep-alives."""
 
-_SPREAD = {"measured": (0.8, 1.3), "stated": (0.5, 2.0), "prior": (0.2, 5.0)}
+_SPREAD = {"measured": (0.75, 1.4), "stated": (0.5, 2.0), "prior": (0.2, 5.0)}
 """How far time may stray from what is expected, by what the expectation rests on."""
 
 
@@ -36,12 +42,12 @@ def estimate(plan: Plan, snapshot: Snapshot) -> Estimate:
     update_bytes = (snapshot.model_bytes or PRIOR_MODEL_BYTES) + 256
     basis = _basis(plan, regions, snapshot)
     compute = max(_round_compute_seconds(part) for part in plan.partitions)
-    exchange = max(
-        (_exchange_seconds(regions[a], b, update_bytes) for a in names for b in names if a != b),
-        default=0.0,
-    )
+    pairs = [(regions[a], b) for a in names for b in names if a != b]
+    exchange = max((_exchange_seconds(source, to, update_bytes) for source, to in pairs), default=0.0)
+    contact = max((_first_contact_seconds(source, to) for source, to in pairs), default=0.0)
     start = snapshot.start_seconds if snapshot.start_seconds is not None else PRIOR_START_SECONDS
-    seconds = start + plan.rounds * (compute + exchange)
+    # The model that all begin with travels once, before the first round.
+    seconds = start + contact + exchange + plan.rounds * (compute + exchange)
     per_link = int(plan.rounds * (update_bytes * PROTOCOL_OVERHEAD + CONTROL_BYTES_PER_ROUND))
     link_bytes = {f"{a}>{b}": per_link for a in names for b in names if a != b}
     items = tuple(
@@ -73,15 +79,32 @@ def _basis(plan: Plan, regions: dict[str, Region], snapshot: Snapshot) -> str:
 
 
 def _round_compute_seconds(part: Partition) -> float:
-    return part.steps_per_round * part.batch / part.samples_per_second
+    merging = MERGE_SECONDS if part.workers > 1 else 0.0
+    return part.steps_per_round * (part.batch / part.samples_per_second + merging)
 
 
 def _exchange_seconds(source: Region, destination: str, update_bytes: int) -> float:
-    """One update over one link, with an offer and its answer; links are taken to be independent."""
+    """One update over one link, until the other side has it; links are taken to be independent.
+
+    An offer and its answer take a round trip. Then the congestion window, which has shrunk since the round before,
+    doubles with each round trip until the update is through or the line is full; the last flight needs one way only.
+    """
+    rtt, rate = _link(source, destination)
+    line_bytes = update_bytes * PROTOCOL_OVERHEAD
+    flights = math.log2(1 + min(line_bytes, rate * rtt) / FIRST_WINDOW_BYTES)
+    return rtt * (0.5 + flights) + line_bytes / rate
+
+
+def _first_contact_seconds(source: Region, destination: str) -> float:
+    """TCP and TLS with certificates of both sides, before the first update."""
+    return 3 * _link(source, destination)[0]
+
+
+def _link(source: Region, destination: str) -> tuple[float, float]:
+    """Round trip in seconds and rate in bytes/s."""
     link = next((known for known in source.links if known.destination == destination), None)
-    rtt_ms = link.rtt_ms if link else PRIOR_RTT_MS
-    mbps = link.mbps if link else PRIOR_MBPS
-    return 2.0 * rtt_ms / 1e3 + update_bytes * PROTOCOL_OVERHEAD * 8 / (mbps * 1e6)
+    rtt_ms, mbps = (link.rtt_ms, link.mbps) if link else (PRIOR_RTT_MS, PRIOR_MBPS)
+    return rtt_ms / 1e3, mbps * 1e6 / 8
 
 
 def _bill(
