@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from types import TracebackType
 
@@ -16,6 +17,9 @@ from control_plane.cli._report import metrics_text, number_text
 from control_plane.cli._view import Data, bytes_text, clock, usd_text
 
 _EVENTS_SHOWN = 5
+_SHOWN_IN_TABLE = ("partition.round", "partition.evaluated")
+_LEAST_SECONDS = 0.1
+"""Between two drawings: a long history is caught up with at once."""
 _STYLES = {"succeeded": "green", "failed": "red", "cancelled": "yellow", "running": "cyan"}
 
 
@@ -27,6 +31,7 @@ class LiveDisplay:
         self._view: Data | None = None
         self._events: deque[str] = deque(maxlen=_EVENTS_SHOWN)
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
+        self._drawn_at = 0.0
 
     def __enter__(self) -> LiveDisplay:
         self._live.start()
@@ -42,15 +47,17 @@ class LiveDisplay:
         self._draw()
 
     def event(self, event: Data) -> None:
-        if event["kind"] != "partition.round":
+        if event["kind"] not in _SHOWN_IN_TABLE:
             self._events.append(f"{clock(event['at'])}  {event['text']}")
-        self._draw()
+        if time.monotonic() - self._drawn_at > _LEAST_SECONDS:
+            self._draw()
 
     def job(self, view: Data) -> None:
         self._view = view
         self._draw()
 
     def _draw(self) -> None:
+        self._drawn_at = time.monotonic()
         if self._view is not None:
             self._live.update(_drawing(self._view, list(self._events)), refresh=True)
 

@@ -1,0 +1,164 @@
+"""Jobs by the command line: exit statuses, watching over a restart, detaching, models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.control_plane.cli.conftest import HOLD, Federation, Run, running_federation
+from tests.control_plane.cli.scripted_agents import MODEL
+
+FAIL = ("--set", "task.config.play=fail")
+
+
+def test_submit_answers_at_once_and_once_for_each_request(live: Federation, run: Run, job_file: str) -> None:
+    begun = time.monotonic()
+    first = run("submit", job_file, "--request-id", "once", "-o", "json")
+    assert time.monotonic() - begun < 1
+    assert first.data["created"]
+    again = run("submit", job_file, "--request-id", "once", "-o", "json")
+    assert (again.data["id"], again.data["created"]) == (first.data["id"], False)
+    other = run("submit", job_file, "--request-id", "once", "--name", "other", "-o", "json")
+    assert (other.status, other.error["code"]) == (8, "REQUEST_CONFLICT")
+
+
+def test_a_watched_job_ends_with_its_account(live: Federation, run: Run, job_file: str) -> None:
+    ran = run("submit", job_file, "--watch")
+    assert ran.status == 0
+    assert "planned over a, b" in ran.err
+    for part in ("succeeded", "accuracy  0.9000", "a > b", "egress", "$0.50", "PREDICTED", "MEASURED", "sha256:"):
+        assert part in ran.out
+    assert "planned over" not in ran.out
+
+
+def test_a_watched_job_is_a_stream_of_events_in_jsonl(live: Federation, run: Run, job_file: str) -> None:
+    ran = run("submit", job_file, "--watch", "-o", "jsonl")
+    *events, last = [json.loads(line)["data"] for line in ran.out.splitlines()]
+    assert [event["cursor"] for event in events] == sorted({event["cursor"] for event in events})
+    assert [event["terminal"] for event in events] == [False] * (len(events) - 1) + [True]
+    assert last["state"] == "succeeded"
+    assert last["result"]["metrics"]["accuracy"] == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize("command", ["--watch", "--wait"])
+def test_a_job_that_fails_ends_with_1(live: Federation, run: Run, job_file: str, command: str) -> None:
+    ran = run("submit", job_file, command, *FAIL, "-o", "json")
+    assert (ran.status, ran.error["code"]) == (1, "JOB_FAILED")
+    assert "TASK_FAILED" in ran.error["message"]
+    assert "loss raised ValueError" in ran.error["message"]
+
+
+def test_waiting_can_be_given_up(live: Federation, run: Run, job_file: str) -> None:
+    job = run("submit", job_file, "-o", "name", *HOLD).out.strip()
+    assert run("wait", job, "--for", "running", "-o", "json").data["state"] == "running"
+    ran = run("wait", job, "--timeout", "300ms")
+    assert ran.status == 7
+    assert "error[WAIT_TIMEOUT]" in ran.err
+    assert run("cancel", job).status == 2
+    assert run("cancel", job, "--yes", "--reason", "enough").status == 0
+    assert run("wait", job).status == 1
+    assert run("cancel", run("submit", job_file, "--wait", "-o", "name").out.strip(), "--yes").status == 8
+
+
+def test_watching_outlasts_the_control_plane(
+    tmp_path: Path, run: Run, job_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "federation").mkdir()
+    with running_federation(tmp_path / "federation") as stage:
+        monkeypatch.setenv("GEOFED_CONTEXT", str(stage.context))
+        job = run("submit", job_file, "-o", "name", *HOLD).out.strip()
+        assert run("wait", job, "--for", "running").status == 0
+        watcher = stage.command("status", job, "--watch")
+        read_until(watcher, "training has begun")
+        stage.kill()
+        said = read_until(watcher, "control plane unreachable, trying again")
+        stage.start()
+        assert run("cancel", job, "--yes").status == 0
+        said += read_until(watcher, "control plane reachable again")
+        out, err = watcher.communicate(timeout=20)
+        said += err.decode()
+    assert watcher.returncode == 1
+    assert said.count("trying again") == 1
+    assert "JOB_CANCELLED" in said
+    assert "cancelled" in out.decode()
+
+
+def test_interrupting_a_watch_leaves_the_job(live: Federation, run: Run, job_file: str) -> None:
+    job = run("submit", job_file, "-o", "name", *HOLD).out.strip()
+    watcher = live.command("status", job, "--watch")
+    read_until(watcher, "submitted")
+    watcher.send_signal(signal.SIGINT)
+    out, err = watcher.communicate(timeout=10)
+    assert watcher.returncode == 130
+    assert f"control-plane status {job} --watch" in err.decode()
+    assert not out
+    assert run("status", job, "-o", "json").data["state"] in ("starting", "running")
+    assert run("cancel", job, "--yes").status == 0
+
+
+def test_a_plan_is_shown_without_running_it(live: Federation, run: Run, job_file: str) -> None:
+    before = run("list", "--all", "-o", "json").data
+    shown = run("submit", job_file, "--dry-run")
+    assert shown.status == 0
+    for part in ("stays in a", "WAN bytes", "money", "egress to b", "a > b"):
+        assert part in shown.out
+    assert run("list", "--all", "-o", "json").data == before
+    ran = run("submit", job_file, "--dry-run", "--set", "data.dataset=cats", "-o", "json")
+    assert (ran.status, ran.error["code"]) == (9, "DATASET_UNKNOWN")
+
+
+def test_a_model_is_exported_with_its_manifest(live: Federation, run: Run, job_file: str, tmp_path: Path) -> None:
+    job = run("submit", job_file, "--wait", "-o", "name").out.strip()
+    target = tmp_path / "model.safetensors"
+    told = run("export", job, "--output-file", str(target), "-o", "json").data
+    assert target.read_bytes() == MODEL
+    assert told["digest"] == f"sha256:{hashlib.sha256(MODEL).hexdigest()}"
+    manifest = json.loads(Path(told["manifest"]).read_text())
+    assert (manifest["job"], manifest["digest"]) == (job, told["digest"])
+    assert manifest["data"]["residency"] == {"a": "stays in a (rule: region)", "b": "stays in b (rule: region)"}
+    assert run("export", job, "--output-file", str(target)).status == 0  # the same bytes: nothing to lose
+    target.write_text("something else")
+    assert run("export", job, "--output-file", str(target)).status == 2
+    assert target.read_text() == "something else"
+    assert run("export", job, "--output-file", str(target), "--yes").status == 0
+    assert sorted(os.listdir(tmp_path)) == ["job", "model.safetensors", "model.safetensors.manifest.json"]
+
+
+def test_history_can_be_taken_up_where_it_was_left(live: Federation, run: Run, job_file: str) -> None:
+    job = run("submit", job_file, "--wait", "-o", "name").out.strip()
+    cursors = run("events", job, "-o", "name").out.split()
+    rest = run("events", job, "--after", cursors[2], "-o", "name").out.split()
+    assert rest == cursors[3:]
+    assert run("events", job, "--follow", "-o", "name").out.split() == cursors
+    assert run("logs", job, "--region", "b", "-o", "jsonl").out.count("hello from b") == 1
+    assert "hello from a" in run("logs", job).out
+    assert run("events", job, "--follow", "-o", "json").status == 2
+
+
+def test_describe_tells_all(live: Federation, run: Run, job_file: str) -> None:
+    job = run("submit", job_file, "--wait", "-o", "name").out.strip()
+    shown = run("describe", job).out
+    for part in ("PLAN", "RESULT", "stays in a", "server-reduce", "a > b", "total"):
+        assert part in shown
+    assert run("describe", job, "-o", "json").data["spec"]["metadata"]["name"] == "digits"
+
+
+def read_until(process: subprocess.Popen[bytes], text: str) -> str:
+    """What it says on stderr, up to a text."""
+    assert process.stderr is not None
+    said, deadline = b"", time.monotonic() + 20
+    while text.encode() not in said:
+        assert time.monotonic() < deadline, said.decode()
+        if select.select([process.stderr], [], [], 0.5)[0]:
+            piece = os.read(process.stderr.fileno(), 65536)
+            assert piece, said.decode()
+            said += piece
+    return said.decode()

@@ -1,0 +1,149 @@
+"""What needs no control plane: templates, validation, completion, tables, the live display."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from control_plane.cli._live import LiveDisplay
+from control_plane.cli._output import columns
+from control_plane.cli._view import bytes_text, seconds_text, usd_text
+from tests.control_plane.cli.conftest import Run
+
+
+@pytest.mark.parametrize("template", ["image-classification", "text"])
+def test_a_template_is_valid_as_written(run: Run, tmp_path: Path, template: str) -> None:
+    folder = tmp_path / "mine"
+    made = run("new", template, str(folder), "--name", "my-job")
+    assert made.status == 0
+    assert set(made.out.split()) == {str(file) for file in folder.iterdir()}
+    assert f"control-plane submit {folder / 'job.yaml'} --watch" in made.err
+    assert run("validate", str(folder / "job.yaml"), "-o", "name").out == "my-job\n"
+    assert run("new", template, str(folder)).status == 8
+
+
+def test_what_is_wrong_with_a_job_file_is_told_with_its_line(run: Run, job_file: str) -> None:
+    Path(job_file).write_text(Path(job_file).read_text().replace("batch:", "bacth:"))
+    ran = run("validate", job_file, "-o", "json")
+    assert (ran.status, ran.error["code"]) == (3, "SPEC_INVALID")
+    assert f"{job_file}:6:9: unknown key `bacth` in train; did you mean `batch`?" in ran.err
+    assert run("validate", "missing.yaml").status == 3
+    assert run("submit", job_file, "--set", "train").status == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        ("new nothing DIR", 4),
+        ("new text DIR --name Bad_Name", 2),
+        ("template show nothing", 4),
+        ("wait JOB --for ever", 2),
+        ("wait JOB --timeout soon", 2),
+        ("region invite a --ttl soon", 2),
+        ("status --watch", 2),
+        ("list -o xml", 2),
+        ("submit", 2),
+        ("cancel JOB", 2),
+    ],
+)
+def test_wrong_use_has_its_exit_status(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, status: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = run(*arguments.split())
+    assert ran.status == status
+    assert ran.err
+    assert not ran.out
+    assert "Traceback" not in ran.err
+
+
+def test_a_bug_is_told_in_a_sentence_and_with_debug_in_full(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr("control_plane.cli.template._folders", broken)
+    ran = run("template", "list")
+    assert ran.status == 10
+    assert ran.err.startswith("error[INTERNAL]: ZeroDivisionError: oops\nhint: ")
+    assert "Traceback" in run("--debug", "template", "list").err
+
+
+def test_a_context_that_is_none(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "context.json").write_text("{}")
+    assert run("list", "--context", str(tmp_path / "context.json")).status == 2
+    assert run("list", "--context", str(tmp_path / "none.json")).status == 6
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_the_commands(run: Run, shell: str) -> None:
+    script = run("completion", shell).out
+    for word in ("submit", "region", "invite", "request-id"):
+        assert word in script
+
+
+def test_bash_completes(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "completion").write_text(run("completion", "bash").out)
+
+    def completed(*words: str) -> list[str]:
+        quoted = " ".join(f"'{word}'" for word in words)
+        asked = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _control_plane_completion"
+        code = f'source {tmp_path / "completion"}; {asked}; printf "%s\\n" "${{COMPREPLY[@]}}"'
+        return subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+    assert completed("control-plane", "su") == ["submit"]
+    assert completed("control-plane", "region", "") == ["list", "describe", "invite", "--help"]
+    assert "--ttl" in completed("control-plane", "region", "invite", "a", "--")
+    assert completed("control-plane", "submit", "--req") == ["--request-id"]
+
+
+def test_tables_are_aligned() -> None:
+    assert columns(["A", "N"], [["x", "1"], ["long", "22"]]) == "A      N\nx      1\nlong  22"
+    assert columns(["A"], []) == "A"
+
+
+def test_figures_are_for_people() -> None:
+    assert [bytes_text(n) for n in (5, 1234, 1_399_348, 114e6)] == ["5 B", "1.2 kB", "1.4 MB", "114 MB"]
+    assert [seconds_text(n) for n in (3.81, 117, 7500)] == ["3.8 s", "1 min 57 s", "2 h 5 min"]
+    assert [usd_text(n) for n in (0, 12.5, 0.0119, 0.00096)] == ["$0.00", "$12.50", "$0.0119", "$0.00096"]
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_the_live_display_shows_regions_and_events(monkeypatch: pytest.MonkeyPatch, colour: bool) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=140, no_color=not colour, color_system="standard")
+    part = {
+        "region": "shanghai",
+        "state": "training",
+        "round": 3,
+        "step": 60,
+        "loss": 0.25,
+        "samples_per_second": 512.0,
+        "metrics": {"accuracy": 0.91},
+        "sent_bytes": {"frankfurt": 1_200_000},
+        "usd": 0.0042,
+        "condition": "waiting: [1 of 2] regions",
+    }
+    view = {"id": "job-1", "state": "running", "condition": "", "rounds": 18, "partitions": [part]}
+    with LiveDisplay(console) as display:
+        display.event({"kind": "job.running", "at": "2026-01-01T00:00:00Z", "text": "training has begun"})
+        display.note("control plane unreachable, trying again")
+        display.job(view)
+    for text in (
+        "job-1",
+        "3/18",
+        "0.2500",
+        "512",
+        "accuracy 0.9100",
+        "1.2 MB",
+        "$0.0042",
+        "[1 of 2]",
+        "begun",
+        "trying",
+    ):
+        assert text in out.getvalue()
+    assert ("\x1b[33m" in out.getvalue()) == colour
