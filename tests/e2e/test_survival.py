@@ -7,8 +7,8 @@ from support.running import Running, check_succeeded, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-LONG = ("train.end.epochs=40", "wan.interval=10", "train.evaluateEvery=0", "function.slice=3s")
-"""Rounds enough that something can be killed in the middle, and slices short enough that invocations follow each other."""
+LONG = ("train.end.epochs=24", "wan.interval=10", "train.evaluateEvery=0", "function.slice=3s")
+"""Rounds enough to kill something in the middle, and slices short enough for invocations to follow each other."""
 
 
 def test_a_job_runs_to_its_model_and_its_account(running: Running) -> None:

@@ -73,7 +73,7 @@ class Running:
 
     def events(self, job: str) -> list[dict[str, Any]]:
         lines = self.federation.control_plane("events", job, "-o", "jsonl").stdout.splitlines()
-        return [json.loads(line) for line in lines]
+        return [json.loads(line)["data"] for line in lines]
 
     def wait_round(self, job: str, least: int, region: str | None = None) -> None:
         """Until the regions (or one) have completed so many rounds, as their own agents and the hub tell."""

@@ -1,0 +1,64 @@
+"""The same over an emulated WAN: a region that is cut off comes back, and what is on the line is only what may be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.running import Running, check_succeeded, digits_sites, supported_emulator
+
+from deploy.emulator import Emulator, load_profile
+from deploy.local import LocalFederation
+
+pytestmark = [pytest.mark.e2e, pytest.mark.netns, pytest.mark.timeout(240)]
+
+CUT_SECONDS = 20.0
+REGIONS = ("shanghai", "frankfurt", "virginia")
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    """Three regions on the emulated WAN between three continents."""
+    if (reason := supported_emulator()) is not None:
+        pytest.skip(reason)
+    sites = digits_sites(tmp_path, REGIONS)
+    with (
+        Emulator(load_profile("china-eu-us-3"), state_dir=tmp_path / "emulator") as emulator,
+        LocalFederation(tmp_path / "federation", sites, emulator=emulator) as federation,
+    ):
+        yield Running(federation, tmp_path)
+
+
+def test_a_region_that_is_cut_off_comes_back_and_the_job_finishes(running: Running) -> None:
+    emulator = running.federation.emulator
+    assert emulator is not None
+    job = running.submit("train.end.epochs=30", "wan.interval=10", "train.evaluateEvery=0")
+    running.wait_round(job, 3)
+    emulator.partition("frankfurt")
+    time.sleep(CUT_SECONDS)
+    cut = running.describe(job)
+    emulator.heal()
+    assert cut["state"] == "running"
+    assert "frankfurt" in cut["condition"], cut["condition"]
+    check_succeeded(running.wait_end(job))
+    kinds = [(event["kind"], event["region"]) for event in running.events(job)]
+    assert ("region.unreachable", "frankfurt") in kinds
+    assert ("region.live", "frankfurt") in kinds
+
+
+def test_no_byte_of_the_data_crosses_the_wan(running: Running, tmp_path: Path) -> None:
+    """Less leaves each region than the smallest shard holds, although the model is exchanged in every round."""
+    emulator = running.federation.emulator
+    assert emulator is not None
+    job = running.submit("train.end.epochs=1", "train.evaluateEvery=0")
+    check_succeeded(running.wait_end(job), accuracy=0.0)
+    sent = emulator.bytes()
+    metered = running.describe(job)["result"]["wan_bytes"]
+    for source in REGIONS:
+        for destination in REGIONS:
+            if source != destination:
+                on_the_line = sent[source, destination]
+                payload = metered[f"{source}>{destination}"]
+                assert payload < on_the_line < payload * 1.3 + 60_000, "more is on the line than the meters know"
