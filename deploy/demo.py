@@ -59,7 +59,7 @@ MNIST_SETTINGS = (
     "task.config.size=28",
     "task.config.lr=0.03",
     "train.end.epochs=3",
-    "wan.interval=100",
+    "wan.interval=60",
 )
 """Beside the template's own, which are for the digits."""
 
