@@ -91,7 +91,7 @@ def report_of(
         model_digest=status.model_digest,
         error=to_proto(machine.error) if machine.error else None,
         attempt=machine.attempt,
-        samples_per_second=meters.get("computed_samples", 0.0) / compute if compute else 0.0,
+        samples_per_second=meters.get("computed_samples", 0.0) / compute if compute else status.samples_per_second,
         compute_seconds=compute,
         wait_seconds=meters.get("wait_seconds", 0.0),
         applied_updates=status.applied_updates,

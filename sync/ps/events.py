@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 __all__ = [
     "Action",
+    "Answer",
     "Applied",
     "Apply",
     "AttachAnswer",
@@ -15,10 +17,12 @@ __all__ = [
     "CallGone",
     "Configured",
     "Evaluated",
+    "EvaluatedAnswer",
     "Event",
     "Failed",
     "Forget",
     "Keep",
+    "Kept",
     "Manifest",
     "Merge",
     "Merged",
@@ -33,6 +37,7 @@ __all__ = [
     "Reply",
     "Ship",
     "Stored",
+    "Verdict",
 ]
 
 
@@ -57,6 +62,15 @@ class Peer:
     region: str
     epoch: int
     address: str
+
+
+class Verdict(Enum):
+    """What a parameter server says of an update that a peer offers."""
+
+    WANT = "send it"
+    HAVE = "it is durable here, or was applied already"
+    FENCED = "your epoch is over"
+    LATER = "it does not belong to a round that this server can be in now"
 
 
 # Events
@@ -161,11 +175,19 @@ class Applied:
 class Evaluated:
     """A worker has measured its part of the test data."""
 
+    call: int
     worker: int
     attempt: int
     sequence: int
     samples: float
     metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The metrics of a round are durable."""
+
+    keep: Keep
 
 
 @dataclass(frozen=True)
@@ -186,6 +208,7 @@ Event = (
     | PeerHas
     | Applied
     | Evaluated
+    | Kept
     | CallGone
 )
 
@@ -227,6 +250,14 @@ class BoundaryAnswer:
     finished: bool
 
 
+@dataclass(frozen=True)
+class EvaluatedAnswer:
+    """The round's metrics are durable."""
+
+
+Answer = AttachAnswer | ReduceAnswer | BoundaryAnswer | EvaluatedAnswer
+
+
 # Actions
 
 
@@ -235,7 +266,7 @@ class Reply:
     """Answer a waiting call."""
 
     call: int
-    answer: AttachAnswer | ReduceAnswer | BoundaryAnswer
+    answer: Answer
 
 
 @dataclass(frozen=True)
@@ -292,7 +323,7 @@ class Apply:
 
 @dataclass(frozen=True)
 class Keep:
-    """Make the metrics of a round durable."""
+    """Make the metrics of a round durable; then say `Kept`."""
 
     sequence: int
     samples: float
@@ -301,7 +332,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class Forget:
-    """Updates up to here are in the durable model (inbox), or durable at every peer (outbox)."""
+    """Updates up to here are in the model before the last, and ours (outbox) are durable at every peer too."""
 
     inbox_up_to: int
     outbox_up_to: int
@@ -335,3 +366,5 @@ class Progress:
     metrics: dict[str, float] = field(default_factory=dict)
     metrics_samples: float = 0.0
     metrics_sequence: int = 0
+    samples_per_second: float = 0.0
+    """Of one worker, computing, in the last round."""

@@ -12,7 +12,7 @@ sequence takes it out. Model, watermark and optimiser state become durable in on
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sync.ps.events import (
     Action,
@@ -25,10 +25,12 @@ from sync.ps.events import (
     CallGone,
     Configured,
     Evaluated,
+    EvaluatedAnswer,
     Event,
     Failed,
     Forget,
     Keep,
+    Kept,
     Manifest,
     Merge,
     Merged,
@@ -43,6 +45,7 @@ from sync.ps.events import (
     Reply,
     Ship,
     Stored,
+    Verdict,
 )
 
 __all__ = ["Machine", "Recovered", "Setup"]
@@ -63,6 +66,10 @@ class Setup:
     steps_per_round: int
     evaluate_every: int
     """Rounds; 0: only after the last."""
+
+    def contributors(self, sequence: int) -> tuple[str, ...]:
+        """The regions whose updates a round needs."""
+        return self.regions[:1] if sequence == 0 else self.regions
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,16 @@ class _Reduce:
     merged: dict[int, Merged] = field(default_factory=dict)
 
 
+@dataclass
+class _Evaluation:
+    """What the workers measured on the present model."""
+
+    parts: dict[int, Evaluated] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
+    """Calls to answer when the metrics are durable."""
+    keeping: bool = False
+
+
 class Machine:
     """One partition's parameter server. Not thread-safe; one event at a time."""
 
@@ -123,11 +140,10 @@ class Machine:
         self._inbox = {(m.region, m.sequence): m for m in recovered.inbox if m.sequence > recovered.sequence}
         self._outbox = {m.sequence: m for m in recovered.outbox}
         self._peer_has: dict[str, int] = {}
-        self._reduce, self._boundary = _Reduce(), _Boundary()
+        self._reduce, self._boundary, self._evaluation = _Reduce(), _Boundary(), _Evaluation()
         self._attaching: dict[int, Attached] = {}
-        self._evaluations: dict[int, Evaluated] = {}
         self._metrics = recovered.metrics
-        self._loss = 0.0
+        self._loss, self._speed = 0.0, 0.0
         self._live_step = recovered.step
         self._failure: Failed | None = None
 
@@ -160,17 +176,19 @@ class Machine:
             metrics=dict(metrics.metrics) if metrics else {},
             metrics_samples=metrics.samples if metrics else 0.0,
             metrics_sequence=metrics.sequence if metrics else 0,
+            samples_per_second=self._speed,
         )
 
-    def wants(self, manifest: Manifest) -> bool:
-        """Whether an offered update is still to be fetched: not applied, and not in the inbox."""
-        known = (manifest.region, manifest.sequence) in self._inbox
-        return manifest.sequence > self._sequence and not known
-
-    def fences(self, region: str, epoch: int) -> bool:
-        """Whether an update of this epoch comes from a server that has been replaced."""
-        peer = self._peers.get(region)
-        return peer is not None and epoch < peer.epoch
+    def verdict(self, manifest: Manifest) -> Verdict:
+        """What to say to a peer that offers an update."""
+        if manifest.epoch < self._epoch_of(manifest.region):
+            return Verdict.FENCED
+        sequence = manifest.sequence
+        if sequence <= self._sequence or (manifest.region, sequence) in self._inbox:
+            return Verdict.HAVE
+        # A peer needs our update of a round to end it, so it is at most one round ahead of us.
+        possible = sequence <= min(self._sequence + 2, self.setup.rounds)
+        return Verdict.WANT if possible and manifest.region in self.setup.contributors(sequence) else Verdict.LATER
 
     # What may happen
 
@@ -195,7 +213,7 @@ class Machine:
                 self._boundary.preparing = False
                 return self._ship() + self._try_apply()
             case Stored():
-                if self.wants(event.manifest):
+                if event.manifest.sequence > self._sequence:
                     self._inbox[event.manifest.region, event.manifest.sequence] = event.manifest
                 return self._try_apply()
             case PeerHas():
@@ -205,10 +223,13 @@ class Machine:
                 return self._was_applied(event)
             case Evaluated():
                 return self._was_evaluated(event)
+            case Kept():
+                return self._was_kept(event.keep)
             case CallGone():
                 self._attaching.pop(event.call, None)
                 self._reduce.waiting.pop(event.call, None)
                 self._boundary.waiting.pop(event.call, None)
+                self._evaluation.waiting.discard(event.call)
                 return []
 
     def _configured(self, event: Configured) -> list[Action]:
@@ -217,7 +238,8 @@ class Machine:
         for peer in event.peers:
             if peer.region != self.setup.region and peer.epoch >= self._epoch_of(peer.region):
                 self._peers[peer.region] = peer
-        return actions + self._ship()
+        # After a restart all updates of the open round may be here already: nobody sends them again.
+        return actions + self._ship() + self._try_apply()
 
     def _epoch_of(self, region: str) -> int:
         return self._peers[region].epoch if region in self._peers else 0
@@ -227,13 +249,16 @@ class Machine:
         if attempt <= self.attempt:
             return []
         self.attempt = attempt
-        stale = [*self._reduce.waiting, *self._boundary.waiting, *self._attaching]
+        stale = self._waiting()
         self._reduce = _Reduce()
         # The round's own update, once on its way to the outbox, stays what it is: only its waiters are gone.
         self._boundary = _Boundary(preparing=self._boundary.preparing, applying=self._boundary.applying)
-        self._attaching, self._evaluations = {}, {}
+        self._attaching, self._evaluation = {}, _Evaluation()
         self._live_step = self._step
         return [Refuse(call, "FENCED", f"attempt {attempt} has taken over") for call in stale]
+
+    def _waiting(self) -> list[int]:
+        return [*self._reduce.waiting, *self._boundary.waiting, *self._attaching, *self._evaluation.waiting]
 
     def _fenced(self, call: int, attempt: int) -> list[Action] | None:
         """Refusal for a call of an old attempt; a newer attempt in a signed token is news of its start."""
@@ -281,12 +306,16 @@ class Machine:
         actions = self._begin_attempt(event.attempt)
         if event.step in self._reduce.merged:
             return [*actions, Reply(event.call, _reduced(self._reduce.merged[event.step]))]
+        if self._boundary.arrived:
+            # A worker has lost its place and made the round's steps again; the others will not come to them.
+            return [*actions, Refuse(event.call, "FENCED", f"the round of step {event.step} has ended for the others")]
         self._reduce.waiting[event.call] = event.step
         if event.step == self._reduce.merging:
             return actions
         held = next(iter(self._reduce.parts.values()), None)
         if held is not None and held.step != event.step:
             if event.step < held.step:
+                del self._reduce.waiting[event.call]
                 return [*actions, Refuse(event.call, "FENCED", f"step {event.step} is over")]
             self._reduce.parts.clear()
         self._reduce.parts[event.worker] = event
@@ -318,13 +347,16 @@ class Machine:
         actions = self._begin_attempt(event.attempt)
         if event.sequence <= self._sequence:
             return [*actions, Reply(event.call, self._boundary_answer())]
-        if event.sequence != self._sequence + 1:
+        if event.sequence != self._sequence + 1 or self._complete:
             return [*actions, Refuse(event.call, "FENCED", f"round {event.sequence} has not begun")]
+        under_way = self._boundary.preparing or event.sequence in self._outbox
+        if not under_way and not event.digest:
+            text = f"the update of round {event.sequence} was lost before it was durable"
+            return [*actions, Refuse(event.call, "FENCED", text)]
         self._boundary.waiting[event.call] = event.sequence
-        if event.digest:
-            self._boundary.arrived[event.worker] = event
-        if self._boundary.preparing or event.sequence in self._outbox:
+        if under_way:
             return actions
+        self._boundary.arrived[event.worker] = event
         if len(self._boundary.arrived) < self.setup.workers:
             return actions
         return actions + self._prepare()
@@ -338,25 +370,25 @@ class Machine:
         self._live_step = first.step
         self._boundary.preparing = True
         weight = sum(end.samples for end in ends)
+        computing = sum(end.compute_seconds for end in ends)
+        self._speed = weight / computing if computing > 0 else 0.0
         return [Prepare(first.sequence, self.epoch, first.model_key, first.state_key, weight, first.step)]
 
     def _ship(self) -> list[Action]:
         actions: list[Action] = []
         for region, peer in sorted(self._peers.items()):
-            missing = tuple(m for s, m in sorted(self._outbox.items()) if s > self._peer_has.get(region, -1))
+            missing = [m for s, m in sorted(self._outbox.items()) if s > self._peer_has.get(region, -1)]
             if missing:
-                actions.append(Ship(peer, missing))
+                # Sent under the present epoch, whichever it was when they were made: the older one is fenced there.
+                actions.append(Ship(peer, tuple(replace(m, epoch=self.epoch) for m in missing)))
         return actions
-
-    def _needed(self, sequence: int) -> tuple[str, ...]:
-        return self.setup.regions[:1] if sequence == 0 else self.setup.regions
 
     def _round_manifest(self, region: str, sequence: int) -> Manifest | None:
         return self._outbox.get(sequence) if region == self.setup.region else self._inbox.get((region, sequence))
 
     def _try_apply(self) -> list[Action]:
         sequence = self._sequence + 1
-        found = [self._round_manifest(region, sequence) for region in self._needed(sequence)]
+        found = [self._round_manifest(region, sequence) for region in self.setup.contributors(sequence)]
         manifests = tuple(manifest for manifest in found if manifest is not None)
         if len(manifests) < len(found) or self._boundary.applying:
             return []
@@ -373,10 +405,10 @@ class Machine:
         self._live_step = self._step
         self._model_digest, self._model_key, self._state_key = event.digest, event.model_key, event.state_key
         self._inbox = {key: m for key, m in self._inbox.items() if m.sequence > self._sequence}
-        self._evaluations = {}
-        done, self._boundary = self._boundary.waiting, _Boundary()
-        self._reduce = _Reduce()
+        done, late = self._boundary.waiting, [*self._reduce.waiting, *self._evaluation.waiting]
+        self._boundary, self._reduce, self._evaluation = _Boundary(), _Reduce(), _Evaluation()
         actions: list[Action] = [Reply(call, self._boundary_answer()) for call in done]
+        actions += [Refuse(call, "FENCED", f"round {self._sequence} is over") for call in late]
         return actions + self._answer_attached() + self._forget() + self._try_apply()
 
     def _boundary_answer(self) -> BoundaryAnswer:
@@ -391,10 +423,11 @@ class Machine:
     def _forget(self) -> list[Action]:
         others = [region for region in self.setup.regions if region != self.setup.region]
         everywhere = min((self._peer_has.get(region, -1) for region in others), default=self._sequence)
-        # Our own update of the open round is needed here until it is applied.
-        up_to = min(everywhere, self._sequence)
+        # The last round's updates stay, so that it can be made again should its checkpoint turn out to be damaged.
+        last = self._sequence - 1
+        up_to = min(everywhere, last)
         self._outbox = {sequence: m for sequence, m in self._outbox.items() if sequence > up_to}
-        return [Forget(self._sequence, up_to)]
+        return [Forget(last, up_to)]
 
     # Measures
 
@@ -410,26 +443,34 @@ class Machine:
         return self._metrics is not None and self._metrics.sequence >= sequence
 
     def _was_evaluated(self, event: Evaluated) -> list[Action]:
-        if event.attempt != self.attempt or event.sequence != self._sequence:
+        if (refusal := self._fenced(event.call, event.attempt)) is not None:
+            return refusal
+        actions = self._begin_attempt(event.attempt)
+        if event.sequence > self._sequence:
+            return [*actions, Refuse(event.call, "FENCED", f"round {event.sequence} is not over")]
+        if event.sequence < self._sequence or self._has_metrics(event.sequence):
+            return [*actions, Reply(event.call, EvaluatedAnswer())]
+        held = self._evaluation
+        held.parts[event.worker] = event
+        held.waiting.add(event.call)
+        if len(held.parts) < self.setup.workers or held.keeping:
+            return actions
+        held.keeping = True
+        return [*actions, _mean_metrics(event.sequence, [part for _, part in sorted(held.parts.items())])]
+
+    def _was_kept(self, keep: Keep) -> list[Action]:
+        if not self._has_metrics(keep.sequence):
+            self._metrics = keep
+        if keep.sequence != self._sequence:
             return []
-        self._evaluations[event.worker] = event
-        if len(self._evaluations) < self.setup.workers:
-            return []
-        total = sum(part.samples for part in self._evaluations.values())
-        sums: dict[str, float] = {}
-        for part in self._evaluations.values():
-            for name, value in part.metrics.items():
-                sums[name] = sums.get(name, 0.0) + value * part.samples
-        means = {name: value / total for name, value in sums.items()} if total else {}
-        self._metrics = Keep(event.sequence, total, means)
-        return [self._metrics]
+        done, self._evaluation = self._evaluation.waiting, _Evaluation()
+        return [Reply(call, EvaluatedAnswer()) for call in sorted(done)]
 
     # What it says of itself
 
     def _fail(self, code: str, text: str) -> list[Action]:
         self._failure = Failed(code, text)
-        stale = [*self._reduce.waiting, *self._boundary.waiting, *self._attaching]
-        return [self._failure, *(Refuse(call, code, text) for call in stale)]
+        return [self._failure, *(Refuse(call, code, text) for call in self._waiting())]
 
     def _phase(self) -> str:
         if self._failure is not None:
@@ -446,7 +487,7 @@ class Machine:
         sequence = self._sequence + 1
         own_there = sequence in self._outbox or self._sequence == NO_MODEL
         if not self._complete and own_there:
-            missing = [r for r in self._needed(sequence) if self._round_manifest(r, sequence) is None]
+            missing = [r for r in self.setup.contributors(sequence) if self._round_manifest(r, sequence) is None]
             if missing and missing != [self.setup.region]:
                 return f"waiting for the update of round {sequence} from {', '.join(missing)}"
         return ""
@@ -454,6 +495,15 @@ class Machine:
 
 def _reduced(event: Merged) -> ReduceAnswer:
     return ReduceAnswer(event.key, event.samples)
+
+
+def _mean_metrics(sequence: int, parts: list[Evaluated]) -> Keep:
+    total = sum(part.samples for part in parts)
+    sums: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.metrics.items():
+            sums[name] = sums.get(name, 0.0) + value * part.samples
+    return Keep(sequence, total, {name: value / total for name, value in sums.items()} if total else {})
 
 
 def _mean_loss(parts: list[ReduceArrived] | list[BoundaryArrived]) -> float:

@@ -315,5 +315,6 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
             wait_seconds=self._engine.wan_wait_seconds,
             link_rtt_ms={region: courier.meter.rtt_ms for region, courier in couriers.items()},
             link_mbps={region: courier.meter.mbps for region, courier in couriers.items()},
+            samples_per_second=progress.samples_per_second,
             links_down=sorted(region for region, courier in couriers.items() if not courier.meter.up),
         )

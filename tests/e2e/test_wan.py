@@ -34,7 +34,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
 def test_a_region_that_is_cut_off_comes_back_and_the_job_finishes(running: Running) -> None:
     emulator = running.federation.emulator
     assert emulator is not None
-    job = running.submit("train.end.epochs=30", "wan.interval=10", "train.evaluateEvery=0")
+    job = running.submit("train.end.epochs=12", "wan.interval=10", "train.evaluateEvery=0")
     running.wait_round(job, 3)
     emulator.partition("frankfurt")
     time.sleep(CUT_SECONDS)

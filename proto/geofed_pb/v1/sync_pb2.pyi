@@ -89,7 +89,7 @@ class PsModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PsStatus(_message.Message):
-    __slots__ = ("phase", "condition", "epoch", "attempt", "round", "step", "samples", "loss", "metrics", "metrics_samples", "metrics_round", "sent_bytes", "received_bytes", "model_digest", "applied_updates", "error", "wait_seconds", "link_rtt_ms", "link_mbps", "links_down")
+    __slots__ = ("phase", "condition", "epoch", "attempt", "round", "step", "samples", "loss", "metrics", "metrics_samples", "metrics_round", "sent_bytes", "received_bytes", "model_digest", "applied_updates", "error", "wait_seconds", "link_rtt_ms", "link_mbps", "samples_per_second", "links_down")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +144,7 @@ class PsStatus(_message.Message):
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LINK_RTT_MS_FIELD_NUMBER: _ClassVar[int]
     LINK_MBPS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     LINKS_DOWN_FIELD_NUMBER: _ClassVar[int]
     phase: str
     condition: str
@@ -164,5 +165,6 @@ class PsStatus(_message.Message):
     wait_seconds: float
     link_rtt_ms: _containers.ScalarMap[str, float]
     link_mbps: _containers.ScalarMap[str, float]
+    samples_per_second: float
     links_down: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, phase: _Optional[str] = ..., condition: _Optional[str] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_samples: _Optional[int] = ..., metrics_round: _Optional[int] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., received_bytes: _Optional[_Mapping[str, int]] = ..., model_digest: _Optional[str] = ..., applied_updates: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., wait_seconds: _Optional[float] = ..., link_rtt_ms: _Optional[_Mapping[str, float]] = ..., link_mbps: _Optional[_Mapping[str, float]] = ..., links_down: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, phase: _Optional[str] = ..., condition: _Optional[str] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_samples: _Optional[int] = ..., metrics_round: _Optional[int] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., received_bytes: _Optional[_Mapping[str, int]] = ..., model_digest: _Optional[str] = ..., applied_updates: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., wait_seconds: _Optional[float] = ..., link_rtt_ms: _Optional[_Mapping[str, float]] = ..., link_mbps: _Optional[_Mapping[str, float]] = ..., samples_per_second: _Optional[float] = ..., links_down: _Optional[_Iterable[str]] = ...) -> None: ...
