@@ -1,0 +1,140 @@
+"""Codecs and error feedback: what is sent plus what is held back is all there was."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+
+from geofed_pb.errors import GeofedError
+from sync import framing
+from sync.codec import BFloat16, ChunkedTopK, Codec, ErrorFeedback, Float32, Int8Blocks, codec_named, codec_of
+
+CODECS = [Float32(), BFloat16(), Int8Blocks(), ChunkedTopK()]
+LOSSY = [codec for codec in CODECS if codec.lossy]
+
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+tame = st.one_of(st.just(0.0), st.floats(2**-10, 2**10, width=32), st.floats(-(2**10), -(2**-10), width=32))
+
+
+def vectors(elements: st.SearchStrategy[float], most: int = 9000) -> st.SearchStrategy[npt.NDArray[np.float32]]:
+    sizes = st.one_of(st.integers(1, 600), st.sampled_from([4095, 4096, 4097, most]))
+    return st_numpy.arrays(np.float32, sizes, elements=elements, fill=st.just(0.0))
+
+
+def through_a_frame(codec: Codec, vector: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    frame = framing.decode(b"".join(bytes(piece) for piece in framing.encode(codec.encode(vector))))
+    return codec.decode(frame.tensors, vector.size)
+
+
+@pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
+@given(data=st.data())
+def test_what_is_held_back_is_exact(codec: Codec, data: st.DataObject) -> None:
+    vector = data.draw(vectors(finite))
+    decoded = through_a_frame(codec, vector)
+    assert np.isfinite(decoded).all()
+    held_back = vector - decoded
+    exact = vector.astype(np.float64) - decoded.astype(np.float64)
+    # Beyond the smallest normal number nothing can be halved without loss, in any format.
+    assert np.array_equal(held_back.astype(np.float64), exact)
+
+
+@given(vectors(finite))
+def test_fp32_is_lossless(vector: npt.NDArray[np.float32]) -> None:
+    assert np.array_equal(through_a_frame(Float32(), vector), vector)
+
+
+@given(vectors(st.floats(-(2.0**100), 2.0**100, width=32)))
+def test_dense_codecs_are_as_near_as_their_bits_allow(vector: npt.NDArray[np.float32]) -> None:
+    normal = np.abs(vector) >= 2.0**-120
+    error = np.abs(through_a_frame(BFloat16(), vector) - vector)
+    assert (error[normal] <= np.abs(vector[normal]) * 2.0**-8).all()
+    largest = np.abs(vector).max(initial=0.0)
+    if largest > 2.0**-100:
+        error = np.abs(through_a_frame(Int8Blocks(), vector) - vector)
+        assert (error <= largest / 127 + 1e-30).all()
+
+
+@pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
+@settings(max_examples=30)
+@given(data=st.data())
+def test_sent_plus_residual_is_all_there_was(codec: Codec, data: st.DataObject) -> None:
+    size = data.draw(st.sampled_from([1, 255, 257, 4097]))
+    rounds = data.draw(
+        st.lists(st_numpy.arrays(np.float32, size, elements=tame, fill=st.just(0.5)), min_size=1, max_size=6)
+    )
+    feedback = ErrorFeedback(codec)
+    sent, given_in = np.zeros(size, np.float64), np.zeros(size, np.float64)
+    for delta in rounds:
+        _, decoded = feedback.encode(delta)
+        sent += decoded
+        given_in += delta
+    assert feedback.residual is not None
+    assert np.array_equal(sent + feedback.residual, given_in)
+
+
+@pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
+def test_a_constant_change_arrives_in_the_end(codec: Codec) -> None:
+    delta = np.random.default_rng(0).normal(0, 1e-3, 20_000).astype(np.float32)
+    feedback = ErrorFeedback(codec)
+    sent = np.zeros(delta.size)
+    for _ in range(200):
+        sent += feedback.encode(delta)[1]
+    assert np.linalg.norm(sent / 200 - delta) < 0.25 * np.linalg.norm(delta)
+
+
+@pytest.mark.parametrize(
+    ("codec", "bits"), [(BFloat16(), 16.1), (Int8Blocks(), 8.1), (ChunkedTopK(), 0.25)], ids=lambda v: str(v)
+)
+def test_size(codec: Codec, bits: float) -> None:
+    vector = np.random.default_rng(1).normal(0, 1, 1 << 20).astype(np.float32)
+    pieces = framing.encode(codec.encode(vector))
+    assert sum(piece.nbytes for piece in pieces) * 8 / vector.size <= bits
+
+
+def test_top_k_keeps_the_largest_and_sends_no_zeros() -> None:
+    vector = np.zeros(8192, np.float32)
+    vector[[5, 700, 5000]] = [3.0, -1.0, 0.5]
+    decoded = ChunkedTopK().decode(ChunkedTopK().encode(vector), vector.size)
+    assert set(np.flatnonzero(decoded)) <= {5, 700, 5000}
+    assert decoded[5] > 0 > decoded[700] or decoded[700] == 0
+    assert decoded[5000] > 0
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+@given(data=st.data())
+def test_damaged_arrays_are_refused_or_decode_to_the_right_shape(codec: Codec, data: st.DataObject) -> None:
+    vector = data.draw(vectors(tame, most=5000))
+    tensors: dict[str, Any] = dict(codec.encode(vector))
+    name = data.draw(st.sampled_from(sorted(tensors)))
+    array = np.array(tensors[name])
+    match data.draw(st.sampled_from(["drop", "cut", "type", "bytes"])):
+        case "drop":
+            del tensors[name]
+        case "cut":
+            tensors[name] = array[:-1] if array.size else np.zeros(3, array.dtype)
+        case "type":
+            tensors[name] = array.astype(np.float64)
+        case _:
+            raw = data.draw(st.binary(min_size=array.nbytes, max_size=array.nbytes))
+            tensors[name] = np.frombuffer(raw, array.dtype)
+    with contextlib.suppress(GeofedError):
+        decoded = codec.decode(tensors, vector.size)
+        assert decoded.shape == vector.shape
+        assert decoded.dtype == np.float32
+
+
+def test_names_and_marks() -> None:
+    assert [codec_named(codec.name).name for codec in CODECS] == ["fp32", "bf16", "int8", "topk"]
+    assert [codec_of(codec.mark).name for codec in CODECS] == ["fp32", "bf16", "int8", "topk"]
+    with pytest.raises(GeofedError, match="gzip") as caught:
+        codec_named("gzip")
+    assert caught.value.hint == "known: fp32, bf16, int8, topk"
+    with pytest.raises(GeofedError, match="not known here"):
+        codec_of(99)
