@@ -30,9 +30,11 @@ class FlatModel:
         slots = [
             Slot(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in (trained | rest).items()
         ]
-        self.layout = Layout(tuple(slots), len(trained))
+        self.layout = Layout(tuple(slots), len(trained), tuple(_aliases(module, trained | rest)))
         if not trained:
             raise GeofedError("TASK_INVALID", "the model has no trainable parameters")
+        if odd := next((name for name, t in (trained | rest).items() if t.is_complex()), None):
+            raise GeofedError("TASK_INVALID", f"{odd} of the model is complex; keep its two parts as real tensors")
 
     def vector(self) -> Vector:
         """A copy of the whole state, shape (layout.size,)."""
@@ -74,7 +76,7 @@ class FlatModel:
     @staticmethod
     def _copy_out(flat: torch.Tensor, at: int, tensors: list[torch.Tensor]) -> None:
         for tensor in tensors:
-            if not tensor.is_floating_point() and tensor.numel() and int(tensor.abs().max()) > _EXACT_INTEGERS:
+            if _beyond_float32(tensor):
                 raise GeofedError("TASK_INVALID", "an integer of the model's state is beyond 2^24 and cannot travel")
             flat[at : at + tensor.numel()].copy_(tensor.reshape(-1))
             at += tensor.numel()
@@ -87,6 +89,19 @@ class FlatModel:
                 part = flat[at : at + tensor.numel()].reshape(tensor.shape)
                 tensor.copy_(part if tensor.is_floating_point() else part.round())
                 at += tensor.numel()
+
+
+def _beyond_float32(tensor: torch.Tensor) -> bool:
+    if tensor.is_floating_point() or tensor.dtype is torch.bool or not tensor.numel():
+        return False
+    least, most = torch.aminmax(tensor)
+    return max(-int(least), int(most)) > _EXACT_INTEGERS
+
+
+def _aliases(module: torch.nn.Module, slots: dict[str, torch.Tensor]) -> list[tuple[str, str]]:
+    names = {id(tensor): name for name, tensor in slots.items()}
+    state = module.state_dict(keep_vars=True)
+    return [(alias, names[id(tensor)]) for alias, tensor in state.items() if alias not in slots and id(tensor) in names]
 
 
 def _persistent_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

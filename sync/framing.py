@@ -2,7 +2,7 @@
 
 A frame is a fixed prefix, a table of entries and the raw little-endian values, each tensor aligned to 64 bytes::
 
-    prefix  "GFT1"  u16 entries  u16 facts  u32 header_bytes  u64 total_bytes  u32 crc32 of the header
+    prefix  "GFT1"  u32 entries  u32 facts  u32 header_bytes  u64 total_bytes  u32 crc32 of all before and the table
     fact    u8 length, name, f64 value                     (numbers about the whole: step, samples, ...)
     entry   u8 length, name, u8 dtype, u8 dimensions, u64 size of each, u64 offset
 
@@ -30,7 +30,10 @@ Array = npt.NDArray[np.generic]
 Buffer = bytes | bytearray | memoryview
 
 _MAGIC = b"GFT1"
-_PREFIX = struct.Struct("<4sHHIQI")
+_PREFIX = struct.Struct("<4sIIIQ")
+_CHECK = struct.Struct("<I")
+_TABLE = _PREFIX.size + _CHECK.size
+"""Where the table begins."""
 _ALIGN = 64
 _MAX_DIMENSIONS = 8
 _DTYPES: tuple[np.dtype[np.generic], ...] = tuple(
@@ -54,10 +57,11 @@ def encode(tensors: Mapping[str, Array], facts: Mapping[str, float] | None = Non
 
     Raises ``GeofedError("FRAME_INVALID")`` for a dtype or a name that the framing does not know.
     """
-    arrays = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    # Not ascontiguousarray: it would turn a single number into a vector of one.
+    arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     header_bytes = sum(_entry_bytes(name, array.ndim) for name, array in arrays.items())
     header_bytes += sum(1 + len(name.encode()) + 8 for name in facts or {})
-    offset = _aligned(_PREFIX.size + header_bytes)
+    offset = _aligned(_TABLE + header_bytes)
     table, body, at = bytearray(), [], offset
     for name, value in (facts or {}).items():
         table += _name(name) + struct.pack("<d", value)
@@ -66,8 +70,9 @@ def encode(tensors: Mapping[str, Array], facts: Mapping[str, float] | None = Non
         body.append((at, array))
         at = _aligned(at + array.nbytes)
     total = body[-1][0] + body[-1][1].nbytes if body else offset
-    prefix = _PREFIX.pack(_MAGIC, len(arrays), len(facts or {}), len(table), total, zlib.crc32(table))
-    pieces, written = [memoryview(prefix + bytes(table))], _PREFIX.size + len(table)
+    prefix = _PREFIX.pack(_MAGIC, len(arrays), len(facts or {}), len(table), total)
+    check = _CHECK.pack(zlib.crc32(table, zlib.crc32(prefix)))
+    pieces, written = [memoryview(prefix + check + bytes(table))], _TABLE + len(table)
     for at, array in body:
         pieces.append(memoryview(bytes(at - written)))
         pieces.append(memoryview(array.reshape(-1).view(np.uint8).data))
@@ -85,16 +90,17 @@ def decode(buffer: Buffer, *, max_elements: int = 1 << 34) -> Frame:
     view = memoryview(buffer).cast("B")
     try:
         return _decode(view, max_elements)
-    except (struct.error, UnicodeDecodeError, IndexError, ValueError) as error:
+    except (struct.error, IndexError, ValueError, OverflowError) as error:
         raise GeofedError("FRAME_INVALID", f"not a tensor frame: {error}") from None
 
 
 def _decode(view: memoryview, max_elements: int) -> Frame:
-    magic, entries, facts, header_bytes, total, crc = _PREFIX.unpack_from(view)
-    if magic != _MAGIC or total != view.nbytes or header_bytes > view.nbytes - _PREFIX.size:
+    magic, entries, facts, header_bytes, total = _PREFIX.unpack_from(view)
+    (crc,) = _CHECK.unpack_from(view, _PREFIX.size)
+    if magic != _MAGIC or total != view.nbytes or header_bytes > view.nbytes - _TABLE:
         raise ValueError("wrong prefix or length")
-    table = view[_PREFIX.size : _PREFIX.size + header_bytes]
-    if zlib.crc32(table) != crc:
+    table = view[_TABLE : _TABLE + header_bytes]
+    if zlib.crc32(table, zlib.crc32(view[: _PREFIX.size])) != crc:
         raise ValueError("the header is damaged")
     at, values = 0, {}
     for _ in range(facts):
@@ -102,7 +108,7 @@ def _decode(view: memoryview, max_elements: int) -> Frame:
         (values[name],) = struct.unpack_from("<d", table, at)
         at += 8
     tensors: dict[str, Array] = {}
-    end = _PREFIX.size + header_bytes
+    end = _TABLE + header_bytes
     for _ in range(entries):
         name, array, at, end = _read_entry(view, table, at, end, max_elements)
         if name in tensors:

@@ -45,6 +45,8 @@ class Layout:
     slots: tuple[Slot, ...]
     trainable: int
     """How many of the slots, from the first, are trained by gradients."""
+    aliases: tuple[tuple[str, str], ...] = ()
+    """Further names in the state dict (tied parameters), each with the slot that it shares."""
 
     @property
     def size(self) -> int:
@@ -70,15 +72,20 @@ class Layout:
             slots = tuple(
                 Slot(str(s["name"]), tuple(int(n) for n in s["shape"]), str(s["dtype"])) for s in raw["slots"]
             )
-            layout = cls(slots, int(raw["trainable"]))
-        except (ValueError, KeyError, TypeError) as error:
+            aliases = tuple((str(alias), str(name)) for alias, name in raw["aliases"])
+            layout = cls(slots, int(raw["trainable"]), aliases)
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise GeofedError("FRAME_INVALID", f"not a model layout: {error}") from None
+        names = {slot.name for slot in slots}
         if not 0 <= layout.trainable <= len(slots) or any(n < 0 for slot in slots for n in slot.shape):
             raise GeofedError("FRAME_INVALID", "not a model layout: sizes out of range")
+        if len(names) < len(slots) or any(name not in names for _, name in aliases):
+            raise GeofedError("FRAME_INVALID", "not a model layout: names do not fit")
         return layout
 
     def tensors(self, vector: Vector) -> Mapping[str, npt.NDArray[np.generic]]:
-        """The vector cut into named arrays of their own shapes; integers rounded, other dtypes left in float32."""
+        """The vector cut into named arrays of their own shapes, under every name that the state dict has for them;
+        integers are rounded, other dtypes left in float32."""
         if vector.shape != (self.size,):
             raise GeofedError("FRAME_INVALID", f"vector of shape {vector.shape} for a model of {self.size} elements")
         cut: dict[str, npt.NDArray[np.generic]] = {}
@@ -87,4 +94,4 @@ class Layout:
             part = vector[at : at + slot.size].reshape(slot.shape)
             cut[slot.name] = np.rint(part).astype(slot.dtype) if slot.dtype.startswith(("int", "uint")) else part
             at += slot.size
-        return cut
+        return cut | {alias: cut[name] for alias, name in self.aliases}

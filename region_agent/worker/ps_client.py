@@ -56,7 +56,7 @@ class PsClient:
         return reply
 
     def evaluated(self, request: worker_pb2.EvaluatedRequest) -> None:
-        self._answered(self._stub.Evaluated, request)
+        self._until_settled(self._stub.Evaluated, request)
 
     def _until_settled(self, method: Callable[..., Any], request: Any) -> Any:
         while True:

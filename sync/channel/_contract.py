@@ -28,8 +28,11 @@ class Usage:
 class Channel(Protocol):
     """Values under keys, written once and whole: a reader sees all of a value or none of it.
 
-    Keys are paths of letters, digits, `.`, `_` and `-`. A value is put once under a key; putting it again under the
-    same key replaces it whole. Safe for many processes; a key that is not there is not an error.
+    Keys are paths of letters, digits, `.`, `_` and `-`; no part begins with `.`, and no key lies under another.
+    Putting a value again under the same key replaces it whole. Safe for many processes and threads, except that the
+    meter is one thread's; a key that is not there is not an error.
+
+    Raises ``GeofedError``: ``FRAME_INVALID`` for what is no key, ``DISK_FULL`` where a value finds no room.
     """
 
     usage: Usage

@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from sync.channel._contract import Buffer, Usage
 
 __all__ = ["FileChannel"]
 
-_KEY = re.compile(r"[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
+_KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(?:/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
 _PIECES_AT_ONCE = 512
 """Below the kernel's limit on buffers for one write."""
 
@@ -30,27 +31,23 @@ class FileChannel:
         self.usage = Usage()
 
     def _path(self, key: str) -> Path:
-        if not _KEY.fullmatch(key) or any(set(part) == {"."} for part in key.split("/")):
+        if not _KEY.fullmatch(key):
             raise GeofedError("FRAME_INVALID", f"not a channel key: {key!r}")
         return self._folder / key
 
     def put(self, key: str, pieces: Sequence[Buffer]) -> None:
         path = self._path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        while True:
             try:
-                written = _write_all(descriptor, pieces)
-            finally:
-                os.close(descriptor)
-            os.replace(partial, path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink()
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise GeofedError("DISK_FULL", f"the channel {self._folder} is full") from None
-            raise
+                written = _write_beside(path, pieces)
+                break
+            except FileNotFoundError:
+                # Somebody deletes the tree around it at this moment; the value is put all the same.
+                continue
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise GeofedError("DISK_FULL", f"the channel {self._folder} is full") from None
+                raise
         self.usage.puts += 1
         self.usage.bytes_in += written
 
@@ -78,6 +75,24 @@ class FileChannel:
     def delete_tree(self, prefix: str) -> None:
         self.usage.deletes += 1
         shutil.rmtree(self._path(prefix), ignore_errors=True)
+
+
+def _write_beside(path: Path, pieces: Sequence[Buffer]) -> int:
+    """Write a file under a name of its own and rename it into its place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            written = _write_all(descriptor, pieces)
+        finally:
+            os.close(descriptor)
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+    return written
 
 
 def _write_all(descriptor: int, pieces: Sequence[Buffer]) -> int:

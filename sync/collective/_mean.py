@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,7 +25,7 @@ def weighted_mean(vectors: Sequence[Vector], weights: Sequence[float]) -> Vector
     if len({vector.shape for vector in vectors}) != 1 or len(vectors) != len(weights):
         raise GeofedError("FRAME_INVALID", "vectors to merge differ in shape or number")
     total = float(sum(weights))
-    if not total > 0 or min(weights) < 0:
+    if not (math.isfinite(total) and total > 0) or min(weights) < 0:
         raise GeofedError("FRAME_INVALID", f"weights to merge by must be positive: {list(weights)}")
     if len(vectors) == 1:
         return vectors[0].copy()

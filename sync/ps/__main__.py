@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ctypes
+import fcntl
+import functools
 import json
 import logging
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -21,6 +25,7 @@ from geofed_pb.v1 import sync_pb2_grpc, worker_pb2_grpc
 from sync.channel import open_channel
 from sync.ps.config import PsConfig, read_config
 from sync.ps.engine import open_engine
+from sync.ps.events import Configured
 from sync.ps.link import Tls
 from sync.ps.machine import Setup
 from sync.ps.server import AdminService, ExchangeService, Links, WorkerService
@@ -35,31 +40,26 @@ async def serve(config: PsConfig) -> None:
     """Run one partition's parameter server until it is told to stop."""
     setup = Setup(
         region=config.region,
-        regions=config.regions,
+        regions=tuple(sorted(config.regions)),
         workers=config.workers,
         rounds=config.rounds,
         steps_per_round=config.steps_per_round,
         evaluate_every=config.evaluate_every,
     )
-    tls = Tls(
-        read_pem(config.ca_file, "the federation's certificate authority"),
-        read_pem(config.certificate_file, "the region's certificate"),
-        read_pem(config.key_file, "the region's key"),
-    )
+    identity = functools.partial(_identity, config)
+    identity()
     channel = open_channel(config.channel, config.channel_address)
     engine = open_engine(setup, config.state_dir, channel, policy_named(config.wan_policy))
-    engine.machine.epoch, engine.machine.attempt = config.epoch, config.attempt
-    links = Links(engine, config, tls)
+    links = Links(engine, config, identity)
     admin = AdminService(engine, config, links)
-
-    pair = [(tls.key_pem, tls.certificate_pem)]
+    engine.feed(Configured(config.epoch, config.attempt, ()))
     workers, exchange = grpc.aio.server(options=server_options()), grpc.aio.server(options=server_options())
     worker_pb2_grpc.add_WorkerPortServicer_to_server(WorkerService(engine, config), workers)
     sync_pb2_grpc.add_ExchangeServicer_to_server(ExchangeService(engine, config, links), exchange)
     sync_pb2_grpc.add_PsAdminServicer_to_server(admin, exchange)
     ports = {
-        "worker": _listen(workers, config.worker_listen, grpc.ssl_server_credentials(pair)),
-        "exchange": _listen(exchange, config.exchange_listen, _reloading_credentials(config)),
+        "worker": _listen(workers, config.worker_listen, _credentials(identity, mutual=False)),
+        "exchange": _listen(exchange, config.exchange_listen, _credentials(identity, mutual=True)),
     }
     await workers.start()
     await exchange.start()
@@ -78,27 +78,51 @@ async def serve(config: PsConfig) -> None:
         raise engine.failed
 
 
-def _reloading_credentials(config: PsConfig) -> grpc.ServerCredentials:
-    """Mutual TLS whose certificate is read again when the agent has renewed it."""
-    seen: list[float] = []
+def _identity(config: PsConfig) -> Tls:
+    """As it is in the files now: the agent renews the certificate while we run."""
+    return Tls(
+        read_pem(config.ca_file, "the federation's certificate authority"),
+        read_pem(config.certificate_file, "the region's certificate"),
+        read_pem(config.key_file, "the region's key"),
+    )
+
+
+def _credentials(identity: Callable[[], Tls], *, mutual: bool) -> grpc.ServerCredentials:
+    """TLS that shows the renewed certificate to everyone who connects after the renewal."""
+    shown: list[Tls] = []
 
     def load() -> grpc.ServerCertificateConfiguration:
-        seen[:] = [config.certificate_file.stat().st_mtime]
-        pair = (config.key_file.read_bytes(), config.certificate_file.read_bytes())
-        return grpc.ssl_server_certificate_configuration([pair], config.ca_file.read_bytes())
+        shown[:] = [identity()]
+        pair = (shown[0].key_pem, shown[0].certificate_pem)
+        return grpc.ssl_server_certificate_configuration([pair], shown[0].ca_pem if mutual else None)
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        return load() if config.certificate_file.stat().st_mtime != seen[0] else None
+        return load() if identity() != shown[0] else None
 
     # The stubs leave out that None means "as before".
-    return grpc.dynamic_ssl_server_credentials(load(), fetch, require_client_authentication=True)  # type: ignore[arg-type]
+    return grpc.dynamic_ssl_server_credentials(load(), fetch, require_client_authentication=mutual)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _only_one(state_dir: Path) -> Iterator[None]:
+    """Two servers on one state would give the same round two updates."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    with (state_dir / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise GeofedError("ILLEGAL_STATE", f"a parameter server runs on {state_dir} already") from None
+        yield
 
 
 def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials) -> int:
-    try:
-        return server.add_secure_port(address, credentials)
-    except RuntimeError:
-        raise GeofedError("PORT_IN_USE", f"cannot listen on {address}") from None
+    """Listen on host:port, or on the first free one of host:first-last."""
+    host, _, ports = address.rpartition(":")
+    first, _, last = ports.partition("-")
+    for port in range(int(first), int(last or first) + 1):
+        with contextlib.suppress(RuntimeError):
+            return server.add_secure_port(f"{host}:{port}", credentials)
+    raise GeofedError("PORT_IN_USE", f"cannot listen on {address}")
 
 
 def main() -> int:
@@ -113,11 +137,20 @@ def main() -> int:
             return 1
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     try:
-        asyncio.run(serve(read_config(arguments.config)))
+        config = read_config(arguments.config)
+        with _only_one(config.state_dir):
+            asyncio.run(serve(config))
     except GeofedError as error:
-        print(f"error[{error.code}]: {error.message}\nhint: {error.hint}", file=sys.stderr)
-        return int(error.exit)
+        return _told(error)
+    except Exception as error:
+        logging.getLogger("geofed.ps").exception("the parameter server broke")
+        return _told(GeofedError("INTERNAL", f"{type(error).__name__}: {error}"))
     return 0
+
+
+def _told(error: GeofedError) -> int:
+    print(f"error[{error.code}]: {error.message}\nhint: {error.hint}", file=sys.stderr)
+    return int(error.exit)
 
 
 if __name__ == "__main__":

@@ -18,25 +18,25 @@ import numpy as np
 from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.channel import Channel
+from sync.codec import Codec, ErrorFeedback, Float32, codec_of
 from sync.collective import weighted_mean
 from sync.layout import Layout, Vector
 from sync.ps.events import (
     Action,
+    Answer,
     Applied,
     Apply,
-    AttachAnswer,
-    BoundaryAnswer,
     CallGone,
     Event,
     Failed,
     Forget,
     Keep,
+    Kept,
     Manifest,
     Merge,
     Merged,
     Prepare,
     Prepared,
-    ReduceAnswer,
     Refuse,
     Reply,
     Ship,
@@ -48,7 +48,8 @@ from sync.wan import Contribution, Policy
 __all__ = ["Engine", "merged_key"]
 
 _log = logging.getLogger("geofed.ps")
-Answer = AttachAnswer | ReduceAnswer | BoundaryAnswer
+_ATTEMPT_KINDS = ("init", "g", "b", "w")
+"""Channel folders whose next part is the attempt."""
 
 
 def merged_key(attempt: int, step: int) -> str:
@@ -59,16 +60,21 @@ def merged_key(attempt: int, step: int) -> str:
 class Engine:
     """Machine, storage and channel of one partition, together."""
 
-    def __init__(self, setup: Setup, storage: Storage, channel: Channel, policy: Policy) -> None:
+    def __init__(self, setup: Setup, storage: Storage, channel: Channel, policy: Policy, codec: Codec) -> None:
         self.storage, self.channel = storage, channel
         self._policy = policy
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ps-disk")
         recovered = storage.recover()
+        prepared = max((manifest.sequence for manifest in recovered.outbox), default=recovered.sequence)
+        # A region alone sends nothing, so it has nothing to gain from a lossy codec.
+        codec = codec if len(setup.regions) > 1 else Float32()
+        self._feedback = ErrorFeedback(codec, storage.residual(max(prepared, recovered.sequence)))
         self.machine = Machine(setup, self._publish_recovered(recovered))
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._next_call = 1
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
+        self._cleared_attempts = 0
         self.version = 0
         self.on_ship: Callable[[Ship], None] = lambda _: None
         self.wan_wait_seconds = 0.0
@@ -161,7 +167,7 @@ class Engine:
             case Ship():
                 self.on_ship(action)
             case Failed():
-                self._fail(GeofedError(action.code, action.text))
+                self.fail(GeofedError(action.code, action.text))
 
     def _answer(self, call: int, settle: Callable[[asyncio.Future[Answer]], None]) -> None:
         future = self._calls.get(call)
@@ -177,16 +183,16 @@ class Engine:
         try:
             event = await asyncio.get_running_loop().run_in_executor(self._disk, work, action)
         except GeofedError as error:
-            self._fail(error)
+            self.fail(error)
             return
         except Exception as error:  # noqa: BLE001 - the thread's edge: what it broke on must be told, not lost
             _log.exception("%s failed", type(action).__name__)
-            self._fail(GeofedError("INTERNAL", f"{type(error).__name__}: {error}"))
+            self.fail(GeofedError("INTERNAL", f"{type(error).__name__}: {error}"))
             return
         if event is not None:
             self.feed(event)
 
-    def _fail(self, error: GeofedError) -> None:
+    def fail(self, error: GeofedError) -> None:
         """Nothing durable is touched any more; the process tells why and ends."""
         _log.error("%s", error)
         self.failed = self.failed or error
@@ -220,8 +226,17 @@ class Engine:
             text = f"the model is not finite after round {action.sequence}"
             raise GeofedError("TASK_FAILED", text, hint="training diverged: lower the learning rate")
         base = self.storage.model
-        delta = model if base is None else model - base
-        pieces = framing.encode({"delta": delta}, {"sequence": action.sequence, "weight": action.weight})
+        codec: Codec = Float32()
+        if base is None:
+            # The model that all begin with travels whole.
+            tensors = codec.encode(model)
+        else:
+            codec = self._feedback.codec
+            tensors, _ = self._feedback.encode(model - base)
+            if self._feedback.residual is not None:
+                self.storage.keep_residual(action.sequence, self._feedback.residual)
+        facts = {"sequence": action.sequence, "weight": action.weight, "codec": codec.mark}
+        pieces = framing.encode(tensors, facts)
         if action.state_key:
             state = self.channel.get(action.state_key)
             if state is not None:
@@ -245,31 +260,38 @@ class Engine:
         }
         digest = self.storage.keep_checkpoint(action.sequence, np.array(model), facts)
         model_key, state_key = self._publish(action.sequence, model)
-        for kind in ("model", "state"):
-            self.channel.delete(f"{kind}/{action.sequence - 2}")
+        self._clear_channel(action.sequence)
         return Applied(action, digest, model_key, state_key)
 
+    def _clear_channel(self, sequence: int) -> None:
+        """Forget what no worker reads any more: older models, and all that fenced attempts have left."""
+        for kind in ("model", "state"):
+            self.channel.delete(f"{kind}/{sequence - 2}")
+        attempt = self.machine.attempt
+        for old in range(self._cleared_attempts + 1, attempt):
+            for kind in _ATTEMPT_KINDS:
+                self.channel.delete_tree(f"{kind}/{old}")
+        self._cleared_attempts = max(self._cleared_attempts, attempt - 1)
+
     def _contribution(self, manifest: Manifest) -> Contribution:
-        path = self.storage.update_path(manifest.region, manifest.sequence)
-        frame = framing.decode(path.read_bytes())
-        delta = np.asarray(frame.tensors["delta"], np.float32)
-        size = self.storage.layout.size if self.storage.layout else delta.size
-        if delta.shape != (size,) or not np.isfinite(delta).all():
-            raise GeofedError("FRAME_INVALID", f"update {manifest.sequence} of {manifest.region} is of another model")
+        data = self.storage.update(manifest)
+        frame = framing.decode(data)
+        if self.storage.layout is None:
+            raise GeofedError("INTERNAL", "an update is applied before the model's layout is known")
+        delta = codec_of(int(frame.facts.get("codec", -1))).decode(frame.tensors, self.storage.layout.size)
+        if not np.isfinite(delta).all():
+            raise GeofedError("FRAME_INVALID", f"update {manifest.sequence} of {manifest.region} is not finite")
         return Contribution(manifest.region, manifest.weight, delta)
 
-    def _keep(self, action: Keep) -> None:
+    def _keep(self, action: Keep) -> Kept:
         self.storage.keep_metrics(action)
+        return Kept(action)
 
     def _forget(self, action: Forget) -> None:
         self.storage.forget(action.inbox_up_to, action.outbox_up_to)
 
     async def keep_layout(self, layout: Layout) -> None:
         await asyncio.get_running_loop().run_in_executor(self._disk, self.storage.keep_layout, layout)
-
-    async def in_thread(self, work: Callable[[], object]) -> None:
-        """Run disk work in order with the machine's own."""
-        await asyncio.get_running_loop().run_in_executor(self._disk, work)
 
     async def close(self) -> None:
         """Let what was begun end, then stop the thread."""
@@ -280,4 +302,4 @@ class Engine:
 
 def open_engine(setup: Setup, state_dir: Path, channel: Channel, policy: Policy) -> Engine:
     """Recover a partition from its folder, or begin it."""
-    return Engine(setup, Storage(state_dir, setup.region), channel, policy)
+    return Engine(setup, Storage(state_dir, setup), channel, policy)

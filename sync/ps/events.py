@@ -286,6 +286,8 @@ class Merge:
     step: int
     parts: tuple[tuple[str, float], ...]
     """(key, samples), by worker."""
+    loss: float
+    """Mean over the samples."""
 
 
 @dataclass(frozen=True)

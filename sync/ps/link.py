@@ -70,22 +70,27 @@ class Courier:
     """
 
     def __init__(
-        self, job: str, tls: Tls, path_of: Callable[[int], Path], arrived: Callable[[str, int], None], stall: float
+        self,
+        job: str,
+        identity: Callable[[], Tls],
+        path_of: Callable[[int], Path],
+        arrived: Callable[[str, int], None],
+        stall: float,
     ) -> None:
-        self._job, self._tls, self._path_of, self._arrived = job, tls, path_of, arrived
+        self._job, self._identity, self._path_of, self._arrived = job, identity, path_of, arrived
         self._stall_seconds = stall
         self.meter = LinkMeter()
         self._peer: Peer | None = None
         self._waiting: dict[int, Manifest] = {}
         self._news = asyncio.Event()
         self._channel: grpc.aio.Channel | None = None
-        self._address = ""
+        self._shown: tuple[str, Tls] | None = None
+        """Address and identity that the channel was opened with."""
 
     def ship(self, peer: Peer, manifests: tuple[Manifest, ...]) -> None:
-        """Take over updates to carry; known ones are ignored, a new address is used from the next try on."""
+        """Take over updates to carry; a new address or epoch is used from the next try on."""
         self._peer = peer
-        for manifest in manifests:
-            self._waiting.setdefault(manifest.sequence, manifest)
+        self._waiting |= {manifest.sequence: manifest for manifest in manifests}
         self._news.set()
 
     async def run(self) -> None:
@@ -100,7 +105,7 @@ class Courier:
                 sequence = min(self._waiting)
                 try:
                     settled = await self._carry(self._waiting[sequence])
-                except (grpc.RpcError, GeofedError, TimeoutError, OSError) as error:
+                except (grpc.RpcError, GeofedError, OSError) as error:
                     settled = False
                     self._note_failure(error)
                 if settled:
@@ -146,7 +151,10 @@ class Courier:
     ) -> sync_pb2.OfferReply:
         progress = _Progress()
         begun, first = time.monotonic(), offset
-        call = stub.Send(self._chunks(manifest, proto, offset, progress))
+        # Opened here and not by the stream: what goes wrong inside a stream cancels this task.
+        with self._path_of(manifest.sequence).open("rb") as file:
+            view = memoryview(mmap.mmap(file.fileno(), manifest.total_bytes, prot=mmap.PROT_READ))
+        call = stub.Send(self._chunks(view, proto, offset, progress))
         watch = asyncio.ensure_future(progress.stalled(self._stall_seconds))
         try:
             await asyncio.wait({watch, asyncio.ensure_future(call.code())}, return_when=asyncio.FIRST_COMPLETED)
@@ -161,12 +169,10 @@ class Courier:
         return reply
 
     async def _chunks(
-        self, manifest: Manifest, proto: sync_pb2.UpdateManifest, offset: int, progress: _Progress
+        self, view: memoryview, proto: sync_pb2.UpdateManifest, offset: int, progress: _Progress
     ) -> AsyncIterator[sync_pb2.UpdateChunk]:
-        with self._path_of(manifest.sequence).open("rb") as file:
-            view = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
         head: sync_pb2.UpdateManifest | None = proto
-        while offset < manifest.total_bytes or head is not None:
+        while offset < len(view) or head is not None:
             data = bytes(view[offset : offset + CHUNK_BYTES])
             yield sync_pb2.UpdateChunk(manifest=head, offset=offset, data=data)
             # The stream takes the next chunk only when the one before has left: flow control is the progress.
@@ -175,10 +181,9 @@ class Courier:
             head, offset = None, offset + len(data)
 
     async def _stub(self) -> sync_pb2_grpc.ExchangeStub:
-        peer = self._require_peer()
-        if self._channel is None or self._address != peer.address:
+        peer, tls = self._require_peer(), self._identity()
+        if self._channel is None or self._shown != (peer.address, tls):
             await self._close()
-            tls = self._tls
             self._channel = channel(
                 peer.address,
                 ca_pem=tls.ca_pem,
@@ -186,7 +191,7 @@ class Courier:
                 certificate_pem=tls.certificate_pem,
                 key_pem=tls.key_pem,
             )
-            self._address = peer.address
+            self._shown = (peer.address, tls)
         return sync_pb2_grpc.ExchangeStub(self._channel)
 
     async def _close(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from sync.ps.crew import Evaluation, StepMerge, mean_loss
 from sync.ps.events import (
     Action,
     Applied,
@@ -39,7 +40,6 @@ from sync.ps.events import (
     Prepare,
     Prepared,
     Progress,
-    ReduceAnswer,
     ReduceArrived,
     Refuse,
     Reply,
@@ -100,27 +100,6 @@ class _Boundary:
     applying: bool = False
 
 
-@dataclass
-class _Reduce:
-    """Gradients of the current step."""
-
-    parts: dict[int, ReduceArrived] = field(default_factory=dict)
-    waiting: dict[int, int] = field(default_factory=dict)
-    """Calls, and the step they wait for."""
-    merging: int = 0
-    merged: dict[int, Merged] = field(default_factory=dict)
-
-
-@dataclass
-class _Evaluation:
-    """What the workers measured on the present model."""
-
-    parts: dict[int, Evaluated] = field(default_factory=dict)
-    waiting: set[int] = field(default_factory=set)
-    """Calls to answer when the metrics are durable."""
-    keeping: bool = False
-
-
 class Machine:
     """One partition's parameter server. Not thread-safe; one event at a time."""
 
@@ -140,7 +119,8 @@ class Machine:
         self._inbox = {(m.region, m.sequence): m for m in recovered.inbox if m.sequence > recovered.sequence}
         self._outbox = {m.sequence: m for m in recovered.outbox}
         self._peer_has: dict[str, int] = {}
-        self._reduce, self._boundary, self._evaluation = _Reduce(), _Boundary(), _Evaluation()
+        self._boundary = _Boundary()
+        self._merge, self._evaluation = StepMerge(setup.workers), Evaluation(setup.workers)
         self._attaching: dict[int, Attached] = {}
         self._metrics = recovered.metrics
         self._loss, self._speed = 0.0, 0.0
@@ -227,7 +207,7 @@ class Machine:
                 return self._was_kept(event.keep)
             case CallGone():
                 self._attaching.pop(event.call, None)
-                self._reduce.waiting.pop(event.call, None)
+                self._merge.waiting.pop(event.call, None)
                 self._boundary.waiting.pop(event.call, None)
                 self._evaluation.waiting.discard(event.call)
                 return []
@@ -250,15 +230,15 @@ class Machine:
             return []
         self.attempt = attempt
         stale = self._waiting()
-        self._reduce = _Reduce()
+        self._merge = StepMerge(self.setup.workers)
         # The round's own update, once on its way to the outbox, stays what it is: only its waiters are gone.
         self._boundary = _Boundary(preparing=self._boundary.preparing, applying=self._boundary.applying)
-        self._attaching, self._evaluation = {}, _Evaluation()
+        self._attaching, self._evaluation = {}, Evaluation(self.setup.workers)
         self._live_step = self._step
         return [Refuse(call, "FENCED", f"attempt {attempt} has taken over") for call in stale]
 
     def _waiting(self) -> list[int]:
-        return [*self._reduce.waiting, *self._boundary.waiting, *self._attaching, *self._evaluation.waiting]
+        return [*self._merge.waiting, *self._boundary.waiting, *self._attaching, *self._evaluation.waiting]
 
     def _fenced(self, call: int, attempt: int) -> list[Action] | None:
         """Refusal for a call of an old attempt; a newer attempt in a signed token is news of its start."""
@@ -304,40 +284,18 @@ class Machine:
         if (refusal := self._fenced(event.call, event.attempt)) is not None:
             return refusal
         actions = self._begin_attempt(event.attempt)
-        if event.step in self._reduce.merged:
-            return [*actions, Reply(event.call, _reduced(self._reduce.merged[event.step]))]
-        if self._boundary.arrived:
-            # A worker has lost its place and made the round's steps again; the others will not come to them.
-            return [*actions, Refuse(event.call, "FENCED", f"the round of step {event.step} has ended for the others")]
-        self._reduce.waiting[event.call] = event.step
-        if event.step == self._reduce.merging:
-            return actions
-        held = next(iter(self._reduce.parts.values()), None)
-        if held is not None and held.step != event.step:
-            if event.step < held.step:
-                del self._reduce.waiting[event.call]
-                return [*actions, Refuse(event.call, "FENCED", f"step {event.step} is over")]
-            self._reduce.parts.clear()
-        self._reduce.parts[event.worker] = event
-        if len(self._reduce.parts) < self.setup.workers:
-            return actions
-        parts = [part for _, part in sorted(self._reduce.parts.items())]
-        self._reduce.parts, self._reduce.merging = {}, event.step
-        self._loss = _mean_loss(parts)
-        self._live_step = event.step
-        return [*actions, Merge(self.attempt, event.step, tuple((part.key, part.samples) for part in parts))]
+        if self._boundary.arrived and event.step not in self._merge.merged:
+            # A worker has lost its place and makes the round's steps again; the others will not come to them.
+            text = f"the round of step {event.step} has ended for the others"
+            return [*actions, Refuse(event.call, "FENCED", text)]
+        actions += self._merge.arrived(event)
+        for action in actions:
+            if isinstance(action, Merge):
+                self._loss, self._live_step = action.loss, action.step
+        return actions
 
     def _was_merged(self, event: Merged) -> list[Action]:
-        if event.attempt != self.attempt:
-            return []
-        self._reduce.merging = 0
-        self._reduce.merged[event.step] = event
-        for step in [step for step in self._reduce.merged if step < event.step - 1]:
-            del self._reduce.merged[step]
-        ready = [call for call, step in self._reduce.waiting.items() if step == event.step]
-        for call in ready:
-            del self._reduce.waiting[call]
-        return [Reply(call, _reduced(event)) for call in ready]
+        return self._merge.done(event) if event.attempt == self.attempt else []
 
     # Rounds
 
@@ -366,7 +324,7 @@ class Machine:
         if len({end.digest for end in ends}) > 1:
             return self._fail("INTERNAL", f"workers hold different models at the end of round {ends[0].sequence}")
         first = ends[0]
-        self._loss = _mean_loss(ends)
+        self._loss = mean_loss(ends)
         self._live_step = first.step
         self._boundary.preparing = True
         weight = sum(end.samples for end in ends)
@@ -405,8 +363,9 @@ class Machine:
         self._live_step = self._step
         self._model_digest, self._model_key, self._state_key = event.digest, event.model_key, event.state_key
         self._inbox = {key: m for key, m in self._inbox.items() if m.sequence > self._sequence}
-        done, late = self._boundary.waiting, [*self._reduce.waiting, *self._evaluation.waiting]
-        self._boundary, self._reduce, self._evaluation = _Boundary(), _Reduce(), _Evaluation()
+        done, late = self._boundary.waiting, [*self._merge.waiting, *self._evaluation.waiting]
+        self._boundary = _Boundary()
+        self._merge, self._evaluation = StepMerge(self.setup.workers), Evaluation(self.setup.workers)
         actions: list[Action] = [Reply(call, self._boundary_answer()) for call in done]
         actions += [Refuse(call, "FENCED", f"round {self._sequence} is over") for call in late]
         return actions + self._answer_attached() + self._forget() + self._try_apply()
@@ -450,21 +409,15 @@ class Machine:
             return [*actions, Refuse(event.call, "FENCED", f"round {event.sequence} is not over")]
         if event.sequence < self._sequence or self._has_metrics(event.sequence):
             return [*actions, Reply(event.call, EvaluatedAnswer())]
-        held = self._evaluation
-        held.parts[event.worker] = event
-        held.waiting.add(event.call)
-        if len(held.parts) < self.setup.workers or held.keeping:
-            return actions
-        held.keeping = True
-        return [*actions, _mean_metrics(event.sequence, [part for _, part in sorted(held.parts.items())])]
+        return [*actions, *self._evaluation.arrived(event)]
 
     def _was_kept(self, keep: Keep) -> list[Action]:
         if not self._has_metrics(keep.sequence):
             self._metrics = keep
         if keep.sequence != self._sequence:
             return []
-        done, self._evaluation = self._evaluation.waiting, _Evaluation()
-        return [Reply(call, EvaluatedAnswer()) for call in sorted(done)]
+        done, self._evaluation = self._evaluation, Evaluation(self.setup.workers)
+        return done.done()
 
     # What it says of itself
 
@@ -491,21 +444,3 @@ class Machine:
             if missing and missing != [self.setup.region]:
                 return f"waiting for the update of round {sequence} from {', '.join(missing)}"
         return ""
-
-
-def _reduced(event: Merged) -> ReduceAnswer:
-    return ReduceAnswer(event.key, event.samples)
-
-
-def _mean_metrics(sequence: int, parts: list[Evaluated]) -> Keep:
-    total = sum(part.samples for part in parts)
-    sums: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.metrics.items():
-            sums[name] = sums.get(name, 0.0) + value * part.samples
-    return Keep(sequence, total, {name: value / total for name, value in sums.items()} if total else {})
-
-
-def _mean_loss(parts: list[ReduceArrived] | list[BoundaryArrived]) -> float:
-    total = sum(part.samples for part in parts)
-    return sum(part.loss * part.samples for part in parts) / total if total else 0.0

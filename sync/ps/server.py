@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -32,6 +34,7 @@ from sync.ps.events import (
     ReduceArrived,
     Ship,
     Stored,
+    Verdict,
 )
 from sync.ps.export import to_safetensors
 from sync.ps.link import Courier, Tls
@@ -46,6 +49,13 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 PATIENCE_SECONDS = 15.0
 """How long a worker's call waits for its answer before it is told to ask again."""
 LARGEST_UPDATE_BYTES = 64 << 30
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_VERDICTS = {
+    Verdict.WANT: sync_pb2.OfferReply.VERDICT_WANT,
+    Verdict.HAVE: sync_pb2.OfferReply.VERDICT_HAVE,
+    Verdict.FENCED: sync_pb2.OfferReply.VERDICT_FENCED,
+    Verdict.LATER: sync_pb2.OfferReply.VERDICT_UNKNOWN,
+}
 WATCH_INTERVAL_SECONDS = 0.25
 """At most one status in this time."""
 
@@ -69,7 +79,7 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
     async def Attach(self, request: worker_pb2.AttachRequest, context: _Context) -> worker_pb2.AttachReply:
         who = self._who(context)
         layout = Layout.from_json(request.layout_json)
-        if self._engine.storage.layout is None:
+        if self._engine.storage.layout is None and who.attempt >= self._engine.machine.attempt:
             await self._engine.keep_layout(layout)
         answer = await self._engine.ask(
             lambda call: Attached(call, who.worker, who.attempt, layout.digest, request.initial_key), PATIENCE_SECONDS
@@ -136,16 +146,18 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
     @answering
     async def Evaluated(self, request: worker_pb2.EvaluatedRequest, context: _Context) -> worker_pb2.EvaluatedReply:
         who = self._who(context)
-        metrics = dict(request.metrics)
-        self._engine.feed(Evaluated(who.worker, who.attempt, request.round, request.samples, metrics))
-        return worker_pb2.EvaluatedReply()
+        values = (request.round, request.samples, dict(request.metrics))
+        answer = await self._engine.ask(
+            lambda call: Evaluated(call, who.worker, who.attempt, *values), PATIENCE_SECONDS
+        )
+        return worker_pb2.EvaluatedReply(pending=answer is None)
 
 
 class Links:
     """The couriers to all peers, and what has come from them."""
 
-    def __init__(self, engine: Engine, config: PsConfig, tls: Tls) -> None:
-        self._engine, self._config, self._tls = engine, config, tls
+    def __init__(self, engine: Engine, config: PsConfig, identity: Callable[[], Tls]) -> None:
+        self._engine, self._config, self._identity = engine, config, identity
         self.couriers: dict[str, Courier] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.received_bytes: dict[str, int] = {}
@@ -157,14 +169,23 @@ class Links:
             storage, own = self._engine.storage, self._config.region
             courier = Courier(
                 self._config.job,
-                self._tls,
+                self._identity,
                 lambda sequence: storage.update_path(own, sequence),
                 lambda peer, sequence: self._engine.feed(PeerHas(peer, sequence)),
                 self._config.stall_seconds,
             )
             self.couriers[region] = courier
-            self._tasks.append(asyncio.create_task(courier.run(), name=f"courier to {region}"))
+            task = asyncio.create_task(courier.run(), name=f"courier to {region}")
+            task.add_done_callback(self._courier_ended)
+            self._tasks.append(task)
         self.couriers[region].ship(action.peer, action.manifests)
+
+    def _courier_ended(self, task: asyncio.Task[None]) -> None:
+        """A courier works for ever; should it break, the process must not go on without it."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            _log.error("%s broke", task.get_name(), exc_info=error)
+            self._engine.fail(GeofedError("INTERNAL", f"{task.get_name()}: {type(error).__name__}: {error}"))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -178,6 +199,7 @@ class _Incoming:
 
     partial: PartialUpdate
     stream: int = 0
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class ExchangeService(sync_pb2_grpc.ExchangeServicer):
@@ -185,32 +207,34 @@ class ExchangeService(sync_pb2_grpc.ExchangeServicer):
 
     def __init__(self, engine: Engine, config: PsConfig, links: Links) -> None:
         self._engine, self._config, self._links = engine, config, links
-        self._incoming: dict[tuple[str, int, str], _Incoming] = {}
+        self._incoming: dict[tuple[str, int], _Incoming] = {}
 
     def _check(self, proto: sync_pb2.UpdateManifest, context: _Context) -> Manifest:
         config, caller = self._config, peer_common_name(context)
         if caller != proto.region or proto.region not in config.regions or proto.region == config.region:
             raise GeofedError("FORBIDDEN", f"{caller} may not send updates of {proto.region}")
-        if not 0 < proto.total_bytes <= LARGEST_UPDATE_BYTES or proto.weight < 0:
+        if not 0 < proto.total_bytes <= LARGEST_UPDATE_BYTES:
             raise GeofedError("LIMIT_EXCEEDED", f"an update of {proto.total_bytes} bytes")
+        if not (math.isfinite(proto.weight) and proto.weight >= 0 and _DIGEST.fullmatch(proto.digest)):
+            raise GeofedError("FRAME_INVALID", "an update whose weight or digest is none")
         return Manifest(proto.region, proto.epoch, proto.sequence, proto.digest, proto.total_bytes, proto.weight)
 
     def _verdict(self, proto: sync_pb2.UpdateManifest, manifest: Manifest) -> sync_pb2.OfferReply:
-        machine = self._engine.machine
         if proto.job != self._config.job:
             return sync_pb2.OfferReply(verdict=sync_pb2.OfferReply.VERDICT_UNKNOWN)
-        if machine.fences(manifest.region, manifest.epoch):
-            return sync_pb2.OfferReply(verdict=sync_pb2.OfferReply.VERDICT_FENCED)
-        if not machine.wants(manifest):
-            return sync_pb2.OfferReply(verdict=sync_pb2.OfferReply.VERDICT_HAVE, have_bytes=manifest.total_bytes)
-        have = self._entry(manifest).partial.have_bytes
-        return sync_pb2.OfferReply(verdict=sync_pb2.OfferReply.VERDICT_WANT, have_bytes=have)
+        verdict, have = self._engine.machine.verdict(manifest), 0
+        if verdict is Verdict.WANT:
+            have = self._entry(manifest).partial.have_bytes
+        elif verdict is Verdict.HAVE:
+            have = manifest.total_bytes
+        return sync_pb2.OfferReply(verdict=_VERDICTS[verdict], have_bytes=have)
 
     def _entry(self, manifest: Manifest) -> _Incoming:
-        key = (manifest.region, manifest.sequence, manifest.digest)
-        if key not in self._incoming:
-            self._incoming[key] = _Incoming(self._engine.storage.incoming(manifest))
-        return self._incoming[key]
+        key = (manifest.region, manifest.sequence)
+        entry = self._incoming.get(key)
+        if entry is None or entry.partial.manifest.digest != manifest.digest:
+            entry = self._incoming[key] = _Incoming(self._engine.storage.incoming(manifest))
+        return entry
 
     @answering
     async def Offer(self, request: sync_pb2.UpdateManifest, context: _Context) -> sync_pb2.OfferReply:
@@ -230,18 +254,22 @@ class ExchangeService(sync_pb2_grpc.ExchangeServicer):
                 entry = self._entry(manifest)
                 entry.stream += 1
                 stream = entry.stream
-            if entry.stream != stream:
-                raise GeofedError("FENCED", "another stream brings this update now")
-            await asyncio.to_thread(entry.partial.append, chunk.offset, chunk.data)
+            async with entry.writing:
+                if entry.stream != stream:
+                    raise GeofedError("FENCED", "another stream brings this update now")
+                await asyncio.to_thread(entry.partial.append, chunk.offset, chunk.data)
             received = self._links.received_bytes
             received[manifest.region] = received.get(manifest.region, 0) + len(chunk.data)
         if entry is None or manifest is None or proto is None:
             raise GeofedError("FRAME_INVALID", "a stream without a manifest")
         if entry.partial.have_bytes < manifest.total_bytes:
             return sync_pb2.OfferReply(verdict=sync_pb2.OfferReply.VERDICT_WANT, have_bytes=entry.partial.have_bytes)
-        await asyncio.to_thread(entry.partial.complete)
-        self._incoming.pop((manifest.region, manifest.sequence, manifest.digest), None)
-        self._engine.feed(Stored(manifest))
+        async with entry.writing:
+            # Another stream may have completed it while this one waited.
+            if self._engine.machine.verdict(manifest) is Verdict.WANT:
+                await asyncio.to_thread(entry.partial.complete)
+                self._incoming.pop((manifest.region, manifest.sequence), None)
+                self._engine.feed(Stored(manifest))
         return self._verdict(proto, manifest)
 
 

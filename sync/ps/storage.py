@@ -5,31 +5,34 @@
     layout.json                  of the flat model, written before anything else
     checkpoint-SEQ-DIGEST.frame  the model after round SEQ; the newest whole one counts
     state-SEQ.frame              the workers' optimiser state at the end of round SEQ
+    residual-SEQ.frame           what a lossy codec has held back of our changes, up to our update of round SEQ
     metrics.json                 of the last evaluation
     inbox/REGION/SEQ.{frame,json}  another region's update; durable once its .json is there
     outbox/SEQ.{frame,json}        ours, the same
 
 Every file is written beside its place, flushed with fsync, renamed, and the folder flushed. A round's state and
-updates are durable before its checkpoint, and are deleted only after it.
+updates are durable before its checkpoint, and are deleted only after the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.layout import Layout, Vector
 from sync.ps.events import Keep, Manifest
-from sync.ps.machine import Recovered
+from sync.ps.machine import Recovered, Setup
 
 __all__ = ["PartialUpdate", "Storage"]
 
@@ -39,15 +42,27 @@ _KEPT_CHECKPOINTS = 2
 class Storage:
     """The durable state of one partition. Calls are made from one thread at a time."""
 
-    def __init__(self, folder: Path, region: str) -> None:
-        self._folder, self._region = folder, region
+    def __init__(self, folder: Path, setup: Setup) -> None:
+        self._folder, self._setup = folder, setup
         for part in (folder, folder / "inbox", folder / "outbox"):
             part.mkdir(parents=True, exist_ok=True)
         self.model: Vector | None = None
         self.layout: Layout | None = None
 
     def recover(self) -> Recovered:
-        """Read back what was durable when the process ended."""
+        """Read back what was durable when the process ended.
+
+        A checkpoint that is damaged is made again from the one before it and the round's updates, which are kept that
+        long. Raises ``GeofedError("STATE_INVALID")`` where that is not possible either.
+        """
+        for left in (*self._folder.glob(".*.partial"), *self._folder.glob("*/**/.*.partial")):
+            left.unlink()
+        try:
+            return self._recover()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise GeofedError("STATE_INVALID", f"{self._folder} is damaged: {error}") from None
+
+    def _recover(self) -> Recovered:
         inbox = tuple(_manifests(sorted(self._folder.glob("inbox/*/*.json"))))
         outbox = tuple(_manifests(sorted(self._folder.glob("outbox/*.json"))))
         with contextlib.suppress(FileNotFoundError):
@@ -55,29 +70,35 @@ class Storage:
         metrics = None
         with contextlib.suppress(FileNotFoundError):
             metrics = Keep(**json.loads((self._folder / "metrics.json").read_text()))
-        layout_digest = self.layout.digest if self.layout else ""
+        base = Recovered(
+            layout_digest=self.layout.digest if self.layout else "", inbox=inbox, outbox=outbox, metrics=metrics
+        )
+        damaged: list[int] = []
         for sequence, path in sorted(self._checkpoints(), reverse=True):
-            frame = framing.decode(path.read_bytes())
-            model = np.array(frame.tensors["model"], np.float32)
-            digest = framing.digest_of([model.data.cast("B")])
-            if digest.removeprefix("sha256:") != path.stem.rpartition("-")[2]:
+            if (frame := _whole(path)) is None:
+                damaged.append(sequence)
                 continue
-            self.model = model
+            self.model = np.array(frame.tensors["model"], np.float32)
             facts = frame.facts
-            return Recovered(
+            base = replace(
+                base,
                 sequence=sequence,
                 step=int(facts["step"]),
                 samples=facts["samples"],
                 applied=int(facts["applied"]),
-                model_digest=digest,
-                layout_digest=layout_digest,
-                inbox=inbox,
-                outbox=outbox,
-                metrics=metrics,
+                model_digest=framing.digest_of([self.model.data.cast("B")]),
             )
-        if any(True for _ in self._checkpoints()):
-            raise GeofedError("STATE_INVALID", f"no checkpoint in {self._folder} is whole")
-        return Recovered(layout_digest=layout_digest, inbox=inbox, outbox=outbox)
+            break
+        self._require_updates(base, damaged)
+        return base
+
+    def _require_updates(self, base: Recovered, damaged: list[int]) -> None:
+        """Damaged rounds can be made again only while all of their updates are here."""
+        here = {(manifest.region, manifest.sequence) for manifest in (*base.inbox, *base.outbox)}
+        for sequence in range(base.sequence + 1, max(damaged, default=base.sequence) + 1):
+            if any((region, sequence) not in here for region in self._setup.contributors(sequence)):
+                text = f"the checkpoint of round {sequence} in {self._folder} is damaged, and its updates are gone"
+                raise GeofedError("STATE_INVALID", text)
 
     def _checkpoints(self) -> Iterator[tuple[int, Path]]:
         for path in self._folder.glob("checkpoint-*.frame"):
@@ -107,6 +128,17 @@ class Storage:
             return (self._folder / f"state-{sequence}.frame").read_bytes()
         return None
 
+    def keep_residual(self, sequence: int, residual: npt.NDArray[np.float64]) -> None:
+        """Make durable what the codec has held back once our update of a round is made; before the update itself."""
+        write_durably(self._folder / f"residual-{sequence}.frame", framing.encode({"residual": residual}))
+
+    def residual(self, sequence: int) -> npt.NDArray[np.float64] | None:
+        """What was held back once our update of a round was made, if anything was."""
+        with contextlib.suppress(FileNotFoundError):
+            frame = framing.decode((self._folder / f"residual-{sequence}.frame").read_bytes())
+            return np.array(frame.tensors["residual"], np.float64)
+        return None
+
     def keep_checkpoint(self, sequence: int, model: Vector, facts: dict[str, float]) -> str:
         """Make a round's model and watermark durable; returns the model's digest."""
         digest = framing.digest_of([model.data.cast("B")])
@@ -116,13 +148,22 @@ class Storage:
         for old, path in self._checkpoints():
             if old <= sequence - _KEPT_CHECKPOINTS:
                 path.unlink(missing_ok=True)
-                (self._folder / f"state-{old}.frame").unlink(missing_ok=True)
+                for kind in ("state", "residual"):
+                    (self._folder / f"{kind}-{old}.frame").unlink(missing_ok=True)
         return digest
 
     def update_path(self, region: str, sequence: int) -> Path:
         """Where the bytes of a durable update are."""
-        folder = self._folder / "outbox" if region == self._region else self._folder / "inbox" / region
+        folder = self._folder / "outbox" if region == self._setup.region else self._folder / "inbox" / region
         return folder / f"{sequence}.frame"
+
+    def update(self, manifest: Manifest) -> bytes:
+        """The bytes of a durable update, verified: one that has changed here would part this region's model from the
+        others'."""
+        data = self.update_path(manifest.region, manifest.sequence).read_bytes()
+        if framing.digest_of([data]) != manifest.digest:
+            raise GeofedError("STATE_INVALID", f"update {manifest.sequence} of {manifest.region} was damaged on disk")
+        return data
 
     def incoming(self, manifest: Manifest) -> PartialUpdate:
         """The part of another region's update that is here already."""
@@ -165,12 +206,14 @@ class PartialUpdate:
 
     def complete(self) -> None:
         """Verify the bytes and make them durable; damaged ones are dropped and must be sent again."""
-        if framing.digest_of([self._path.read_bytes()]) != self.manifest.digest:
+        with self._path.open("rb") as file:
+            digest = "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != self.manifest.digest:
             self._path.unlink()
             raise GeofedError(
                 "DIGEST_MISMATCH", f"update {self.manifest.sequence} of {self.manifest.region} was damaged"
             )
-        with self._path.open("rb") as file:
+        with self._path.open("rb") as file, disk_full_is_told(self._path):
             os.fsync(file.fileno())
         os.replace(self._path, self._folder / f"{self.manifest.sequence}.frame")
         Storage._keep_manifest(self._folder / f"{self.manifest.sequence}.json", self.manifest)
@@ -202,6 +245,16 @@ def disk_full_is_told(path: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise GeofedError("DISK_FULL", f"no space left for {path}") from None
         raise
+
+
+def _whole(path: Path) -> framing.Frame | None:
+    """The checkpoint in a file, unless it is damaged."""
+    try:
+        frame = framing.decode(path.read_bytes())
+        digest = framing.digest_of([np.array(frame.tensors["model"], np.float32).data.cast("B")])
+    except (GeofedError, KeyError, ValueError):
+        return None
+    return frame if digest.removeprefix("sha256:") == path.stem.rpartition("-")[2] else None
 
 
 def _manifests(paths: list[Path]) -> Iterator[Manifest]:

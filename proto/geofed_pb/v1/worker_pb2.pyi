@@ -110,5 +110,7 @@ class EvaluatedRequest(_message.Message):
     def __init__(self, round: _Optional[int] = ..., samples: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class EvaluatedReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("pending",)
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    pending: bool
+    def __init__(self, pending: bool = ...) -> None: ...

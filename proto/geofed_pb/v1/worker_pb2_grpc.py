@@ -82,7 +82,7 @@ class WorkerPortServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Evaluated(self, request, context):
-        """"This is what I measured on my part of the test data."
+        """"This is what I measured on my part of the test data." Answered when the metrics of all are durable, or `pending`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

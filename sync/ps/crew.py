@@ -1,0 +1,108 @@
+"""Where the workers of one partition wait for each other: the merge of a step, and the evaluation of a round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sync.ps.events import (
+    Action,
+    BoundaryArrived,
+    Evaluated,
+    EvaluatedAnswer,
+    Keep,
+    Merge,
+    Merged,
+    ReduceAnswer,
+    ReduceArrived,
+    Refuse,
+    Reply,
+)
+
+__all__ = ["Evaluation", "StepMerge", "mean_loss"]
+
+
+@dataclass
+class StepMerge:
+    """Gradients of the current step, of one attempt's workers."""
+
+    workers: int
+    parts: dict[int, ReduceArrived] = field(default_factory=dict)
+    waiting: dict[int, int] = field(default_factory=dict)
+    """Calls, and the step they wait for."""
+    merging: int = 0
+    """The step whose gradients are being merged; 0: none."""
+    merged: dict[int, Merged] = field(default_factory=dict)
+    """The last two steps, for a worker that missed the answer."""
+
+    def arrived(self, event: ReduceArrived) -> list[Action]:
+        """A gradient has come; the last of a step starts its merge."""
+        if event.step in self.merged:
+            return [Reply(event.call, _answer(self.merged[event.step]))]
+        held = next(iter(self.parts.values()), None)
+        if held is not None and event.step < held.step:
+            return [Refuse(event.call, "FENCED", f"step {event.step} is over")]
+        self.waiting[event.call] = event.step
+        if event.step == self.merging:
+            return []
+        if held is not None and held.step != event.step:
+            self.parts.clear()
+        self.parts[event.worker] = event
+        if len(self.parts) < self.workers:
+            return []
+        parts = [part for _, part in sorted(self.parts.items())]
+        self.parts, self.merging = {}, event.step
+        return [Merge(event.attempt, event.step, tuple((part.key, part.samples) for part in parts), mean_loss(parts))]
+
+    def done(self, event: Merged) -> list[Action]:
+        """The merged gradient is there."""
+        self.merging = 0
+        self.merged[event.step] = event
+        for step in [step for step in self.merged if step < event.step - 1]:
+            del self.merged[step]
+        ready = [call for call, step in self.waiting.items() if step == event.step]
+        for call in ready:
+            del self.waiting[call]
+        return [Reply(call, _answer(event)) for call in ready]
+
+
+@dataclass
+class Evaluation:
+    """What the workers measured on the present model."""
+
+    workers: int
+    parts: dict[int, Evaluated] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
+    """Calls to answer when the metrics are durable."""
+    keeping: bool = False
+
+    def arrived(self, event: Evaluated) -> list[Action]:
+        """A worker has measured; the last of them makes the metrics."""
+        self.parts[event.worker] = event
+        self.waiting.add(event.call)
+        if len(self.parts) < self.workers or self.keeping:
+            return []
+        self.keeping = True
+        return [_mean_metrics(event.sequence, [part for _, part in sorted(self.parts.items())])]
+
+    def done(self) -> list[Action]:
+        """The metrics are durable."""
+        return [Reply(call, EvaluatedAnswer()) for call in sorted(self.waiting)]
+
+
+def _answer(event: Merged) -> ReduceAnswer:
+    return ReduceAnswer(event.key, event.samples)
+
+
+def _mean_metrics(sequence: int, parts: list[Evaluated]) -> Keep:
+    total = sum(part.samples for part in parts)
+    sums: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.metrics.items():
+            sums[name] = sums.get(name, 0.0) + value * part.samples
+    return Keep(sequence, total, {name: value / total for name, value in sums.items()} if total else {})
+
+
+def mean_loss(parts: list[ReduceArrived] | list[BoundaryArrived]) -> float:
+    """The mean of the workers' losses, weighted by their samples."""
+    total = sum(part.samples for part in parts)
+    return sum(part.loss * part.samples for part in parts) / total if total else 0.0

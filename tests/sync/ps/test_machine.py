@@ -1,0 +1,238 @@
+"""The parameter server's state machine: any order of messages and crashes leads to the same rounds and to the end."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.federation_in_miniature import Miniature, Site
+
+from sync.ps.events import (
+    Attached,
+    BoundaryArrived,
+    Configured,
+    Evaluated,
+    Failed,
+    Kept,
+    Manifest,
+    Peer,
+    Prepared,
+    ReduceArrived,
+    Refuse,
+    Verdict,
+)
+from sync.ps.machine import Machine, Recovered, Setup
+
+_NUMBERS = st.integers(0, 1 << 16)
+
+
+class AnythingMayHappen(RuleBasedStateMachine):
+    """Hypothesis chooses what happens next; afterwards the network is fair and the job must end."""
+
+    @initialize(
+        regions=st.integers(1, 3),
+        workers=st.integers(1, 2),
+        rounds=st.integers(1, 3),
+        steps=st.integers(1, 2),
+        every=st.integers(0, 2),
+    )
+    def begin(self, regions: int, workers: int, rounds: int, steps: int, every: int) -> None:
+        self.all = Miniature(regions, workers, rounds, steps, every)
+
+    def _site(self, number: int) -> Site:
+        return list(self.all.sites.values())[number % len(self.all.sites)]
+
+    @rule(site=_NUMBERS, worker=_NUMBERS)
+    def a_worker_goes_on(self, site: int, worker: int) -> None:
+        here = self._site(site)
+        here.let_work(worker % len(here.workers))
+
+    @rule(times=st.integers(1, 30))
+    def much_goes_well(self, times: int) -> None:
+        for _ in range(times):
+            for name, site in self.all.sites.items():
+                self.all.configure(name)
+                for index in range(len(site.workers)):
+                    if not site.workers[index].call:
+                        site.let_work(index)
+                while site.work:
+                    site.do_work()
+                self.all.send(name)
+            for message in [self.all.wan.pop(0) for _ in range(len(self.all.wan))]:
+                self.all.deliver(message)
+
+    @rule(site=_NUMBERS, worker=_NUMBERS)
+    def a_slice_ends(self, site: int, worker: int) -> None:
+        here = self._site(site)
+        here.end_slice(worker % len(here.workers))
+
+    @rule(site=_NUMBERS)
+    def a_worker_is_killed(self, site: int) -> None:
+        self._site(site).next_attempt()
+
+    @rule(site=_NUMBERS, then_crash=st.sampled_from([False, False, False, True]))
+    def the_disk_works(self, site: int, then_crash: bool) -> None:
+        here = self._site(site)
+        if here.work:
+            here.do_work(then_crash=then_crash)
+
+    @rule(site=_NUMBERS)
+    def the_couriers_send(self, site: int) -> None:
+        self.all.send(self._site(site).name)
+
+    @rule(which=_NUMBERS, fate=st.sampled_from(["arrives", "arrives", "is doubled", "is lost", "kills"]))
+    def a_message(self, which: int, fate: str) -> None:
+        wan = self.all.wan
+        if not wan:
+            return
+        message = wan[which % len(wan)]
+        if fate != "is doubled":
+            wan.remove(message)
+        if fate != "is lost":
+            self.all.deliver(message, then_crash=fate == "kills")
+
+    @rule(site=_NUMBERS)
+    def a_server_dies(self, site: int) -> None:
+        self._site(site).crash()
+
+    @rule(site=_NUMBERS, new_attempt=st.booleans(), new_epoch=st.booleans(), damaged=st.booleans())
+    def a_server_comes_back(self, site: int, new_attempt: bool, new_epoch: bool, damaged: bool) -> None:
+        here = self._site(site)
+        if here.machine is not None:
+            return
+        if damaged:
+            here.damage_newest_checkpoint()
+        if new_attempt:
+            here.next_attempt()
+        here.epoch += new_epoch
+        here.start()
+
+    @rule(site=_NUMBERS)
+    def the_control_plane_gives_a_new_epoch(self, site: int) -> None:
+        self._site(site).epoch += 1
+
+    @rule(site=_NUMBERS)
+    def the_agent_configures(self, site: int) -> None:
+        self.all.configure(self._site(site).name)
+
+    @rule(site=_NUMBERS)
+    def a_zombie_speaks(self, site: int) -> None:
+        self._site(site).zombie_calls()
+
+    @invariant()
+    def every_region_has_made_the_same_rounds(self) -> None:
+        if hasattr(self, "all"):
+            self.all.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "all"):
+            self.all.finish()
+
+
+TestAnythingMayHappen = AnythingMayHappen.TestCase
+TestAnythingMayHappen.settings = settings(
+    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def _alone(workers: int = 2, rounds: int = 2, **recovered: object) -> Machine:
+    return Machine(Setup("a", ("a",), workers, rounds, 1, 0), Recovered(**recovered))  # type: ignore[arg-type]
+
+
+def _manifest(region: str, sequence: int, epoch: int = 1) -> Manifest:
+    return Manifest(region, epoch, sequence, f"{region}{sequence}", 1, 1.0)
+
+
+def test_all_updates_there_before_a_crash_are_applied_when_it_is_configured() -> None:
+    setup = Setup("a", ("a", "b"), 1, 3, 1, 0)
+    machine = Machine(setup, Recovered(0, inbox=(_manifest("b", 1),), outbox=(_manifest("a", 1),)))
+    applied = machine.handle(Configured(1, 2, ()))
+    assert [action.sequence for action in applied if hasattr(action, "manifests")] == [1]
+
+
+def test_a_wait_for_an_update_that_was_lost_is_refused() -> None:
+    """An attempt was told that the round's update is on its way; then the server died before it was durable."""
+    machine = _alone(workers=1, sequence=0, model_key="model/0")
+    waits_only = BoundaryArrived(1, 0, 1, 1, 1, digest="", model_key="", state_key="", samples=0.0, loss=0.0)
+    assert [type(action) for action in machine.handle(waits_only)] == [Refuse]
+
+
+def test_a_worker_that_repeats_a_round_that_the_others_have_ended_is_refused() -> None:
+    machine = _alone(sequence=0, model_key="model/0")
+    assert machine.handle(BoundaryArrived(1, 0, 1, 1, 1, "d", "b/1/1/model", "", 1.0, 0.0)) == []
+    (refused,) = machine.handle(ReduceArrived(2, 1, 1, 1, "g/1/1/1", 1.0, 0.0))
+    assert isinstance(refused, Refuse)
+    assert refused.code == "FENCED"
+
+
+def test_workers_with_different_models_fail_the_partition() -> None:
+    machine = _alone(sequence=0, model_key="model/0")
+    machine.handle(BoundaryArrived(1, 0, 1, 1, 1, "one", "b/1/1/model", "", 1.0, 0.0))
+    actions = machine.handle(BoundaryArrived(2, 1, 1, 1, 1, "other", "", "", 1.0, 0.0))
+    assert [type(action) for action in actions] == [Failed, Refuse, Refuse]
+    assert machine.progress.phase == "failed"
+    (refused,) = machine.handle(Attached(3, 0, 2, "layout", "init"))
+    assert isinstance(refused, Refuse)
+
+
+def test_a_model_of_another_shape_is_refused() -> None:
+    machine = _alone(sequence=0, layout_digest="one")
+    (refused,) = machine.handle(Attached(1, 0, 1, "other", "init"))
+    assert isinstance(refused, Refuse)
+    assert refused.code == "TASK_FAILED"
+
+
+def test_metrics_count_only_once_they_are_durable() -> None:
+    machine = _alone(workers=1, rounds=1, sequence=1)
+    (keep,) = machine.handle(Evaluated(1, 0, 1, 1, 10.0, {"accuracy": 0.5}))
+    assert machine.progress.phase == "training"
+    assert not machine.finished
+    (reply,) = machine.handle(Kept(keep))  # type: ignore[arg-type]
+    assert reply.call == 1  # type: ignore[union-attr]
+    assert machine.finished
+    assert machine.progress.metrics == {"accuracy": 0.5}
+
+
+def test_metrics_are_weighted_by_samples() -> None:
+    machine = _alone(rounds=1, sequence=1)
+    assert machine.handle(Evaluated(1, 0, 1, 1, 30.0, {"accuracy": 1.0})) == []
+    (keep,) = machine.handle(Evaluated(2, 1, 1, 1, 10.0, {"accuracy": 0.0}))
+    assert keep.metrics == {"accuracy": 0.75}  # type: ignore[union-attr]
+    assert keep.samples == 40.0  # type: ignore[union-attr]
+
+
+def test_old_updates_go_out_under_the_new_epoch() -> None:
+    machine = Machine(Setup("a", ("a", "b"), 1, 3, 1, 0), Recovered(0, outbox=(_manifest("a", 1),)))
+    (shipped, *_) = machine.handle(Configured(5, 1, (Peer("b", 1, "b:1"),)))
+    assert [manifest.epoch for manifest in shipped.manifests] == [5]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("manifest", "verdict"),
+    [
+        (_manifest("b", 0), Verdict.HAVE),
+        (_manifest("b", 1), Verdict.WANT),
+        (_manifest("b", 2), Verdict.WANT),
+        (_manifest("b", 3), Verdict.LATER),
+        (_manifest("b", 1 << 60), Verdict.LATER),
+        (_manifest("b", 1, epoch=0), Verdict.FENCED),
+    ],
+)
+def test_what_is_said_of_an_offer(manifest: Manifest, verdict: Verdict) -> None:
+    machine = Machine(Setup("a", ("a", "b"), 1, 9, 1, 0), Recovered(0))
+    machine.handle(Configured(1, 1, (Peer("b", 1, "b:1"),)))
+    assert machine.verdict(manifest) is verdict
+
+
+def test_only_the_first_region_may_give_the_first_model() -> None:
+    machine = Machine(Setup("b", ("a", "b", "c"), 1, 9, 1, 0))
+    assert machine.verdict(_manifest("c", 0)) is Verdict.LATER
+    assert machine.verdict(_manifest("a", 0)) is Verdict.WANT
+
+
+def test_progress_names_whom_a_round_waits_for() -> None:
+    machine = Machine(Setup("a", ("a", "b"), 1, 3, 1, 0), Recovered(0))
+    machine.handle(Prepared(_manifest("a", 1)))
+    assert machine.progress.phase == "exchanging"
+    assert machine.progress.condition == "waiting for the update of round 1 from b"
