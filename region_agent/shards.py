@@ -31,7 +31,7 @@ def _split(uri: str, store: StoreConfig) -> tuple[ShardFile, ...]:
 def _local(path: Path, *, folder: bool) -> tuple[ShardFile, ...]:
     if folder:
         files = sorted(file for file in path.rglob("*") if file.is_file())
-        found = tuple(ShardFile(name=str(file.relative_to(path)), path=str(file)) for file in files)
+        found = tuple(ShardFile(name=str(file.relative_to(path)), path=str(file), folder=True) for file in files)
     else:
         found = (ShardFile(name=path.name, path=str(path)),) if path.is_file() else ()
     if not found:
@@ -54,14 +54,15 @@ def _objects(uri: str, store: StoreConfig) -> tuple[ShardFile, ...]:
     if not listed:
         raise GeofedError("SHARD_UNREADABLE", f"{uri} holds no objects")
     return tuple(
-        _signed(client, bucket, entry["Key"], entry["Key"].removeprefix(prefix), int(entry["Size"])) for entry in listed
+        _signed(client, bucket, entry["Key"], entry["Key"].removeprefix(prefix), int(entry["Size"]), folder=True)
+        for entry in listed
     )
 
 
-def _signed(client: Any, bucket: str, key: str, name: str, size: int) -> ShardFile:
+def _signed(client: Any, bucket: str, key: str, name: str, size: int, *, folder: bool = False) -> ShardFile:
     wanted = {"Bucket": bucket, "Key": key}
     url = client.generate_presigned_url("get_object", Params=wanted, ExpiresIn=int(SIGNATURE_LIFE.total_seconds()))
-    return ShardFile(name=name, url=url, size=size)
+    return ShardFile(name=name, folder=folder, url=url, size=size)
 
 
 def _client(store: StoreConfig) -> tuple[Any, tuple[type[Exception], ...]]:

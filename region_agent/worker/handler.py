@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,7 +44,10 @@ def handle(event: Event, context: object) -> dict[str, object]:
         outcome = Outcome(status="failed", code=error.code, message=error.message, hint=error.hint)
     except MemoryError:
         text = "the worker ran out of memory"
-        outcome = Outcome(status="failed", code="FUNCTION_FAILED", message=text, hint="raise function.memoryMb")
+        outcome = Outcome(status="failed", code="FUNCTION_OUT_OF_MEMORY", message=text, hint="raise function.memoryMb")
+    except Exception as error:  # noqa: BLE001 - the edge of the function: the agent must be told, not the platform
+        traceback.print_exc(file=sys.stderr)
+        outcome = Outcome(status="failed", code="INTERNAL", message=f"{type(error).__name__}: {error}")
     return {"statusCode": 200, "body": outcome.model_dump_json(), "headers": {"Content-Type": "application/json"}}
 
 

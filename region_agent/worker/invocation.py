@@ -18,6 +18,8 @@ class ShardFile(BaseModel):
 
     name: str
     """Relative to the split."""
+    folder: bool = False
+    """Whether the split is a folder, and this one of its files."""
     path: str = ""
     url: str = ""
     """Presigned: it is good for this object only, and for a short time."""

@@ -8,6 +8,7 @@ time is over it leaves what it needs in the channel and returns; the next invoca
 
 from __future__ import annotations
 
+import random
 import time
 import zlib
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from region_agent.worker.data import BatchStream, evaluation_batches, move
 from region_agent.worker.invocation import Invocation, Outcome
 from region_agent.worker.optimizer_state import dump_state, load_state
 from region_agent.worker.ps_client import PsClient, SliceOver
-from region_agent.worker.task import Task
+from region_agent.worker.task import Task, task_errors
 from sync import framing
 from sync.channel import Channel
 from sync.flat import FlatModel
@@ -55,13 +56,19 @@ class WorkerLoop:
         self._slice_ends = begun + invocation.slice_seconds
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         # Seeded alike everywhere: all workers of the partition make the same model.
-        torch.manual_seed(invocation.seed)
+        _seed(invocation.seed)
         self._module = task.model().to(self._device)
-        self._flat = FlatModel(self._module)
+        with task_errors(task.folder, "model"):
+            self._flat = FlatModel(self._module)
         self._optimizer = task.optimizer(self._module.parameters())
-        self._stream = BatchStream(
-            data["train"], invocation.seed, invocation.region, invocation.worker, invocation.workers, invocation.batch
-        )
+        with task_errors(task.folder, "dataset"):
+            self._stream = BatchStream(
+                data["train"], invocation.seed, invocation.region, invocation.worker, invocation.workers,
+                invocation.batch,
+            )  # fmt: skip
+        self._attached = False
+        self._completed = 0
+        """Rounds whose federated model this worker goes on from."""
         self._step = 0
         self._round = _Round()
         self._outcome_steps, self._outcome_samples, self._compute_seconds = 0, 0, 0.0
@@ -73,7 +80,7 @@ class WorkerLoop:
                 finished = self._train(server)
             except SliceOver:
                 finished = False
-            resume_key = "" if finished else self._leave()
+            resume_key = self._forget_left() if finished else self._leave()
         return Outcome(
             status="done" if finished else "continue",
             resume_key=resume_key,
@@ -87,39 +94,41 @@ class WorkerLoop:
     def _train(self, server: PsClient) -> bool:
         """True when the job is at its end, False when the slice is."""
         start = self._attach(server)
-        completed, awaited = start.round, start.boundary
+        awaited, finished = start.boundary, start.finished
         if start.evaluate:
-            self._evaluate(server, completed)
-        finished = start.finished
+            self._evaluate(server)
         while not finished:
-            target = (completed + 1) * self._call.steps_per_round
+            target = (self._completed + 1) * self._call.steps_per_round
             while not awaited and self._step < target:
                 if self._slice_over():
                     return False
                 self._make_step(server, self._step + 1)
-            reply = self._end_round(server, completed + 1, known=awaited)
+            reply = self._end_round(server, self._completed + 1, known=awaited)
             self._load_model(reply.model_key)
             if awaited and reply.state_key:
                 self._load_optimizer(self._require(reply.state_key))
-            completed, awaited, finished = reply.round, False, reply.finished
-            self._step, self._round = completed * self._call.steps_per_round, _Round()
+            awaited, finished = False, reply.finished
+            self._completed, self._round = reply.round, _Round()
+            self._step = self._completed * self._call.steps_per_round
             if reply.evaluate:
-                self._evaluate(server, completed)
+                self._evaluate(server)
             if self._slice_over() and not finished:
                 return False
         return True
 
     def _slice_over(self) -> bool:
-        return time.monotonic() > self._slice_ends
+        # However short the slice, an invocation makes a step: a chain of them must come to its end.
+        return self._outcome_steps > 0 and time.monotonic() > self._slice_ends
 
     def _attach(self, server: PsClient) -> worker_pb2.AttachReply:
         call = self._call
         initial_key = f"init/{call.attempt}/{call.worker}"
-        if (call.attempt == 1 and not call.resume_key) or not call.resume_key:
+        if not call.resume_key:
             self._channel.put(initial_key, framing.encode({"model": self._flat.vector()}))
         request = worker_pb2.AttachRequest(layout_json=self._flat.layout.to_json(), initial_key=initial_key)
         start = server.attach(request)
         self._channel.delete(initial_key)
+        self._attached, self._completed = True, start.round
         if not self._resume(start):
             self._step = start.step
             self._load_model(start.model_key)
@@ -159,12 +168,15 @@ class WorkerLoop:
 
     def _make_step(self, server: PsClient, step: int) -> None:
         begun = time.monotonic()
-        _seed(self._call.seed, self._call.region, self._call.worker, step)
-        batch = move(self._stream.batch(step), self._device)
+        # What a step does must follow from the step alone, not from the steps that this invocation made before.
+        _seed(self._call.seed, zlib.crc32(self._call.region.encode()), self._call.worker, step)
+        with task_errors(self._task.folder, "dataset"):
+            batch = move(self._stream.batch(step), self._device)
         self._module.train()
-        self._optimizer.zero_grad(set_to_none=False)
+        self._optimizer.zero_grad(set_to_none=True)
         loss = self._task.loss(self._module, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        with task_errors(self._task.folder, "the backward pass"):
+            loss.backward()  # type: ignore[no-untyped-call]
         value, samples = float(loss.detach()), self._call.batch
         seconds = time.monotonic() - begun
         if not np.isfinite(value):
@@ -172,7 +184,8 @@ class WorkerLoop:
             raise GeofedError("TASK_FAILED", text, hint="training diverged: lower the learning rate")
         if self._call.workers > 1:
             self._merge(server, step, samples, value)
-        self._optimizer.step()
+        with task_errors(self._task.folder, "the optimiser's step"):
+            self._optimizer.step()
         self._step = step
         self._round.samples += samples
         self._round.loss_sum += value * samples
@@ -189,7 +202,7 @@ class WorkerLoop:
         merged = self._require(reply.merged_key).tensors["gradient"]
         self._flat.load_gradient(np.asarray(merged, np.float32))
 
-    def _evaluate(self, server: PsClient, completed: int) -> None:
+    def _evaluate(self, server: PsClient) -> None:
         samples, metrics = 0, {}
         if "test" in self._data:
             samples, batches = evaluation_batches(self._data["test"], self._call.worker, self._call.workers)
@@ -200,14 +213,17 @@ class WorkerLoop:
                     if samples
                     else {}
                 )
-        server.evaluated(worker_pb2.EvaluatedRequest(round=completed, samples=samples, metrics=metrics))
+        server.evaluated(worker_pb2.EvaluatedRequest(round=self._completed, samples=samples, metrics=metrics))
 
     # What passes from one invocation to the next
 
     def _leave(self) -> str:
         """Store model, optimiser and the round's sums where the next slice finds them."""
+        if not self._attached:
+            return self._call.resume_key
         tensors, numbers = dump_state(self._optimizer)
         facts = {
+            "round": self._completed,
             "step": self._step,
             "samples": self._round.samples,
             "loss_sum": self._round.loss_sum,
@@ -221,16 +237,21 @@ class WorkerLoop:
             self._channel.delete(self._call.resume_key)
         return key
 
+    def _forget_left(self) -> str:
+        if self._call.resume_key:
+            self._channel.delete(self._call.resume_key)
+        return ""
+
     def _resume(self, start: worker_pb2.AttachReply) -> bool:
-        """Take up what the last slice left, unless the server has gone past it."""
+        """Take up what the last slice left, unless the federation has a newer model: then that one counts."""
         left = self._channel.get(self._call.resume_key) if self._call.resume_key else None
         if left is None or start.boundary or start.finished:
             return False
         frame = framing.decode(left)
-        facts, step = frame.facts, int(frame.facts["step"])
-        if not start.step <= step <= start.step + self._call.steps_per_round:
+        facts = frame.facts
+        if int(facts["round"]) != start.round:
             return False
-        self._step = step
+        self._step = int(facts["step"])
         self._round = _Round(facts["samples"], facts["loss_sum"], facts["compute_seconds"])
         self._flat.load(np.asarray(frame.tensors["model"], np.float32))
         tensors = {name.removeprefix("o/"): array for name, array in frame.tensors.items() if name.startswith("o/")}
@@ -252,7 +273,9 @@ class WorkerLoop:
         load_state(self._optimizer, frame.tensors, frame.facts)
 
 
-def _seed(seed: int, region: str, worker: int, step: int) -> None:
-    """Randomness inside the model depends on the place and the step only, never on the invocation's history."""
-    mixed = np.random.SeedSequence([seed, zlib.crc32(region.encode()), worker, step])
-    torch.manual_seed(int(mixed.generate_state(1)[0]))
+def _seed(*numbers: int) -> None:
+    """Seed every source of randomness that job code may draw from."""
+    mixed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    random.seed(mixed)
+    np.random.seed(mixed)
+    torch.manual_seed(mixed)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import importlib.util
 import io
+import shutil
 import sys
 import tarfile
 import traceback
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from geofed_pb.errors import GeofedError
 __all__ = ["Task", "load_task", "task_errors", "unpack"]
 
 _LARGEST_BUNDLE_BYTES = 64 << 20
+_MOST_FILES = 10_000
 _DEFAULT_LEARNING_RATE = 0.05
 
 
@@ -78,17 +82,34 @@ def unpack(bundle: bytes | memoryview, into: Path) -> Path:
     if folder.exists():
         return folder
     partial = folder.with_suffix(".partial")
-    with tarfile.open(fileobj=io.BytesIO(bundle), mode="r:gz") as archive:
-        members = archive.getmembers()
-        if sum(member.size for member in members) > _LARGEST_BUNDLE_BYTES:
-            raise GeofedError(
-                "LIMIT_EXCEEDED", f"the task folder unpacks to more than {_LARGEST_BUNDLE_BYTES >> 20} MiB"
-            )
-        if any(not (member.isfile() or member.isdir()) for member in members):
-            raise GeofedError("TASK_INVALID", "the task folder may hold files and folders only")
-        archive.extractall(partial, filter="data")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        with tarfile.open(fileobj=io.BytesIO(bundle), mode="r:gz") as archive:
+            _extract(archive, partial)
+    except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise GeofedError("TASK_INVALID", f"the packed task folder cannot be read: {error}") from None
     partial.rename(folder)
     return folder
+
+
+def _extract(archive: tarfile.TarFile, into: Path) -> None:
+    """Names and bytes only; what an entry claims is looked at before the next byte is read."""
+    total = 0
+    for number, member in enumerate(archive):
+        total += member.size
+        if total > _LARGEST_BUNDLE_BYTES or number >= _MOST_FILES:
+            text = f"the task folder unpacks to more than {_LARGEST_BUNDLE_BYTES >> 20} MiB or {_MOST_FILES} files"
+            raise GeofedError("LIMIT_EXCEEDED", text)
+        name = PurePosixPath(member.name)
+        if name.is_absolute() or ".." in name.parts:
+            raise GeofedError("TASK_INVALID", f"{member.name} lies outside of the task folder")
+        if not (member.isfile() or member.isdir()):
+            raise GeofedError("TASK_INVALID", f"{member.name}: the task folder may hold files and folders only")
+        place = into / name
+        (place if member.isdir() else place.parent).mkdir(parents=True, exist_ok=True)
+        if (content := archive.extractfile(member)) is not None:
+            place.write_bytes(content.read())
 
 
 def load_task(folder: Path, module: str, config: dict[str, Any]) -> Task:
@@ -100,7 +121,8 @@ def load_task(folder: Path, module: str, config: dict[str, Any]) -> Task:
         sys.path.append(str(folder))
     path = folder / module
     spec = importlib.util.spec_from_file_location("geofed_task", path)
-    if spec is None or spec.loader is None or not path.is_file():
+    inside = path.resolve().is_relative_to(folder.resolve())
+    if spec is None or spec.loader is None or not (inside and path.is_file()):
         raise GeofedError("TASK_INVALID", f"there is no task module {module}")
     loaded = importlib.util.module_from_spec(spec)
     sys.modules["geofed_task"] = loaded
@@ -124,8 +146,16 @@ def task_errors(folder: Path, doing: str) -> Iterator[None]:
         yield
     except (GeofedError, MemoryError):
         raise
-    except Exception as error:  # noqa: BLE001 - the edge to the user's code: anything may come
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the edge to the user's code: anything may come
         traceback.print_exc(file=sys.stderr)
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(folder))]
-        where = f" at {Path(own[-1].filename).relative_to(folder)}:{own[-1].lineno}" if own else ""
-        raise GeofedError("TASK_FAILED", f"{doing} raised {type(error).__name__}: {error}{where}") from None
+        text = f"{doing} raised {type(error).__name__}: {error}{_place(error, folder)}"
+        raise GeofedError("TASK_FAILED", text) from None
+
+
+def _place(error: BaseException, folder: Path) -> str:
+    """ " at FILE:LINE" of the user's file that an error came from, if it came from one."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append((error.filename, error.lineno))
+    own = [(Path(name), line) for name, line in frames if Path(name).is_relative_to(folder)]
+    return f" at {own[-1][0].relative_to(folder)}:{own[-1][1]}" if own else ""
