@@ -65,10 +65,13 @@ class Hub:
 
     def report(self, message: agent_pb2.PartitionReport, *, durable: bool) -> None:
         """Tell how a partition stands; of those that may be lost only the newest is kept."""
+        key = f"partition {message.job}"
         if durable:
             self._store.add_report(agent_pb2.FromAgent(partition=message).SerializeToString())
+            # What waits to be sent is older than this, and would be taken for news behind it.
+            self._passing.pop(key, None)
         else:
-            self._passing[message.job] = agent_pb2.FromAgent(partition=message)
+            self._passing[key] = agent_pb2.FromAgent(partition=message)
         self._news.set()
 
     def send_durably(self, message: agent_pb2.FromAgent) -> None:
