@@ -282,6 +282,7 @@ class Partition:
             steps_per_round=plan.steps_per_round,
             evaluate_every=plan.evaluate_every,
             wan_policy=plan.wan_policy,
+            codec=plan.codec,
             channel=plan.channel,
             channel_address=self._channel_address,
             state_dir=self._folder / "ps",

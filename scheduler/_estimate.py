@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from scheduler._codec import CODEC_BYTES_PER_SECOND, update_bytes
 from scheduler._model import Cost, Estimate, Partition, Plan, Range, Region, Snapshot
 
 PRIOR_SAMPLES_PER_SECOND = 1000.0
@@ -39,21 +41,26 @@ def estimate(plan: Plan, snapshot: Snapshot) -> Estimate:
     """
     regions = {region.name: region for region in snapshot.regions}
     names = [part.region for part in plan.partitions]
-    update_bytes = (snapshot.model_bytes or PRIOR_MODEL_BYTES) + 256
+    model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
+    first, later = update_bytes(model_bytes, "fp32"), update_bytes(model_bytes, plan.codec)
     basis = _basis(plan, regions, snapshot)
     compute = max(_round_compute_seconds(part) for part in plan.partitions)
     pairs = [(regions[a], b) for a in names for b in names if a != b]
-    exchange = max((_exchange_seconds(source, to, update_bytes) for source, to in pairs), default=0.0)
+    exchange = exchange_seconds(pairs, model_bytes, plan.codec)
+    # The model that all begin with travels once, whole, before the first round.
     contact = max((_first_contact_seconds(source, to) for source, to in pairs), default=0.0)
+    contact += exchange_seconds(pairs, model_bytes, "fp32")
     start = snapshot.start_seconds if snapshot.start_seconds is not None else PRIOR_START_SECONDS
-    # The model that all begin with travels once, before the first round.
-    seconds = start + contact + exchange + plan.rounds * (compute + exchange)
-    per_link = int(plan.rounds * (update_bytes * PROTOCOL_OVERHEAD + CONTROL_BYTES_PER_ROUND))
-    link_bytes = {f"{a}>{b}": per_link for a in names for b in names if a != b}
+    seconds = start + contact + plan.rounds * (compute + exchange)
+    per_round = later * PROTOCOL_OVERHEAD + CONTROL_BYTES_PER_ROUND
+    link_bytes = {
+        f"{a}>{b}": int(plan.rounds * per_round + (first * PROTOCOL_OVERHEAD if a == names[0] else 0))
+        for a in names
+        for b in names
+        if a != b
+    }
     items = tuple(
-        cost
-        for part in plan.partitions
-        for cost in _bill(part, plan, regions[part.region], seconds, start, per_link, names)
+        cost for part in plan.partitions for cost in _bill(part, plan, regions[part.region], seconds, start, link_bytes)
     )
     usd = sum(cost.usd for cost in items)
     low, high = _SPREAD[basis]
@@ -83,6 +90,15 @@ def _round_compute_seconds(part: Partition) -> float:
     return part.steps_per_round * (part.batch / part.samples_per_second + merging)
 
 
+def exchange_seconds(pairs: Sequence[tuple[Region, str]], model_bytes: int, codec: str) -> float:
+    """Until every region has every update of a round, coded and decoded; 0 for a single region."""
+    if not pairs:
+        return 0.0
+    coding = model_bytes / CODEC_BYTES_PER_SECOND[codec]
+    size = update_bytes(model_bytes, codec)
+    return coding + max(_exchange_seconds(source, to, size) for source, to in pairs)
+
+
 def _exchange_seconds(source: Region, destination: str, update_bytes: int) -> float:
     """One update over one link, until the other side has it; links are taken to be independent.
 
@@ -91,7 +107,7 @@ def _exchange_seconds(source: Region, destination: str, update_bytes: int) -> fl
     """
     rtt, rate = _link(source, destination)
     line_bytes = update_bytes * PROTOCOL_OVERHEAD
-    flights = math.log2(1 + min(line_bytes, rate * rtt) / FIRST_WINDOW_BYTES)
+    flights = max(1.0, math.log2(1 + min(line_bytes, rate * rtt) / FIRST_WINDOW_BYTES))
     return rtt * (0.5 + flights) + line_bytes / rate
 
 
@@ -108,7 +124,7 @@ def _link(source: Region, destination: str) -> tuple[float, float]:
 
 
 def _bill(
-    part: Partition, plan: Plan, region: Region, seconds: float, start: float, per_link: int, names: list[str]
+    part: Partition, plan: Plan, region: Region, seconds: float, start: float, link_bytes: dict[str, int]
 ) -> list[Cost]:
     prices = region.prices
     if prices is None:
@@ -125,9 +141,9 @@ def _bill(
         Cost(region.name, item, quantity, unit, quantity * price, prices.source)
         for item, quantity, unit, price in costs
     ]
-    egress = {name: per_link / 1e9 for name in names if name != region.name}
-    bill += [
-        Cost(region.name, f"egress to {name}", gb, "GB", gb * prices.egress(name), prices.source)
-        for name, gb in egress.items()
-    ]
+    for link, sent in link_bytes.items():
+        source, _, to = link.partition(">")
+        if source == region.name:
+            gb = sent / 1e9
+            bill.append(Cost(region.name, f"egress to {to}", gb, "GB", gb * prices.egress(to), prices.source))
     return bill

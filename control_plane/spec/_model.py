@@ -155,7 +155,9 @@ class Wan(_Section):
     """`ma`: synchronous model averaging every `interval` steps."""
     interval: AutoOrCount = "auto"
     """Local steps between WAN exchanges of the region that makes the most."""
-    codec: Literal["auto", "fp32"] = "auto"
+    codec: Literal["auto", "fp32", "bf16", "int8", "topk"] = "auto"
+    """How an update becomes bytes; what a lossy one holds back is sent with the next update. `auto`: fp32, or int8
+    where that shortens the exchange."""
 
 
 class Function(_Section):

@@ -23,6 +23,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import read_pem, server_options
 from geofed_pb.v1 import sync_pb2_grpc, worker_pb2_grpc
 from sync.channel import open_channel
+from sync.codec import codec_named
 from sync.ps.config import PsConfig, read_config
 from sync.ps.engine import open_engine
 from sync.ps.events import Configured
@@ -49,7 +50,7 @@ async def serve(config: PsConfig) -> None:
     identity = functools.partial(_identity, config)
     identity()
     channel = open_channel(config.channel, config.channel_address)
-    engine = open_engine(setup, config.state_dir, channel, policy_named(config.wan_policy))
+    engine = open_engine(setup, config.state_dir, channel, policy_named(config.wan_policy), codec_named(config.codec))
     links = Links(engine, config, identity)
     admin = AdminService(engine, config, links)
     engine.feed(Configured(config.epoch, config.attempt, ()))

@@ -276,9 +276,9 @@ class Engine:
     def _contribution(self, manifest: Manifest) -> Contribution:
         data = self.storage.update(manifest)
         frame = framing.decode(data)
-        if self.storage.layout is None:
-            raise GeofedError("INTERNAL", "an update is applied before the model's layout is known")
-        delta = codec_of(int(frame.facts.get("codec", -1))).decode(frame.tensors, self.storage.layout.size)
+        # The first model may arrive before the first worker has said what it looks like.
+        size = self.storage.layout.size if self.storage.layout else frame.tensors["delta"].size
+        delta = codec_of(int(frame.facts.get("codec", -1))).decode(frame.tensors, size)
         if not np.isfinite(delta).all():
             raise GeofedError("FRAME_INVALID", f"update {manifest.sequence} of {manifest.region} is not finite")
         return Contribution(manifest.region, manifest.weight, delta)
@@ -300,6 +300,6 @@ class Engine:
         self._disk.shutdown()
 
 
-def open_engine(setup: Setup, state_dir: Path, channel: Channel, policy: Policy) -> Engine:
+def open_engine(setup: Setup, state_dir: Path, channel: Channel, policy: Policy, codec: Codec) -> Engine:
     """Recover a partition from its folder, or begin it."""
-    return Engine(setup, Storage(state_dir, setup), channel, policy)
+    return Engine(setup, Storage(state_dir, setup), channel, policy, codec)

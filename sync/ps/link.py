@@ -58,7 +58,6 @@ def manifest_to_proto(job: str, manifest: Manifest) -> sync_pb2.UpdateManifest:
         digest=manifest.digest,
         total_bytes=manifest.total_bytes,
         weight=manifest.weight,
-        codec="fp32",
     )
 
 

@@ -154,3 +154,28 @@ def test_a_slow_link_is_in_the_time_and_a_dear_one_in_the_money() -> None:
     assert other.seconds.expected > one.seconds.expected + 5
     egress = {(item.region, item.item): item.usd / item.quantity for item in one.items if "egress" in item.item}
     assert egress == {("a", "egress to b"): pytest.approx(0.02), ("b", "egress to a"): pytest.approx(0.09)}
+
+
+@pytest.mark.parametrize(
+    ("model_bytes", "mbps", "codec"),
+    [(1_000, 1000.0, "fp32"), (50_000_000, 50.0, "int8"), (2_000_000_000, 100_000.0, "fp32")],
+)
+def test_updates_are_coded_only_where_that_saves_time(model_bytes: int, mbps: float, codec: str) -> None:
+    links = {a: tuple(Link(a, b, 1.0, mbps) for b in "ab" if b != a) for a in "ab"}
+    regions = tuple(region(name, links=links[name]) for name in "ab")
+    snapshot = Snapshot(regions, model_bytes=model_bytes)
+    chosen = planned(snapshot, demand())
+    assert chosen.codec == codec
+    other = planned(snapshot, demand(codec="fp32" if codec == "int8" else "int8"))
+    assert chosen.estimate.seconds.expected <= other.estimate.seconds.expected * 1.1
+    assert planned(snapshot, demand(codec="topk")).codec == "topk"
+
+
+def test_the_codec_is_in_the_bytes() -> None:
+    snapshot = Snapshot((region("a"), region("b")), model_bytes=40_000_000)
+    sizes = [
+        planned(snapshot, demand(codec=codec, epochs=200.0)).estimate.wan_bytes.expected
+        for codec in ("fp32", "bf16", "int8", "topk")
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] / sizes[3] > 30

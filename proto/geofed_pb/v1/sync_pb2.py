@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from geofed_pb.v1 import common_pb2 as geofed__pb_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17geofed_pb/v1/sync.proto\x12\tgeofed.v1\x1a\x19geofed_pb/v1/common.proto\"\x92\x01\n\x0eUpdateManifest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06region\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06weight\x18\x07 \x01(\x01\x12\r\n\x05\x63odec\x18\x08 \x01(\t\"\xc1\x01\n\nOfferReply\x12.\n\x07verdict\x18\x01 \x01(\x0e\x32\x1d.geofed.v1.OfferReply.Verdict\x12\x12\n\nhave_bytes\x18\x02 \x01(\x04\"o\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x10\n\x0cVERDICT_WANT\x10\x01\x12\x10\n\x0cVERDICT_HAVE\x10\x02\x12\x12\n\x0eVERDICT_FENCED\x10\x03\x12\x13\n\x0fVERDICT_UNKNOWN\x10\x04\"X\n\x0bUpdateChunk\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.geofed.v1.UpdateManifest\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"Z\n\x08PsConfig\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12 \n\x05peers\x18\x03 \x03(\x0b\x32\x11.geofed.v1.PsPeer\x12\x0c\n\x04stop\x18\x04 \x01(\x08\"8\n\x06PsPeer\x12\x0e\n\x06region\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x10\n\x0ePsWatchRequest\"\x10\n\x0ePsModelRequest\"\xe3\x06\n\x08PsStatus\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x11\n\tcondition\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\r\n\x05round\x18\x05 \x01(\x04\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x0f\n\x07samples\x18\x07 \x01(\x04\x12\x0c\n\x04loss\x18\x08 \x01(\x01\x12\x31\n\x07metrics\x18\t \x03(\x0b\x32 .geofed.v1.PsStatus.MetricsEntry\x12\x17\n\x0fmetrics_samples\x18\n \x01(\x04\x12\x15\n\rmetrics_round\x18\x0b \x01(\x04\x12\x36\n\nsent_bytes\x18\x0c \x03(\x0b\x32\".geofed.v1.PsStatus.SentBytesEntry\x12>\n\x0ereceived_bytes\x18\r \x03(\x0b\x32&.geofed.v1.PsStatus.ReceivedBytesEntry\x12\x14\n\x0cmodel_digest\x18\x0e \x01(\t\x12\x17\n\x0f\x61pplied_updates\x18\x0f \x01(\x04\x12\x1f\n\x05\x65rror\x18\x10 \x01(\x0b\x32\x10.geofed.v1.Error\x12\x14\n\x0cwait_seconds\x18\x11 \x01(\x01\x12\x37\n\x0blink_rtt_ms\x18\x12 \x03(\x0b\x32\".geofed.v1.PsStatus.LinkRttMsEntry\x12\x34\n\tlink_mbps\x18\x13 \x03(\x0b\x32!.geofed.v1.PsStatus.LinkMbpsEntry\x12\x1a\n\x12samples_per_second\x18\x15 \x01(\x01\x12\x12\n\nlinks_down\x18\x14 \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x30\n\x0eSentBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x34\n\x12ReceivedBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x30\n\x0eLinkRttMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rLinkMbpsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32~\n\x08\x45xchange\x12\x39\n\x05Offer\x12\x19.geofed.v1.UpdateManifest\x1a\x15.geofed.v1.OfferReply\x12\x37\n\x04Send\x12\x16.geofed.v1.UpdateChunk\x1a\x15.geofed.v1.OfferReply(\x01\x32\xba\x01\n\x07PsAdmin\x12\x35\n\tConfigure\x12\x13.geofed.v1.PsConfig\x1a\x13.geofed.v1.PsStatus\x12\x39\n\x05Watch\x12\x19.geofed.v1.PsWatchRequest\x1a\x13.geofed.v1.PsStatus0\x01\x12=\n\x08GetModel\x12\x19.geofed.v1.PsModelRequest\x1a\x14.geofed.v1.BlobChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17geofed_pb/v1/sync.proto\x12\tgeofed.v1\x1a\x19geofed_pb/v1/common.proto\"\x83\x01\n\x0eUpdateManifest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06region\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06weight\x18\x07 \x01(\x01\"\xc1\x01\n\nOfferReply\x12.\n\x07verdict\x18\x01 \x01(\x0e\x32\x1d.geofed.v1.OfferReply.Verdict\x12\x12\n\nhave_bytes\x18\x02 \x01(\x04\"o\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x10\n\x0cVERDICT_WANT\x10\x01\x12\x10\n\x0cVERDICT_HAVE\x10\x02\x12\x12\n\x0eVERDICT_FENCED\x10\x03\x12\x13\n\x0fVERDICT_UNKNOWN\x10\x04\"X\n\x0bUpdateChunk\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.geofed.v1.UpdateManifest\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"Z\n\x08PsConfig\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12 \n\x05peers\x18\x03 \x03(\x0b\x32\x11.geofed.v1.PsPeer\x12\x0c\n\x04stop\x18\x04 \x01(\x08\"8\n\x06PsPeer\x12\x0e\n\x06region\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x10\n\x0ePsWatchRequest\"\x10\n\x0ePsModelRequest\"\xe3\x06\n\x08PsStatus\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x11\n\tcondition\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\r\n\x05round\x18\x05 \x01(\x04\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x0f\n\x07samples\x18\x07 \x01(\x04\x12\x0c\n\x04loss\x18\x08 \x01(\x01\x12\x31\n\x07metrics\x18\t \x03(\x0b\x32 .geofed.v1.PsStatus.MetricsEntry\x12\x17\n\x0fmetrics_samples\x18\n \x01(\x04\x12\x15\n\rmetrics_round\x18\x0b \x01(\x04\x12\x36\n\nsent_bytes\x18\x0c \x03(\x0b\x32\".geofed.v1.PsStatus.SentBytesEntry\x12>\n\x0ereceived_bytes\x18\r \x03(\x0b\x32&.geofed.v1.PsStatus.ReceivedBytesEntry\x12\x14\n\x0cmodel_digest\x18\x0e \x01(\t\x12\x17\n\x0f\x61pplied_updates\x18\x0f \x01(\x04\x12\x1f\n\x05\x65rror\x18\x10 \x01(\x0b\x32\x10.geofed.v1.Error\x12\x14\n\x0cwait_seconds\x18\x11 \x01(\x01\x12\x37\n\x0blink_rtt_ms\x18\x12 \x03(\x0b\x32\".geofed.v1.PsStatus.LinkRttMsEntry\x12\x34\n\tlink_mbps\x18\x13 \x03(\x0b\x32!.geofed.v1.PsStatus.LinkMbpsEntry\x12\x1a\n\x12samples_per_second\x18\x15 \x01(\x01\x12\x12\n\nlinks_down\x18\x14 \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x30\n\x0eSentBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x34\n\x12ReceivedBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x30\n\x0eLinkRttMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rLinkMbpsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32~\n\x08\x45xchange\x12\x39\n\x05Offer\x12\x19.geofed.v1.UpdateManifest\x1a\x15.geofed.v1.OfferReply\x12\x37\n\x04Send\x12\x16.geofed.v1.UpdateChunk\x1a\x15.geofed.v1.OfferReply(\x01\x32\xba\x01\n\x07PsAdmin\x12\x35\n\tConfigure\x12\x13.geofed.v1.PsConfig\x1a\x13.geofed.v1.PsStatus\x12\x39\n\x05Watch\x12\x19.geofed.v1.PsWatchRequest\x1a\x13.geofed.v1.PsStatus0\x01\x12=\n\x08GetModel\x12\x19.geofed.v1.PsModelRequest\x1a\x14.geofed.v1.BlobChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,35 +43,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PSSTATUS_LINKMBPSENTRY']._loaded_options = None
   _globals['_PSSTATUS_LINKMBPSENTRY']._serialized_options = b'8\001'
   _globals['_UPDATEMANIFEST']._serialized_start=66
-  _globals['_UPDATEMANIFEST']._serialized_end=212
-  _globals['_OFFERREPLY']._serialized_start=215
-  _globals['_OFFERREPLY']._serialized_end=408
-  _globals['_OFFERREPLY_VERDICT']._serialized_start=297
-  _globals['_OFFERREPLY_VERDICT']._serialized_end=408
-  _globals['_UPDATECHUNK']._serialized_start=410
-  _globals['_UPDATECHUNK']._serialized_end=498
-  _globals['_PSCONFIG']._serialized_start=500
-  _globals['_PSCONFIG']._serialized_end=590
-  _globals['_PSPEER']._serialized_start=592
-  _globals['_PSPEER']._serialized_end=648
-  _globals['_PSWATCHREQUEST']._serialized_start=650
-  _globals['_PSWATCHREQUEST']._serialized_end=666
-  _globals['_PSMODELREQUEST']._serialized_start=668
-  _globals['_PSMODELREQUEST']._serialized_end=684
-  _globals['_PSSTATUS']._serialized_start=687
-  _globals['_PSSTATUS']._serialized_end=1554
-  _globals['_PSSTATUS_METRICSENTRY']._serialized_start=1305
-  _globals['_PSSTATUS_METRICSENTRY']._serialized_end=1351
-  _globals['_PSSTATUS_SENTBYTESENTRY']._serialized_start=1353
-  _globals['_PSSTATUS_SENTBYTESENTRY']._serialized_end=1401
-  _globals['_PSSTATUS_RECEIVEDBYTESENTRY']._serialized_start=1403
-  _globals['_PSSTATUS_RECEIVEDBYTESENTRY']._serialized_end=1455
-  _globals['_PSSTATUS_LINKRTTMSENTRY']._serialized_start=1457
-  _globals['_PSSTATUS_LINKRTTMSENTRY']._serialized_end=1505
-  _globals['_PSSTATUS_LINKMBPSENTRY']._serialized_start=1507
-  _globals['_PSSTATUS_LINKMBPSENTRY']._serialized_end=1554
-  _globals['_EXCHANGE']._serialized_start=1556
-  _globals['_EXCHANGE']._serialized_end=1682
-  _globals['_PSADMIN']._serialized_start=1685
-  _globals['_PSADMIN']._serialized_end=1871
+  _globals['_UPDATEMANIFEST']._serialized_end=197
+  _globals['_OFFERREPLY']._serialized_start=200
+  _globals['_OFFERREPLY']._serialized_end=393
+  _globals['_OFFERREPLY_VERDICT']._serialized_start=282
+  _globals['_OFFERREPLY_VERDICT']._serialized_end=393
+  _globals['_UPDATECHUNK']._serialized_start=395
+  _globals['_UPDATECHUNK']._serialized_end=483
+  _globals['_PSCONFIG']._serialized_start=485
+  _globals['_PSCONFIG']._serialized_end=575
+  _globals['_PSPEER']._serialized_start=577
+  _globals['_PSPEER']._serialized_end=633
+  _globals['_PSWATCHREQUEST']._serialized_start=635
+  _globals['_PSWATCHREQUEST']._serialized_end=651
+  _globals['_PSMODELREQUEST']._serialized_start=653
+  _globals['_PSMODELREQUEST']._serialized_end=669
+  _globals['_PSSTATUS']._serialized_start=672
+  _globals['_PSSTATUS']._serialized_end=1539
+  _globals['_PSSTATUS_METRICSENTRY']._serialized_start=1290
+  _globals['_PSSTATUS_METRICSENTRY']._serialized_end=1336
+  _globals['_PSSTATUS_SENTBYTESENTRY']._serialized_start=1338
+  _globals['_PSSTATUS_SENTBYTESENTRY']._serialized_end=1386
+  _globals['_PSSTATUS_RECEIVEDBYTESENTRY']._serialized_start=1388
+  _globals['_PSSTATUS_RECEIVEDBYTESENTRY']._serialized_end=1440
+  _globals['_PSSTATUS_LINKRTTMSENTRY']._serialized_start=1442
+  _globals['_PSSTATUS_LINKRTTMSENTRY']._serialized_end=1490
+  _globals['_PSSTATUS_LINKMBPSENTRY']._serialized_start=1492
+  _globals['_PSSTATUS_LINKMBPSENTRY']._serialized_end=1539
+  _globals['_EXCHANGE']._serialized_start=1541
+  _globals['_EXCHANGE']._serialized_end=1667
+  _globals['_PSADMIN']._serialized_start=1670
+  _globals['_PSADMIN']._serialized_end=1856
 # @@protoc_insertion_point(module_scope)

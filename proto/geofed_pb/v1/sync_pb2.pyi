@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class UpdateManifest(_message.Message):
-    __slots__ = ("job", "region", "epoch", "sequence", "digest", "total_bytes", "weight", "codec")
+    __slots__ = ("job", "region", "epoch", "sequence", "digest", "total_bytes", "weight")
     JOB_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -17,7 +17,6 @@ class UpdateManifest(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
-    CODEC_FIELD_NUMBER: _ClassVar[int]
     job: str
     region: str
     epoch: int
@@ -25,8 +24,7 @@ class UpdateManifest(_message.Message):
     digest: str
     total_bytes: int
     weight: float
-    codec: str
-    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., weight: _Optional[float] = ..., codec: _Optional[str] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class OfferReply(_message.Message):
     __slots__ = ("verdict", "have_bytes")

@@ -1,0 +1,17 @@
+"""What codecs do to an update's size, and which one a plan takes."""
+
+from __future__ import annotations
+
+__all__ = ["CODEC_BYTES_PER_SECOND", "SIZE_FACTOR", "update_bytes"]
+
+SIZE_FACTOR = {"fp32": 1.0, "bf16": 0.5, "int8": 0.251, "topk": 0.0072}
+"""Bytes of an encoded update over those in float32."""
+CODEC_BYTES_PER_SECOND = {"fp32": float("inf"), "bf16": 200e6, "int8": 300e6, "topk": 200e6}
+"""float32 bytes encoded and decoded in a second by one core, error feedback included; on the low side."""
+FRAME_BYTES = 256
+"""Prefix, table and alignment of an update's frame."""
+
+
+def update_bytes(model_bytes: int, codec: str) -> int:
+    """Size of one region's update."""
+    return int(model_bytes * SIZE_FACTOR[codec]) + FRAME_BYTES
