@@ -174,6 +174,7 @@ def _result(federation: LocalFederation, folder: Path, emulator: Emulator | None
     newest = jobs[0]["id"]
     whole: dict[str, Any] = json.loads(federation.control_plane("describe", newest, "-o", "json").stdout)["data"]
     result = dict(whole["result"])
+    result["accuracy"] = result["metrics"].get("accuracy")
     result["emulator"] = emulator.status() if emulator else {"backend": "none", "reason": Emulator.supported()}
     if result["state"] == "succeeded":
         path = folder / "model.safetensors"
@@ -187,7 +188,7 @@ def _tell(folder: Path, result: dict[str, Any]) -> None:
     _say("result", str(folder / "result.json"))
     if result["state"] == "succeeded":
         _say("model", f"{result['model']['path']}  {result['model']['digest']}")
-        _say("accuracy", f"{result['metrics']['accuracy']:.4f} on the test data of all regions")
+        _say("accuracy", f"{result['accuracy']:.4f} on the test data of all regions")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ fi
 say "installing Python packages (the first time this takes a minute or two)"
 extras="worker,s3,demo"
 [ "$kind" = dev ] && extras="dev"
-.venv/bin/python -m pip install --quiet --disable-pip-version-check -c deploy/constraints.txt -e ".[$extras]"
+.venv/bin/python -m pip install -qq --disable-pip-version-check -c deploy/constraints.txt -e ".[$extras]"
 
 install "the WAN is then not shaped" iproute2
 if [ "$kind" = dev ]; then

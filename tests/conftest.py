@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -26,21 +28,35 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
-    """Fails a test that leaves processes or threads."""
-    threads = set(threading.enumerate())
-    processes = _children()
+    """Fails a test that leaves processes, threads, sockets or network namespaces."""
+    before = _traces()
     yield
     deadline = time.monotonic() + _GRACE_SECONDS
-    while True:
-        left = [t for t in threading.enumerate() if t not in threads and not t.daemon]
-        children = _children() - processes
-        if not left and not children:
-            return
+    while left := {kind: now - before[kind] for kind, now in _traces().items() if now - before[kind]}:
         if time.monotonic() > deadline:
-            break
+            processes = [_describe(pid) for pid in left.get("processes", ())]
+            raise AssertionError(f"left behind: {left} {processes}")
         time.sleep(0.05)
-    assert not left, f"threads left behind: {left}"
-    assert not children, f"processes left behind: {[_describe(pid) for pid in children]}"
+
+
+def _traces() -> dict[str, set[object]]:
+    """What a test could leave. Listening sockets only: gRPC closes the ends of old connections when it sees fit."""
+    listening = {(c.fd, c.laddr) for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    return {
+        "processes": set(_children()),
+        "threads": {thread for thread in threading.enumerate() if not thread.daemon},
+        "listening sockets": set(listening),
+        "network namespaces": set(_namespaces()),
+    }
+
+
+def _namespaces() -> set[str]:
+    """Network namespaces that any process of this user is in."""
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/ns/net"):
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(link))
+    return found
 
 
 def _children() -> set[int]:
