@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import psutil
 import pytest
 
 _GRACE_SECONDS = 5.0
+_RUN = uuid.uuid4().hex
+os.environ["GEOFED_TEST_RUN"] = _RUN
 
 
 @pytest.hookimpl(wrapper=True)
@@ -28,7 +31,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
-    """Fails a test that leaves processes, threads, sockets or network namespaces."""
+    """Fails a test that leaves processes, threads or listening sockets."""
     before = _traces()
     yield
     deadline = time.monotonic() + _GRACE_SECONDS
@@ -43,20 +46,21 @@ def _traces() -> dict[str, set[object]]:
     """What a test could leave. Listening sockets only: gRPC closes the ends of old connections when it sees fit."""
     listening = {(c.fd, c.laddr) for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
     return {
-        "processes": set(_children()),
+        "processes": set(_children() | _marked()),
         "threads": {thread for thread in threading.enumerate() if not thread.daemon},
         "listening sockets": set(listening),
-        "network namespaces": set(_namespaces()),
     }
 
 
-def _namespaces() -> set[str]:
-    """Network namespaces that any process of this user is in."""
+def _marked() -> set[int]:
+    """Processes that stem from this run, wherever they have gone: one that keeps a network namespace is among them."""
+    mark = f"GEOFED_TEST_RUN={_RUN}".encode()
     found = set()
-    for link in Path("/proc").glob("[0-9]*/ns/net"):
+    for environment in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            found.add(os.readlink(link))
-    return found
+            if mark in environment.read_bytes():
+                found.add(int(environment.parent.name))
+    return found - {os.getpid()}
 
 
 def _children() -> set[int]:
