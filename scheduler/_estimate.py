@@ -19,6 +19,8 @@ PROTOCOL_OVERHEAD = 1.05
 """Bytes on the line over bytes of the message: framing, TLS, HTTP/2, acknowledgements."""
 FIRST_WINDOW_BYTES = 14_600
 """What TCP sends before the first acknowledgement: ten segments (RFC 6928)."""
+UNASKED_BYTES = 1 << 20
+"""Up to this size an update is sent without an offer before it."""
 MERGE_SECONDS = 0.004
 """One step's merge among the workers of a partition, for a small model on one machine."""
 CONTROL_BYTES_PER_ROUND = 4_000
@@ -102,13 +104,15 @@ def exchange_seconds(pairs: Sequence[tuple[Region, str]], model_bytes: int, code
 def _exchange_seconds(source: Region, destination: str, update_bytes: int) -> float:
     """One update over one link, until the other side has it; links are taken to be independent.
 
-    An offer and its answer take a round trip. Then the congestion window, which has shrunk since the round before,
-    doubles with each round trip until the update is through or the line is full; the last flight needs one way only.
+    The congestion window, which has shrunk since the round before, doubles with each round trip until the update is
+    through or the line is full; the last flight needs one way only. A large update is offered first and sent when the
+    answer is there.
     """
     rtt, rate = _link(source, destination)
     line_bytes = update_bytes * PROTOCOL_OVERHEAD
     flights = max(1.0, math.log2(1 + min(line_bytes, rate * rtt) / FIRST_WINDOW_BYTES))
-    return rtt * (0.5 + flights) + line_bytes / rate
+    offer = 1.0 if update_bytes > UNASKED_BYTES else 0.0
+    return rtt * (offer + flights - 0.5) + line_bytes / rate
 
 
 def _first_contact_seconds(source: Region, destination: str) -> float:
