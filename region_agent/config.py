@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
@@ -16,6 +16,13 @@ __all__ = ["DatasetConfig", "RegionConfig", "StoreConfig", "load_config"]
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+def _two_or_more(ports: tuple[int, int]) -> tuple[int, int]:
+    if ports[0] >= ports[1]:
+        raise ValueError(f"{ports[0]} to {ports[1]} holds no two ports; write the first and the last of a range")
+    return ports
 
 
 class _Section(BaseModel):
@@ -125,8 +132,8 @@ class ServerConfig(_Section):
     """For other regions' parameter servers, and this agent."""
     worker_host: str = "127.0.0.1"
     """For this region's workers."""
-    ports: tuple[int, int] | None = None
-    """First and last port for parameter servers; default: any free one."""
+    ports: Annotated[tuple[Port, Port], AfterValidator(_two_or_more)] | None = None
+    """First and last port for parameter servers, each of which takes two; default: any free ones."""
 
 
 class RegionConfig(_Section):

@@ -53,6 +53,8 @@ class EmbeddedGatewayProcess:
             "keep_paths": self._keep_paths,
             "write_timeout": "1h",
             "upstream_timeout": "1h",
+            # The agent deletes a function when nobody wants its answers any more.
+            "drain_timeout": "500ms",
         }
         config_file = self._folder / "config.json"
         write_durably(config_file, [json.dumps(config).encode()])

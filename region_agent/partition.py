@@ -48,7 +48,7 @@ from region_agent.partition_events import (
 )
 from region_agent.partition_machine import PartitionMachine
 from region_agent.partition_report import PartitionMeter, report_of, view_of
-from region_agent.ps_process import PsProcess
+from region_agent.ps_process import PsProcess, free_ports
 from region_agent.shards import shard_files
 from region_agent.store import AgentStore
 from region_agent.worker.invocation import Invocation, Outcome
@@ -233,14 +233,14 @@ class Partition:
         if self._starting_ps or self._ps is not None:
             return
         self._starting_ps = True
-        ps = PsProcess(
-            self._ps_config(action),
-            self._folder / "ps.json",
-            self._around.identity,
-            lambda line: self._around.log(self.job, "ps", line),
-        )
         try:
             self._around.store.keep_attempt(self.job, action.attempt)
+            ps = PsProcess(
+                self._ps_config(action),
+                self._folder / "ps.json",
+                self._around.identity,
+                lambda line: self._around.log(self.job, "ps", line),
+            )
             await ps.start()
         except GeofedError as error:
             self._row = self._without_ports(error)
@@ -271,6 +271,8 @@ class Partition:
 
     def _ps_config(self, action: StartPs) -> PsConfig:
         plan, server, identity = self.start.plan, self._around.config.server, self._around.identity
+        kept = (self._row.worker_port, self._row.exchange_port)
+        worker_port, exchange_port = free_ports(server.exchange_host, server.ports, kept)
         return PsConfig(
             job=self.job,
             region=self.start.region,
@@ -286,8 +288,8 @@ class Partition:
             channel=plan.channel,
             channel_address=self._channel_address,
             state_dir=self._folder / "ps",
-            worker_listen=f"{server.worker_host}:{self._row.worker_port}",
-            exchange_listen=f"{server.exchange_host}:{self._row.exchange_port}",
+            worker_listen=f"{server.worker_host}:{worker_port}",
+            exchange_listen=f"{server.exchange_host}:{exchange_port}",
             ready_file=self._folder / "ps-ready.json",
             token_key=self._row.token_key,
             ca_file=identity.ca_file,

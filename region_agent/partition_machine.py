@@ -53,6 +53,8 @@ FATAL = frozenset(
 """Codes that trying again does not mend."""
 _SETBACKS_WITHOUT_PROGRESS = 8
 """After this many in a row, with no round in between, the partition has failed."""
+_OUT_OF_MEMORY_SETBACKS = 1
+"""The same for a worker that was ended over its memory: a second time right after is no accident."""
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 15.0
 _OVER = frozenset({"failed", "stopped", "published"})
@@ -226,7 +228,7 @@ class PartitionMachine:
         self._setback_round = self._view.round
         self._setbacks += 1
         told = Happened(kind, f"{text}: {error.message}", {"code": error.code, "attempt": self.attempt})
-        if error.code in FATAL or self._setbacks > _SETBACKS_WITHOUT_PROGRESS:
+        if error.code in FATAL or self._setbacks > _patience(error):
             self.error = error
             return [told, Quit(discard=False), *self._enter("failed", error.message)]
         pause = min(_FIRST_PAUSE_SECONDS * 2 ** (self._setbacks - 1), _LONGEST_PAUSE_SECONDS)
@@ -265,3 +267,8 @@ class PartitionMachine:
 
     def _report(self) -> Report:
         return Report(self.state, self.condition, self.error, self._blob_digest)
+
+
+def _patience(error: GeofedError) -> int:
+    """Setbacks in a row, with no round in between, that a partition takes before it fails with this one."""
+    return _OUT_OF_MEMORY_SETBACKS if error.code == "FUNCTION_OUT_OF_MEMORY" else _SETBACKS_WITHOUT_PROGRESS

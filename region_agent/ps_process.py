@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from region_agent.partition_events import PsPeer
 from sync.ps.config import PsConfig
 from sync.ps.storage import write_durably
 
-__all__ = ["PsProcess"]
+__all__ = ["PsProcess", "free_ports"]
 
 _READY_SECONDS = 30.0
 _STOP_SECONDS = 5.0
@@ -37,6 +38,7 @@ class PsProcess:
         self._config, self._config_file, self._identity, self._log = config, config_file, identity, log
         self._process: asyncio.subprocess.Process | None = None
         self._channel: grpc.aio.Channel | None = None
+        self._reading: asyncio.Future[None] | None = None
         self._told: GeofedError | None = None
         self.ports: dict[str, int] = {}
 
@@ -50,14 +52,13 @@ class PsProcess:
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
             env=_environment(),
         )  # fmt: skip
-        reading = asyncio.ensure_future(self._read_stderr())
-        deadline = asyncio.get_running_loop().time() + _READY_SECONDS
-        while not self._config.ready_file.exists():
-            if self._process.returncode is not None or asyncio.get_running_loop().time() > deadline:
-                await self.kill()
-                await reading
-                raise self._told or GeofedError("INTERNAL", "the parameter server did not come up")
-            await asyncio.sleep(0.02)
+        self._reading = asyncio.ensure_future(self._read_stderr())
+        try:
+            await self._until_ready(self._process)
+        except BaseException:
+            # Also when this start is cancelled, since nobody else knows of the process yet.
+            await self.kill()
+            raise
         self.ports = json.loads(self._config.ready_file.read_text())
         self._channel = channel(
             f"{_reachable(self._config.exchange_listen)}:{self.ports['exchange']}",
@@ -67,12 +68,21 @@ class PsProcess:
             key_pem=self._identity.key_file.read_bytes(),
         )
 
+    async def _until_ready(self, process: asyncio.subprocess.Process) -> None:
+        deadline = asyncio.get_running_loop().time() + _READY_SECONDS
+        while not self._config.ready_file.exists():
+            if process.returncode is not None or asyncio.get_running_loop().time() > deadline:
+                await self.kill()
+                raise self._told or GeofedError("INTERNAL", "the parameter server did not come up")
+            await asyncio.sleep(0.02)
+
     async def ended(self) -> GeofedError:
         """Wait until the process is gone; returns why."""
         if self._process is None:
             return GeofedError("INTERNAL", "the parameter server was never started")
         status = await self._process.wait()
-        await asyncio.sleep(0)
+        if self._reading is not None:
+            await asyncio.wait({self._reading})
         if self._told is not None:
             return self._told
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
@@ -119,6 +129,8 @@ class PsProcess:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
+        if self._reading is not None:
+            await asyncio.wait({self._reading})
         if self._channel is not None:
             await self._channel.close(None)
             self._channel = None
@@ -139,6 +151,29 @@ class PsProcess:
             elif line.startswith("hint: ") and self._told is not None:
                 self._told = GeofedError(self._told.code, self._told.message, hint=line.removeprefix("hint: "))
             self._log(line)
+
+
+def free_ports(host: str, within: tuple[int, int] | None, kept: tuple[int, int]) -> tuple[int, int]:
+    """Ports for a server's workers and for its peers: those that it had, else free ones within a range.
+
+    Without a range they are 0, which has the system choose. Raises ``GeofedError("PORT_IN_USE")`` where the range has
+    no two free ports; one that is taken between this look and the server's start is looked for anew by the next start.
+    """
+    if within is None or (all(within[0] <= port <= within[1] for port in kept)):
+        return kept
+    found: list[int] = []
+    for port in range(within[0], within[1] + 1):
+        with contextlib.suppress(OSError), _listening(host, port):
+            found.append(port)
+        if len(found) == 2:
+            return found[0], found[1]
+    text = f"server.ports {within[0]}-{within[1]} holds {len(found)} free ports, a parameter server takes two"
+    raise GeofedError("PORT_IN_USE", text, hint="widen server.ports in the region's file, or end another job")
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    address = host.strip("[]")
+    return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
 def _reachable(listen: str) -> str:

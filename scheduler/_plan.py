@@ -72,7 +72,7 @@ def _candidates(snapshot: Snapshot, demand: Demand) -> tuple[list[Region], list[
         if name in snapshot.absent:
             reasons.append(
                 Reason(
-                    "REGION_LOST",
+                    "INADMISSIBLE",
                     f"region {name} is not connected",
                     f"start its agent, or take {name} out of regions.use",
                 )

@@ -155,7 +155,7 @@ def test_what_cannot_be_planned_is_declined_with_its_reasons(serve_config: Serve
             with pytest.raises(GeofedError, match="region c is not part"):
                 await stage.submit(job_file, overrides=("regions.use=[a, c]",))
             await stage.client.invite("c")
-            with pytest.raises(GeofedError, match="REGION_LOST: region c is not connected"):
+            with pytest.raises(GeofedError, match="INADMISSIBLE: region c is not connected"):
                 await stage.submit(job_file, overrides=("regions.use=[a, c]",))
             with pytest.raises(GeofedError) as caught:
                 await stage.submit(job_file, overrides=("objective.budget=0.0000001", "objective.deadline=1ms"))

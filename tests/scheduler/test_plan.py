@@ -115,7 +115,7 @@ def test_an_avoided_region_takes_no_part() -> None:
         (Snapshot((region("a"),)), demand(dataset="faces"), "DATASET_UNKNOWN", "digits"),
         (Snapshot(()), demand(), "DATASET_UNKNOWN", "none"),
         (Snapshot((region("a"),)), demand(use=("a", "x")), "REGION_NOT_FOUND", "region x"),
-        (Snapshot((region("a"),), absent=("x",)), demand(use=("a", "x")), "REGION_LOST", "start its agent"),
+        (Snapshot((region("a"),), absent=("x",)), demand(use=("a", "x")), "INADMISSIBLE", "start its agent"),
         (Snapshot((region("a", prices=None),)), demand(), "PRICE_UNKNOWN", "region a"),
         (Snapshot((region("a"),)), demand(memory_mb=9999), "INADMISSIBLE", "2048 MB"),
         (Snapshot((region("a"),)), demand(deadline_seconds=0.5), "INADMISSIBLE", "could be promised"),
