@@ -18,6 +18,7 @@ from sync.channel._contract import Buffer, Usage
 __all__ = ["FileChannel"]
 
 _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(?:/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
+_TRIES = 100
 _PIECES_AT_ONCE = 512
 """Below the kernel's limit on buffers for one write."""
 
@@ -37,13 +38,14 @@ class FileChannel:
 
     def put(self, key: str, pieces: Sequence[Buffer]) -> None:
         path = self._path(key)
-        while True:
+        for tries_left in reversed(range(_TRIES)):
             try:
                 written = _write_beside(path, pieces)
                 break
-            except FileNotFoundError:
+            except (FileNotFoundError, FileExistsError):
                 # Somebody deletes the tree around it at this moment; the value is put all the same.
-                continue
+                if not tries_left:
+                    raise
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise GeofedError("DISK_FULL", f"the channel {self._folder} is full") from None

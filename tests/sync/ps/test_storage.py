@@ -1,0 +1,318 @@
+"""What a parameter server finds on its disk after it died: the state before or after a step, never a mix."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.small_disk import small_disk
+
+from geofed_pb.errors import GeofedError
+from sync import framing
+from sync.layout import Layout, Slot, Vector
+from sync.ps.events import Keep, Manifest
+from sync.ps.machine import Recovered, Setup
+from sync.ps.storage import Storage, write_durably
+from sync.wan import Outer
+
+SETUP = Setup("a", ("a", "b"), 1, 4, 1, 1)
+LAYOUT = Layout((Slot("w", (8,), "float32"),), 1)
+
+
+class Crash(Exception):
+    """The process is gone."""
+
+
+def _storage(folder: Path) -> Storage:
+    return Storage(folder, SETUP)
+
+
+def _update(region: str, sequence: int) -> tuple[Manifest, bytes]:
+    delta = np.full(8, sequence + (0.5 if region == "b" else 0.25), np.float32)
+    data = b"".join(framing.encode({"delta": delta}))
+    return Manifest(region, 1, sequence, framing.digest_of([data]), len(data), 1.0), data
+
+
+def _merged(storage: Storage, sequence: int) -> Vector:
+    manifests = [_update(region, sequence)[0] for region in SETUP.contributors(sequence)]
+    deltas = [np.array(framing.decode(storage.update(manifest)).tensors["delta"]) for manifest in manifests]
+    base = np.zeros(8, np.float32) if storage.model is None else storage.model
+    return np.asarray(base + np.mean(deltas, axis=0, dtype=np.float32), np.float32)
+
+
+def _live(storage: Storage, recovered: Recovered) -> None:
+    """What a server does from here to the end of its job, skipping what is durable already."""
+    storage.keep_layout(LAYOUT)
+    have = {(m.region, m.sequence) for m in (*recovered.inbox, *recovered.outbox)}
+    for sequence in range(recovered.sequence + 1, SETUP.rounds + 1):
+        for region in SETUP.contributors(sequence):
+            if (region, sequence) in have:
+                continue
+            manifest, data = _update(region, sequence)
+            if region == "a":
+                storage.keep_state(sequence, b"optimiser state of round %d" % sequence)
+                storage.keep_update(manifest, [data])
+                continue
+            partial = storage.incoming(manifest)
+            for offset in range(partial.have_bytes, len(data), 40):
+                partial.append(offset, data[offset : offset + 40])
+            partial.complete()
+        facts = {"step": sequence, "samples": 10.0 * sequence, "applied": sequence}
+        storage.keep_checkpoint(sequence, Outer(_merged(storage, sequence)), facts)
+        storage.keep_metrics(Keep(sequence, 5.0, {"accuracy": sequence / 10}))
+        storage.forget(sequence - 1, sequence - 1)
+
+
+@pytest.fixture(scope="module")
+def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """Of the model after each round, in a life without a crash."""
+    storage, told = _storage(tmp_path_factory.mktemp("whole")), {}
+    with pytest.MonkeyPatch.context() as patch:
+        keep = storage.keep_checkpoint
+        patch.setattr(
+            storage, "keep_checkpoint", lambda sequence, *rest: told.update({sequence: keep(sequence, *rest)})
+        )
+        _live(storage, storage.recover())
+    return told
+
+
+class _Operations:
+    """Counts what changes the disk; dies before one of them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, die_before: int) -> None:
+        self.count, self._die_before, self._patch = 0, die_before, patch
+        for owner, name in ((os, "replace"), (os, "fsync"), (Path, "unlink")):
+            self._wrap(owner, name)
+
+    def _wrap(self, owner: object, name: str) -> None:
+        real: Callable[..., object] = getattr(owner, name)
+
+        def operation(*arguments: object, **options: object) -> object:
+            if self.count == self._die_before:
+                raise Crash
+            self.count += 1
+            return real(*arguments, **options)
+
+        self._patch.setattr(owner, name, operation)
+
+
+def _check(storage: Storage, recovered: Recovered, digests: dict[int, str]) -> None:
+    if recovered.sequence >= 0:
+        assert recovered.model_digest == digests[recovered.sequence]
+        assert (recovered.step, recovered.applied) == (recovered.sequence, recovered.sequence)
+        assert storage.state(recovered.sequence) == b"optimiser state of round %d" % recovered.sequence
+    for manifest in (*recovered.inbox, *recovered.outbox):
+        if manifest.sequence >= recovered.sequence:
+            assert storage.update(manifest) == _update(manifest.region, manifest.sequence)[1]
+    if recovered.metrics is not None:
+        assert recovered.metrics.metrics == {"accuracy": recovered.metrics.sequence / 10}
+
+
+def test_a_death_before_any_file_operation_loses_and_mixes_nothing(tmp_path: Path, digests: dict[int, str]) -> None:
+    moment, over = 0, False
+    while not over:
+        folder = tmp_path / str(moment)
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Crash):
+            storage = _storage(folder)
+            _Operations(patch, moment)
+            _live(storage, storage.recover())
+            over = True
+        again = _storage(folder)
+        recovered = again.recover()
+        _check(again, recovered, digests)
+        _live(again, recovered)
+        assert _storage(folder).recover().model_digest == digests[SETUP.rounds]
+        moment += 1
+    assert moment > 60, "the life is longer than that"
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(deaths=st.lists(st.integers(0, 40), max_size=6))
+def test_many_deaths_in_a_row(
+    tmp_path_factory: pytest.TempPathFactory, digests: dict[int, str], deaths: list[int]
+) -> None:
+    folder = tmp_path_factory.mktemp("many")
+    last = -1
+    for death in deaths:
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Crash):
+            storage = _storage(folder)
+            recovered = storage.recover()
+            _check(storage, recovered, digests)
+            assert recovered.sequence >= last, "a round that was durable is gone"
+            last = recovered.sequence
+            _Operations(patch, death)
+            _live(storage, recovered)
+    storage = _storage(folder)
+    _live(storage, storage.recover())
+    assert _storage(folder).recover().model_digest == digests[SETUP.rounds]
+
+
+def _lived(folder: Path) -> Path:
+    storage = _storage(folder)
+    _live(storage, storage.recover())
+    return max(folder.glob("checkpoint-*.frame"), key=lambda path: int(path.name.split("-")[1]))
+
+
+def _damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_made_again_from_the_one_before(tmp_path: Path, digests: dict[int, str]) -> None:
+    _damage(_lived(tmp_path))
+    storage = _storage(tmp_path)
+    recovered = storage.recover()
+    assert recovered.sequence == SETUP.rounds - 1
+    assert recovered.model_digest == digests[SETUP.rounds - 1]
+    here = {(m.region, m.sequence) for m in (*recovered.inbox, *recovered.outbox)}
+    assert here == {("a", SETUP.rounds), ("b", SETUP.rounds)}
+    _live(storage, recovered)
+    assert _storage(tmp_path).recover().model_digest == digests[SETUP.rounds]
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "other"])
+def test_every_kind_of_damage_is_seen(tmp_path: Path, damage: str) -> None:
+    newest = _lived(tmp_path)
+    data = newest.read_bytes()
+    newest.write_bytes({"cut": data[: len(data) // 2], "empty": b"", "other": b"x" * len(data)}[damage])
+    assert _storage(tmp_path).recover().sequence == SETUP.rounds - 1
+
+
+def test_a_damaged_checkpoint_without_its_updates_is_told_and_not_passed_over(tmp_path: Path) -> None:
+    """The peers have been told that the round is done: they would never send its updates again."""
+    _damage(_lived(tmp_path))
+    (tmp_path / "inbox" / "b" / f"{SETUP.rounds}.json").unlink()
+    with pytest.raises(GeofedError, match="its updates are gone") as raised:
+        _storage(tmp_path).recover()
+    assert raised.value.code == "STATE_INVALID"
+
+
+def test_when_no_checkpoint_is_whole_it_is_told(tmp_path: Path) -> None:
+    _lived(tmp_path)
+    for path in tmp_path.glob("checkpoint-*.frame"):
+        _damage(path)
+    with pytest.raises(GeofedError) as raised:
+        _storage(tmp_path).recover()
+    assert raised.value.code == "STATE_INVALID"
+
+
+@pytest.mark.parametrize("name", ["metrics.json", f"inbox/b/{SETUP.rounds}.json", f"outbox/{SETUP.rounds}.json"])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"a": 1}'])
+def test_damaged_records_are_told(tmp_path: Path, name: str, content: str) -> None:
+    _lived(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(GeofedError) as raised:
+        _storage(tmp_path).recover()
+    assert raised.value.code == "STATE_INVALID"
+
+
+def test_an_update_that_changed_on_disk_never_enters_the_model(tmp_path: Path) -> None:
+    _lived(tmp_path)
+    storage = _storage(tmp_path)
+    manifest = storage.recover().inbox[0]
+    _damage(storage.update_path("b", manifest.sequence))
+    with pytest.raises(GeofedError) as raised:
+        storage.update(manifest)
+    assert raised.value.code == "STATE_INVALID"
+
+
+def test_what_a_dead_process_left_half_written_is_removed(tmp_path: Path) -> None:
+    _lived(tmp_path)
+    left = [tmp_path / ".metrics.json.partial", tmp_path / "inbox" / "b" / ".9.json.partial"]
+    for path in left:
+        path.write_bytes(b"half")
+    _storage(tmp_path).recover()
+    assert not any(path.exists() for path in left)
+
+
+# Updates on their way in
+
+
+def test_a_partial_update_goes_on_at_its_offset_in_another_life(tmp_path: Path) -> None:
+    manifest, data = _update("b", 1)
+    _storage(tmp_path).incoming(manifest).append(0, data[:50])
+    partial = _storage(tmp_path).incoming(manifest)
+    assert partial.have_bytes == 50
+    partial.append(50, data[50:])
+    partial.complete()
+    (found,) = _storage(tmp_path).recover().inbox
+    assert found == manifest
+    assert _storage(tmp_path).update(found) == data
+
+
+@pytest.mark.parametrize("offset", [0, 49, 51])
+def test_a_chunk_that_does_not_continue_is_refused(tmp_path: Path, offset: int) -> None:
+    manifest, data = _update("b", 1)
+    partial = _storage(tmp_path).incoming(manifest)
+    partial.append(0, data[:50])
+    with pytest.raises(GeofedError) as raised:
+        partial.append(offset, data[50:60])
+    assert raised.value.code == "FRAME_INVALID"
+    assert partial.have_bytes == 50
+
+
+def test_more_bytes_than_announced_are_refused(tmp_path: Path) -> None:
+    manifest, data = _update("b", 1)
+    with pytest.raises(GeofedError):
+        _storage(tmp_path).incoming(manifest).append(0, data + b"x")
+
+
+def test_damaged_bytes_are_dropped_and_start_anew(tmp_path: Path) -> None:
+    manifest, data = _update("b", 1)
+    partial = _storage(tmp_path).incoming(manifest)
+    partial.append(0, data[:-1] + b"!")
+    with pytest.raises(GeofedError) as raised:
+        partial.complete()
+    assert raised.value.code == "DIGEST_MISMATCH"
+    assert partial.have_bytes == 0
+    partial.append(0, data)
+    partial.complete()
+
+
+# A full disk
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "small", bytes_=1 << 16) as folder:
+        yield folder
+
+
+def test_a_full_disk_is_told_and_the_old_state_stays(full: Path) -> None:
+    storage = _storage(full)
+    model = np.ones(8, np.float32)
+    storage.keep_checkpoint(0, Outer(model), {"step": 0, "samples": 0.0, "applied": 0})
+    with pytest.raises(GeofedError) as raised:
+        storage.keep_checkpoint(1, Outer(np.ones(1 << 16, np.float32)), {"step": 1, "samples": 0.0, "applied": 1})
+    assert raised.value.code == "DISK_FULL"
+    recovered = _storage(full).recover()
+    assert recovered.sequence == 0
+    assert not list(full.glob(".*.partial")), "the room that the half-written file took is free again"
+
+
+def test_a_full_disk_is_told_while_an_update_arrives(full: Path) -> None:
+    manifest = Manifest("b", 1, 1, "sha256:" + "0" * 64, 1 << 20, 1.0)
+    partial = _storage(full).incoming(manifest)
+
+    def arrive() -> None:
+        for offset in range(0, 1 << 20, 1 << 12):
+            partial.append(offset, bytes(1 << 12))
+
+    with pytest.raises(GeofedError) as raised:
+        arrive()
+    assert raised.value.code == "DISK_FULL"
+
+
+def test_writing_replaces_the_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_durably(path, [b"long before"])
+    write_durably(path, [b"a", b"b"])
+    assert path.read_bytes() == b"ab"
+    assert list(tmp_path.iterdir()) == [path]

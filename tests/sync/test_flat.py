@@ -1,0 +1,173 @@
+"""A model as one vector: everything that it is made of travels, and comes back where it was."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from geofed_pb.errors import GeofedError
+from sync.flat import FlatModel
+from sync.layout import Layout, Slot
+from sync.ps.export import to_safetensors
+
+
+class Everything(nn.Module):
+    """Batch norm, a tied parameter, a frozen one, and buffers of several types."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.frozen = nn.Parameter(torch.randn(2), requires_grad=False)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.low = nn.Parameter(torch.randn(4, dtype=torch.bfloat16))
+        self.scale = nn.Parameter(torch.randn(()))
+        self.register_buffer("count", torch.tensor(seed + 3, dtype=torch.int64))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("small", torch.tensor([1, 200], dtype=torch.uint8))
+        self.register_buffer("scratch", torch.randn(7), persistent=False)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.head(self.norm(self.embedding(index))) * self.scale
+        return hidden + self.low.float().sum()
+
+
+def _trained(seed: int) -> Everything:
+    module = Everything(seed)
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2 + seed):
+        optimizer.zero_grad()
+        module(torch.tensor([0, 1, 2, 3])).square().mean().backward()
+        optimizer.step()
+    return module
+
+
+def _states_equal(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+def test_a_vector_carries_the_whole_state() -> None:
+    trained, fresh = _trained(1), Everything(7)
+    assert not _states_equal(trained, fresh)
+    vector = FlatModel(trained).vector()
+    FlatModel(fresh).load(vector)
+    assert _states_equal(trained, fresh)
+    assert fresh.head.weight is fresh.embedding.weight
+    assert np.array_equal(FlatModel(fresh).vector(), vector)
+
+
+def test_the_vector_is_a_copy() -> None:
+    flat = FlatModel(Everything())
+    vector = flat.vector()
+    vector[:] = 0
+    assert flat.vector().any()
+
+
+def test_the_layout_names_every_tensor_once_and_the_trained_ones_first() -> None:
+    layout = FlatModel(Everything()).layout
+    names = [slot.name for slot in layout.slots]
+    assert names[: layout.trainable] == ["low", "scale", "embedding.weight", "norm.weight", "norm.bias"]
+    assert "head.weight" not in names
+    assert "scratch" not in names
+    assert layout.aliases == (("head.weight", "embedding.weight"),)
+    assert layout.trainable_size == 4 + 1 + 15 + 3 + 3
+    assert Layout.from_json(layout.to_json()) == layout
+    assert Layout.from_json(layout.to_json()).digest == layout.digest
+
+
+def test_gradients_travel_with_the_rest_of_the_state() -> None:
+    module, other = Everything(0), Everything(1)
+    module(torch.tensor([0, 1, 2])).sum().backward()
+    module.scale.grad = None
+    vector = FlatModel(module).gradient()
+    flat = FlatModel(other)
+    parameters = {
+        name: parameter.detach().clone() for name, parameter in other.named_parameters() if parameter.requires_grad
+    }
+    flat.load_gradient(vector)
+    assert other.embedding.weight.grad is not None
+    assert torch.equal(other.embedding.weight.grad, module.embedding.weight.grad)  # type: ignore[arg-type]
+    assert torch.equal(other.scale.grad, torch.tensor(0.0))  # type: ignore[arg-type]
+    assert torch.equal(other.norm.running_mean, module.norm.running_mean)  # type: ignore[arg-type]
+    assert all(torch.equal(dict(other.named_parameters())[name], before) for name, before in parameters.items())
+
+
+def test_the_mean_of_two_vectors_is_the_mean_of_the_models() -> None:
+    one, other, merged = _trained(1), _trained(2), Everything(9)
+    flats = [FlatModel(one), FlatModel(other)]
+    FlatModel(merged).load((flats[0].vector() + flats[1].vector()) / 2)
+    for name, value in merged.state_dict().items():
+        mean = (one.state_dict()[name].double() + other.state_dict()[name].double()) / 2
+        expected = mean if value.is_floating_point() else mean.round()
+        torch.testing.assert_close(value.double(), expected, rtol=4e-3 if name == "low" else 1e-6, atol=1e-7)
+
+
+@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=5))
+def test_integers_are_rounded_when_they_are_put_back(values: list[float]) -> None:
+    layout = Layout((Slot("w", (1,), "float32"), Slot("n", (len(values),), "int64")), 1)
+    cut = layout.tensors(np.array([0.5, *values], np.float32))
+    assert cut["n"].dtype == np.int64
+    assert cut["n"].tolist() == [round(float(np.float32(value))) for value in values]
+    assert cut["w"].tolist() == [0.5]
+
+
+def test_what_is_exported_loads_strictly() -> None:
+    from safetensors.torch import load
+
+    trained, fresh = _trained(1), Everything(5)
+    flat = FlatModel(trained)
+    data, _ = to_safetensors(flat.layout, flat.vector(), {"job": "j"})
+    fresh.load_state_dict(load(data), strict=True)
+    assert _states_equal(trained, fresh)
+
+
+def test_an_integer_that_float32_cannot_hold_is_refused() -> None:
+    for value in ((1 << 24) + 1, -(1 << 24) - 1, -(1 << 63)):
+        module = Everything()
+        module.count.fill_(value)
+        with pytest.raises(GeofedError, match="cannot travel"):
+            FlatModel(module).vector()
+    module.count.fill_(1 << 24)
+    assert FlatModel(module).vector().max() == 1 << 24
+
+
+def test_a_complex_parameter_is_refused() -> None:
+    module = nn.Linear(2, 2)
+    module.extra = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(GeofedError, match="extra of the model is complex"):
+        FlatModel(module)
+
+
+def test_a_model_that_cannot_be_trained_is_refused() -> None:
+    with pytest.raises(GeofedError, match="no trainable parameters"):
+        FlatModel(nn.Linear(1, 1).requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"slots":[],"trainable":1,"aliases":[]}',
+        '{"slots":[{"name":"a","shape":[-1],"dtype":"float32"}],"trainable":1,"aliases":[]}',
+        '{"slots":[{"name":"a","shape":[1e999],"dtype":"float32"}],"trainable":1,"aliases":[]}',
+        '{"slots":[{"name":"a","shape":[1],"dtype":"float32"}],"trainable":1,"aliases":[["b","c"]]}',
+        '{"slots":[{"name":"a","shape":[],"dtype":"f"},{"name":"a","shape":[],"dtype":"f"}],"trainable":1,"aliases":[]}',
+    ],
+)
+def test_what_is_no_layout_is_refused(text: str) -> None:
+    with pytest.raises(GeofedError) as raised:
+        Layout.from_json(text)
+    assert raised.value.code == "FRAME_INVALID"
+
+
+def test_a_vector_of_another_length_is_refused() -> None:
+    with pytest.raises(GeofedError):
+        Layout((Slot("w", (2,), "float32"),), 1).tensors(np.zeros(3, np.float32))
