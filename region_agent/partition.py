@@ -284,6 +284,7 @@ class Partition:
             steps_per_round=plan.steps_per_round,
             evaluate_every=plan.evaluate_every,
             wan_policy=plan.wan_policy,
+            wan_settings=dict(plan.wan_settings),
             codec=plan.codec,
             channel=plan.channel,
             channel_address=self._channel_address,

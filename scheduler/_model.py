@@ -122,6 +122,8 @@ class Demand:
     collective: str | None = None
     channel: str | None = None
     wan_policy: str | None = None
+    wan_settings: dict[str, float] = field(default_factory=dict)
+    """Of the policy, where the job file sets them."""
     codec: str | None = None
     evaluate_every: int = 0
     """Rounds between evaluations; 0: only after the last."""
@@ -211,6 +213,8 @@ class Plan:
     residency: dict[str, str]
     """The verdict for each shard, by region."""
     alternatives: tuple[Alternative, ...] = ()
+    wan_settings: dict[str, float] = field(default_factory=dict)
+    """Of the policy."""
 
 
 @dataclass(frozen=True)

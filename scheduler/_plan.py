@@ -41,6 +41,7 @@ def plan(snapshot: Snapshot, demand: Demand) -> Plan | Declined:
         collective=demand.collective or "server-reduce",
         channel=demand.channel or "file",
         wan_policy=demand.wan_policy or "ma",
+        wan_settings=demand.wan_settings,
         codec=demand.codec or _codec(candidates, snapshot),
         topology="mesh",
         slice_seconds=demand.slice_seconds,

@@ -108,6 +108,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             collective=plan.collective,
             channel=plan.channel,
             wan_policy=plan.wan_policy,
+            wan_settings=plan.wan_settings,
             codec=plan.codec,
             evaluate_every=plan.evaluate_every,
         ),

@@ -27,6 +27,7 @@ def to_demand(spec: JobSpec, job: str, now: datetime) -> Demand:
         collective=_fixed(spec.collective),
         channel=_fixed(spec.channel),
         wan_policy=_fixed(spec.wan.policy),
+        wan_settings=spec.wan.outer.model_dump() if spec.wan.outer else {},
         codec=_fixed(spec.wan.codec),
         evaluate_every=spec.train.evaluate_every,
         minimise=spec.objective.minimise,

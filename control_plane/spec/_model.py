@@ -150,14 +150,27 @@ class Regions(_Section):
     avoid: list[Name] = Field(default_factory=list)
 
 
+class Outer(_Section):
+    lr: Annotated[float, Field(gt=0, le=10)] = 0.7
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+
+
 class Wan(_Section):
-    policy: Literal["auto", "ma"] = "auto"
-    """`ma`: synchronous model averaging every `interval` steps."""
+    policy: Literal["auto", "ma", "diloco"] = "auto"
+    """`ma`: synchronous model averaging every `interval` steps. `diloco`: the same, with an outer optimiser."""
+    outer: Outer | None = None
+    """The outer optimiser of `diloco`."""
     interval: AutoOrCount = "auto"
     """Local steps between WAN exchanges of the region that makes the most."""
     codec: Literal["auto", "fp32", "bf16", "int8", "topk"] = "auto"
     """How an update becomes bytes; what a lossy one holds back is sent with the next update. `auto`: fp32, or int8
     where that shortens the exchange."""
+
+    @model_validator(mode="after")
+    def _outer_belongs_to_diloco(self) -> Wan:
+        if self.outer is not None and self.policy != "diloco":
+            raise ValueError("`outer` goes with `policy: diloco`")
+        return self
 
 
 class Function(_Section):

@@ -26,6 +26,8 @@ class PsConfig(BaseModel):
     steps_per_round: int = Field(ge=1)
     evaluate_every: int = Field(ge=0)
     wan_policy: str
+    wan_settings: dict[str, float] = {}
+    """Of the policy."""
     codec: str = "fp32"
     """Of our updates; each update says in its frame which one it was made with."""
     channel: str

@@ -43,7 +43,7 @@ from sync.ps.events import (
 )
 from sync.ps.machine import Machine, Recovered, Setup
 from sync.ps.storage import Storage
-from sync.wan import Contribution, Policy
+from sync.wan import Contribution, Outer, Policy
 
 __all__ = ["Engine", "merged_key"]
 
@@ -251,15 +251,18 @@ class Engine:
     def _apply(self, action: Apply) -> Applied:
         contributions = [self._contribution(manifest) for manifest in action.manifests]
         base = self.storage.model
-        model = contributions[0].delta if base is None else self._policy.merge(base, contributions)
+        if base is None:
+            outer = Outer(contributions[0].delta)
+        else:
+            outer = self._policy.merge(base, contributions, self.storage.memory)
         facts = {
             "sequence": action.sequence,
             "step": action.step,
             "samples": action.samples,
             "applied": action.applied,
         }
-        digest = self.storage.keep_checkpoint(action.sequence, np.array(model), facts)
-        model_key, state_key = self._publish(action.sequence, model)
+        digest = self.storage.keep_checkpoint(action.sequence, outer, facts)
+        model_key, state_key = self._publish(action.sequence, outer.model)
         self._clear_channel(action.sequence)
         return Applied(action, digest, model_key, state_key)
 

@@ -3,7 +3,7 @@
 ::
 
     layout.json                  of the flat model, written before anything else
-    checkpoint-SEQ-DIGEST.frame  the model after round SEQ; the newest whole one counts
+    checkpoint-SEQ-DIGEST.frame  model and WAN policy's memory after round SEQ; the newest whole one counts
     state-SEQ.frame              the workers' optimiser state at the end of round SEQ
     residual-SEQ.frame           what a lossy codec has held back of our changes, up to our update of round SEQ
     metrics.json                 of the last evaluation
@@ -21,7 +21,8 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -33,10 +34,13 @@ from sync import framing
 from sync.layout import Layout, Vector
 from sync.ps.events import Keep, Manifest
 from sync.ps.machine import Recovered, Setup
+from sync.wan import Outer
 
 __all__ = ["PartialUpdate", "Storage"]
 
 _KEPT_CHECKPOINTS = 2
+_MEMORY = "memory/"
+"""Before the names of what the WAN policy remembers, in a checkpoint."""
 
 
 class Storage:
@@ -47,6 +51,8 @@ class Storage:
         for part in (folder, folder / "inbox", folder / "outbox"):
             part.mkdir(parents=True, exist_ok=True)
         self.model: Vector | None = None
+        self.memory: Mapping[str, Vector] = {}
+        """What the WAN policy remembers, as of the model."""
         self.layout: Layout | None = None
 
     def recover(self) -> Recovered:
@@ -79,6 +85,8 @@ class Storage:
                 damaged.append(sequence)
                 continue
             self.model = np.array(frame.tensors["model"], np.float32)
+            remembered = {name: frame.tensors[name] for name in frame.tensors if name.startswith(_MEMORY)}
+            self.memory = {name.removeprefix(_MEMORY): np.array(v, np.float32) for name, v in remembered.items()}
             facts = frame.facts
             base = replace(
                 base,
@@ -139,12 +147,15 @@ class Storage:
             return np.array(frame.tensors["residual"], np.float64)
         return None
 
-    def keep_checkpoint(self, sequence: int, model: Vector, facts: dict[str, float]) -> str:
-        """Make a round's model and watermark durable; returns the model's digest."""
+    def keep_checkpoint(self, sequence: int, outer: Outer, facts: dict[str, float]) -> str:
+        """Make a round's model, the policy's memory and the watermark durable; returns the model's digest."""
+        model = np.array(outer.model)
         digest = framing.digest_of([model.data.cast("B")])
         name = f"checkpoint-{sequence}-{digest.removeprefix('sha256:')}.frame"
-        write_durably(self._folder / name, framing.encode({"model": model}, facts))
-        self.model = model
+        remembered = {f"{_MEMORY}{name}": vector for name, vector in outer.memory.items()}
+        checked = {**facts, "memory_crc": _crc(remembered)}
+        write_durably(self._folder / name, framing.encode({"model": model, **remembered}, checked))
+        self.model, self.memory = model, outer.memory
         for old, path in self._checkpoints():
             if old <= sequence - _KEPT_CHECKPOINTS:
                 path.unlink(missing_ok=True)
@@ -254,7 +265,16 @@ def _whole(path: Path) -> framing.Frame | None:
         digest = framing.digest_of([np.array(frame.tensors["model"], np.float32).data.cast("B")])
     except (GeofedError, KeyError, ValueError):
         return None
-    return frame if digest.removeprefix("sha256:") == path.stem.rpartition("-")[2] else None
+    whole = digest.removeprefix("sha256:") == path.stem.rpartition("-")[2]
+    remembered = {name: array for name, array in frame.tensors.items() if name.startswith(_MEMORY)}
+    return frame if whole and frame.facts.get("memory_crc") == _crc(remembered) else None
+
+
+def _crc(tensors: Mapping[str, framing.Array]) -> int:
+    crc = 0
+    for name, array in sorted(tensors.items()):
+        crc = zlib.crc32(np.ascontiguousarray(array).data.cast("B"), zlib.crc32(name.encode(), crc))
+    return crc
 
 
 def _manifests(paths: list[Path]) -> Iterator[Manifest]:

@@ -1,17 +1,20 @@
 """When and what parameter servers exchange."""
 
-from sync.wan._contract import Contribution, Policy
+from collections.abc import Mapping
+
+from sync.wan._contract import Contribution, Outer, Policy
+from sync.wan._diloco import DiLoCo
 from sync.wan._model_average import ModelAverage
 
-__all__ = ["Contribution", "ModelAverage", "Policy", "policy_named"]
-
-_POLICIES: dict[str, type[Policy]] = {"ma": ModelAverage}
+__all__ = ["Contribution", "DiLoCo", "ModelAverage", "Outer", "Policy", "policy_named"]
 
 
-def policy_named(name: str) -> Policy:
+def policy_named(name: str, settings: Mapping[str, float] | None = None) -> Policy:
     """The policy that a plan names; raises ``GeofedError("CONFIG_INVALID")`` for one that is not known."""
-    if name not in _POLICIES:
-        from geofed_pb.errors import GeofedError
+    if name == "ma":
+        return ModelAverage()
+    if name == "diloco":
+        return DiLoCo(**(settings or {}))
+    from geofed_pb.errors import GeofedError
 
-        raise GeofedError("CONFIG_INVALID", f"unknown WAN policy {name!r}", hint=f"known: {', '.join(_POLICIES)}")
-    return _POLICIES[name]()
+    raise GeofedError("CONFIG_INVALID", f"unknown WAN policy {name!r}", hint="known: ma, diloco")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from sync.layout import Vector
 
-__all__ = ["Contribution", "Policy"]
+__all__ = ["Contribution", "Outer", "Policy"]
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,21 @@ class Contribution:
     """Model after the round's local steps minus the model before them, shape (n,)."""
 
 
-class Policy(Protocol):
-    """How the updates of a round become the next model."""
+@dataclass(frozen=True)
+class Outer:
+    """What a policy makes of a round."""
 
-    def merge(self, base: Vector, contributions: Sequence[Contribution]) -> Vector:
-        """The model after the round. Must not depend on the order of the contributions, bit for bit."""
+    model: Vector
+    memory: Mapping[str, Vector] = field(default_factory=dict)
+    """What it must remember until the next round; stored with the model, in one piece."""
+
+
+class Policy(Protocol):
+    """How the updates of a round become the next model.
+
+    Every region computes it for itself, so it must depend neither on the order of the contributions nor on the
+    machine: elementwise float32 and float64 operations only, bit for bit the same everywhere.
+    """
+
+    def merge(self, base: Vector, contributions: Sequence[Contribution], memory: Mapping[str, Vector]) -> Outer:
+        """The model after the round; ``memory`` is what the round before left, empty in the first."""

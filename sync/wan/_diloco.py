@@ -1,0 +1,36 @@
+"""DiLoCo: an outer optimiser with Nesterov momentum over the regions' mean change (Douillard et al. 2023,
+arXiv 2311.08105, algorithm 1; synchronous)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from geofed_pb.errors import GeofedError
+from sync.layout import Vector
+from sync.wan._contract import Contribution, Outer
+from sync.wan._model_average import mean_delta
+
+__all__ = ["DiLoCo"]
+
+
+class DiLoCo:
+    """With d the mean of the deltas: v = momentum * v + d; model = base + lr * (d + momentum * v).
+
+    With lr 1 and momentum 0 it is model averaging. It pays over many rounds of many local steps; in the first rounds
+    the momentum is not yet what it will be.
+    """
+
+    def __init__(self, lr: float = 0.7, momentum: float = 0.9) -> None:
+        if not 0 < lr <= 10 or not 0 <= momentum < 1:
+            raise GeofedError(
+                "CONFIG_INVALID", f"outer lr {lr} must be in (0, 10], outer momentum {momentum} in [0, 1)"
+            )
+        self._lr, self._momentum = np.float32(lr), np.float32(momentum)
+
+    def merge(self, base: Vector, contributions: Sequence[Contribution], memory: Mapping[str, Vector]) -> Outer:
+        delta = mean_delta(contributions)
+        velocity = delta if "velocity" not in memory else self._momentum * memory["velocity"] + delta
+        step = self._lr * (delta + self._momentum * velocity)
+        return Outer(base + step.astype(np.float32, copy=False), {"velocity": velocity})
