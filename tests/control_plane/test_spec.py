@@ -60,7 +60,7 @@ train:
   bacth: 10
   end: {steps: 4, epochs: 1}
 wan:
-  codec: int8
+  codec: gzip
 """
     assert errors_of(job_file, text) == [
         "F:3:18: `metadata.name` must be a DNS label (lower-case letters, digits, hyphens), not 'Digits'",
@@ -68,7 +68,7 @@ wan:
         "F:6:1: `train.batch` is required",
         "F:7:3: unknown key `bacth` in train; did you mean `batch`?",
         "F:8:8: `train.end`: give exactly one of `epochs` and `steps`",
-        "F:10:10: `wan.codec` must be 'auto' or 'fp32', not 'int8'",
+        "F:10:10: `wan.codec` must be 'auto', 'fp32', 'bf16', 'int8' or 'topk', not 'gzip'",
     ]
 
 
