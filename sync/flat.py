@@ -62,7 +62,7 @@ class FlatModel:
 
     def load_gradient(self, vector: Vector) -> None:
         """Put merged gradients into ``.grad`` and the merged rest of the state into the module."""
-        flat = torch.from_numpy(np.ascontiguousarray(vector))
+        flat = _as_tensor(vector)
         at = 0
         with torch.no_grad():
             for parameter in self._trained:
@@ -83,12 +83,17 @@ class FlatModel:
 
     @staticmethod
     def _copy_in(vector: Vector, at: int, tensors: list[torch.Tensor]) -> None:
-        flat = torch.from_numpy(vector if vector.flags.writeable else vector.copy())
+        flat = _as_tensor(vector)
         with torch.no_grad():
             for tensor in tensors:
                 part = flat[at : at + tensor.numel()].reshape(tensor.shape)
                 tensor.copy_(part if tensor.is_floating_point() else part.round())
                 at += tensor.numel()
+
+
+def _as_tensor(vector: Vector) -> torch.Tensor:
+    """Vectors out of frames are read-only, which torch has no notion of; those are copied."""
+    return torch.from_numpy(vector if vector.flags.writeable else vector.copy())
 
 
 def _beyond_float32(tensor: torch.Tensor) -> bool:
