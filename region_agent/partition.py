@@ -8,17 +8,19 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import region_name
 from geofed_pb.v1 import agent_pb2, sync_pb2
 from region_agent.billing import invocation_amounts
-from region_agent.config import RegionConfig
+from region_agent.config import DatasetConfig, RegionConfig
 from region_agent.gateway import FunctionSpec, GatewayClient, fixed_scale_labels, timeout_env
 from region_agent.identity import Identity
 from region_agent.partition_events import (
@@ -49,7 +51,7 @@ from region_agent.partition_events import (
 from region_agent.partition_machine import PartitionMachine
 from region_agent.partition_report import PartitionMeter, report_of, view_of
 from region_agent.ps_process import PsProcess, free_ports
-from region_agent.shards import shard_files
+from region_agent.shards import SIGNATURE_LIFE, shard_files
 from region_agent.store import AgentStore
 from region_agent.worker.invocation import Invocation, Outcome
 from sync.channel import open_channel
@@ -106,8 +108,11 @@ class Partition:
         self._channel_address = f"{around.channel_address}/{start.job}"
         self._function = f"geofed-{start.job}"[:63].rstrip("-")
         self._ps: PsProcess | None = None
-        self._starting_ps = False
+        self._ps_runs = False
+        """From before it is started until it is gone; `_ps` is there only while it listens."""
         self._splits: dict[str, Any] = {}
+        self._signed_at = 0.0
+        """Of the addresses in the splits, which are good for a limited time."""
         self._status = sync_pb2.PsStatus()
         self.meter = PartitionMeter(around.store, start.job)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -142,29 +147,26 @@ class Partition:
 
     async def close(self) -> None:
         """End everything of this partition here; its durable state stays."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._ps is not None:
-            await self._ps.stop()
+        await _cancelled(self._tasks)
 
     # Actions out
 
     def _carry_out(self, action: Action) -> None:
         match action:
             case Begin():
-                self._run(self._prepare())
+                self._run(self._prepare(), lambda error: Setback(error, "prepare"))
             case StartPs():
-                self._run(self._run_ps(action))
+                self._run(self._run_ps(action), PsEnded)
             case ConfigurePs():
                 self._wanted_config = action
                 self._run(self._configure(action))
             case Invoke():
-                self._run(self._invoke(action))
+                who = (action.worker, action.attempt)
+                self._run(self._invoke(action), lambda error: WorkerEnded(*who, "failed", error=error))
             case Restart():
                 self._run(self._pause(action))
             case Publish():
-                self._run(self._publish())
+                self._run(self._publish(), lambda error: Setback(error, "publish"))
             case Report():
                 self._report(durable=True, blob_digest=action.blob_digest)
             case Happened():
@@ -172,19 +174,20 @@ class Partition:
             case Quit():
                 self._run(self._quit(action))
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(self._guarded(work))
+    def _run(self, work: Coroutine[Any, Any, None], failed: Callable[[GeofedError], Event] = Setback) -> None:
+        """Do something beside; whatever becomes of it, the machine hears of it."""
+        task = asyncio.create_task(self._guarded(work, failed))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, work: Coroutine[Any, Any, None], failed: Callable[[GeofedError], Event]) -> None:
         try:
             await work
         except GeofedError as error:
-            self.feed(Setback(error))
+            self.feed(failed(error))
         except Exception as error:  # noqa: BLE001 - the task's edge: what it broke on is told to the control plane
             _log.exception("partition %s", self.job)
-            self.feed(Setback(GeofedError("INTERNAL", f"{type(error).__name__}: {error}")))
+            self.feed(failed(GeofedError("INTERNAL", f"{type(error).__name__}: {error}")))
 
     def _report(self, *, durable: bool, blob_digest: str = "") -> None:
         message = report_of(self.machine, self.job, self._status, self.meter, self._around.config.prices)
@@ -200,7 +203,7 @@ class Partition:
         dataset = around.config.datasets.get(task.dataset)
         if dataset is None:
             raise GeofedError("SHARD_UNREADABLE", f"this region has no shard of {task.dataset}")
-        self._splits = await asyncio.to_thread(shard_files, dataset, around.config.stores)
+        await self._sign_splits(dataset)
         bundle = await around.fetch_bundle(task.bundle_digest)
         channel = open_channel(plan.channel, self._channel_address)
         await asyncio.to_thread(channel.put, self._bundle_key, [bundle])
@@ -220,6 +223,10 @@ class Partition:
             self._run(self._follow_logs())
         self.feed(Prepared())
 
+    async def _sign_splits(self, dataset: DatasetConfig) -> None:
+        self._splits = await asyncio.to_thread(shard_files, dataset, self._around.config.stores)
+        self._signed_at = time.monotonic()
+
     @property
     def _bundle_key(self) -> str:
         return f"bundle/{self.start.task.bundle_digest.removeprefix('sha256:')}"
@@ -230,9 +237,10 @@ class Partition:
                 self._around.log(self.job, f"worker {line.instance}", line.text)
 
     async def _run_ps(self, action: StartPs) -> None:
-        if self._starting_ps or self._ps is not None:
+        if self._ps_runs:
             return
-        self._starting_ps = True
+        self._ps_runs = True
+        ps: PsProcess | None = None
         try:
             self._around.store.keep_attempt(self.job, action.attempt)
             ps = PsProcess(
@@ -242,26 +250,33 @@ class Partition:
                 lambda line: self._around.log(self.job, "ps", line),
             )
             await ps.start()
+            reason = await self._while_ps_runs(ps)
         except GeofedError as error:
             self._row = self._without_ports(error)
-            self.feed(PsEnded(error))
-            return
+            reason = error
         finally:
-            self._starting_ps = False
-        self._ps = ps
+            self._ps = None
+            if ps is not None:
+                await ps.stop()
+            self._ps_runs = False
+        self.feed(PsEnded(reason))
+
+    async def _while_ps_runs(self, ps: PsProcess) -> GeofedError:
+        """Listen to it until it ends; returns why."""
         self._around.store.keep_ports(self.job, ps.ports["worker"], ps.ports["exchange"])
         self._row = self._around.store.partition(self.job) or self._row
+        self._ps = ps
         self.meter.server_started(time.monotonic())
-        watching = asyncio.create_task(self._watch(ps))
+        tasks = {asyncio.create_task(self._watch(ps)), (ended := asyncio.create_task(ps.ended()))}
         self.feed(PsReady(f"{self._around.config.advertise}:{ps.ports['exchange']}"))
         try:
-            reason = await ps.ended()
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            return await ended
         finally:
-            watching.cancel()
+            await _cancelled(tasks)
             self.meter.server_ended(time.monotonic())
-        await ps.kill()
-        self._ps = None
-        self.feed(PsEnded(reason))
 
     def _without_ports(self, error: GeofedError) -> Any:
         """A port that somebody else has taken is not asked for again."""
@@ -299,14 +314,18 @@ class Partition:
         )
 
     async def _watch(self, ps: PsProcess) -> None:
-        metered = 0.0
-        async for status in ps.watch():
-            self._status = status
-            if time.monotonic() - metered > _METER_SECONDS or status.phase == "finished":
-                metered = time.monotonic()
-                self.meter.server_said(status, metered)
-            self.feed(PsSaid(view_of(status)))
-            self._report(durable=False)
+        metered, status = 0.0, None
+        try:
+            async for status in ps.watch():
+                self._status = status
+                if time.monotonic() - metered > _METER_SECONDS or status.phase == "finished":
+                    metered = time.monotonic()
+                    self.meter.server_said(status, metered)
+                self.feed(PsSaid(view_of(status)))
+                self._report(durable=False)
+        finally:
+            if status is not None:
+                self.meter.server_said(status, time.monotonic())
 
     async def _configure(self, action: ConfigurePs) -> None:
         if self._ps is None or action is not self._wanted_config:
@@ -321,6 +340,8 @@ class Partition:
     async def _invoke(self, action: Invoke) -> None:
         around, plan = self._around, self.start.plan
         around.store.keep_attempt(self.job, action.attempt)
+        if time.monotonic() - self._signed_at > SIGNATURE_LIFE.total_seconds() / 2:
+            await self._sign_splits(around.config.datasets[self.start.task.dataset])
         body = self._invocation(action).model_dump_json().encode()
         begun = time.time()
         number = around.store.invocation_begun(self.job, begun)
@@ -355,7 +376,10 @@ class Partition:
                 continue
             if answer.status != 200:
                 raise GeofedError("FUNCTION_FAILED", f"the function answered {answer.status}: {answer.body[:200]!r}")
-            return Outcome.model_validate_json(answer.body)
+            try:
+                return Outcome.model_validate_json(answer.body)
+            except ValidationError:
+                raise GeofedError("FUNCTION_FAILED", f"the function answered {answer.body[:200]!r}") from None
 
     def _invocation(self, action: Invoke) -> Invocation:
         plan, task, identity = self.start.plan, self.start.task, self._around.identity
@@ -396,16 +420,17 @@ class Partition:
         self.feed(Published(digest))
 
     async def _quit(self, action: Quit) -> None:
-        own = asyncio.current_task()
-        others = [task for task in self._tasks if task is not own]
-        ps, self._ps = self._ps, None
-        if ps is not None:
-            await ps.stop()
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await _cancelled(self._tasks - {asyncio.current_task()})
         with contextlib.suppress(GeofedError):
             await self._around.gateway.delete(self._function)
         await asyncio.to_thread(shutil.rmtree, self._channel_address, ignore_errors=True)
         if action.discard:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+
+async def _cancelled(tasks: Collection[asyncio.Task[Any] | None]) -> None:
+    """Cancel tasks and wait until they have cleared up."""
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)

@@ -108,9 +108,11 @@ class WorkerEnded:
 
 @dataclass(frozen=True)
 class Setback:
-    """Something that must be there could not be prepared."""
+    """Something that an action asked for could not be done."""
 
     error: GeofedError
+    step: str = ""
+    """"prepare" and "publish" are done again; what else there is does not matter by itself."""
 
 
 @dataclass(frozen=True)

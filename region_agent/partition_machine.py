@@ -48,9 +48,19 @@ from region_agent.partition_events import (
 __all__ = ["FATAL", "PartitionMachine"]
 
 FATAL = frozenset(
-    {"TASK_INVALID", "TASK_FAILED", "SHARD_UNREADABLE", "RESIDENCY_VIOLATION", "CONFIG_INVALID", "LIMIT_EXCEEDED"}
+    {
+        "TASK_INVALID",
+        "TASK_FAILED",
+        "SHARD_UNREADABLE",
+        "RESIDENCY_VIOLATION",
+        "CONFIG_INVALID",
+        "LIMIT_EXCEEDED",
+        "STATE_INVALID",
+    }
 )
 """Codes that trying again does not mend."""
+_OUTSIDE = frozenset({"DISK_FULL", "GATEWAY_UNAVAILABLE"})
+"""Codes of what somebody outside must mend: the partition says what it waits for, and waits as long as it takes."""
 _SETBACKS_WITHOUT_PROGRESS = 8
 """After this many in a row, with no round in between, the partition has failed."""
 _OUT_OF_MEMORY_SETBACKS = 1
@@ -87,9 +97,9 @@ class PartitionMachine:
         self._setback_round = 0
         self._publish_wanted = False
         self._publishing = False
-        self._ps_restarted = False
         self._blob_digest = ""
-        self._retry_begin = False
+        self._preparing = False
+        self._pauses = 0
 
     @property
     def over(self) -> bool:
@@ -106,7 +116,7 @@ class PartitionMachine:
             case Started():
                 return self._started(event)
             case Prepared():
-                self._prepared = True
+                self._prepared, self._preparing = True, False
                 return self._maybe_train()
             case PeersKnown():
                 self._peers = event.peers
@@ -116,13 +126,13 @@ class PartitionMachine:
             case PsSaid():
                 return self._ps_said(event.view)
             case PsEnded():
-                self._ps_up, self._ps_restarted = False, True
+                self._ps_up = False
                 return self._after_setback(event.error, "ps-ended", "the parameter server ended")
             case WorkerEnded():
                 return self._worker_ended(event)
             case Setback():
-                self._retry_begin = not self._prepared
-                self._publishing = False
+                self._preparing = self._preparing and event.step != "prepare"
+                self._publishing = self._publishing and event.step != "publish"
                 return self._after_setback(event.error, "setback", "a step could not be taken")
             case Retry():
                 return self._retry(event)
@@ -138,11 +148,17 @@ class PartitionMachine:
     def _started(self, event: Started) -> list[Action]:
         if self.state == "new":
             self.epoch, self.attempt = max(self.epoch, event.epoch), self.attempt + 1
-            return [*self._enter("preparing"), Begin(), StartPs(self.epoch, self.attempt)]
+            return [*self._enter("preparing"), *self._prepare(), StartPs(self.epoch, self.attempt)]
         if event.epoch > self.epoch:
             self.epoch = event.epoch
             return [*self._configure(), self._report()]
         return [self._report()]
+
+    def _prepare(self) -> list[Action]:
+        if self._prepared or self._preparing:
+            return []
+        self._preparing = True
+        return [Begin()]
 
     def _stopped(self, event: Stopped) -> list[Action]:
         if self.state == "stopped":
@@ -165,15 +181,8 @@ class PartitionMachine:
 
     def _ps_said(self, view: PsView) -> list[Action]:
         before, self._view = self._view, view
-        if view.round > before.round:
-            self._setbacks, self._ps_restarted = 0, False
         if view.phase == "finished":
             return self._maybe_finish()
-        all_done = len(self._crew.done) == self.workers
-        if self.state == "training" and self._ps_restarted and all_done and view.phase == "training":
-            # It died between the workers' last word and the disk: it is told once more.
-            self._ps_restarted = False
-            return self._new_attempt()
         if view.condition != before.condition and self.state == "training":
             self.condition = view.condition
             return [self._report()]
@@ -213,25 +222,22 @@ class PartitionMachine:
         over = self._view.phase == "finished" and len(self._crew.done) == self.workers
         return self._enter("finished") if over and self.state == "training" else []
 
-    def _new_attempt(self) -> list[Action]:
-        self.attempt += 1
-        self._crew = _Workers()
-        return [*self._configure(), *self._maybe_train()]
-
     # Setbacks
 
     def _after_setback(self, error: GeofedError, kind: str, text: str) -> list[Action]:
         if self.state in _OVER:
             return []
         if self._view.round > self._setback_round:
-            self._setbacks = 0
+            self._setbacks = self._pauses = 0
         self._setback_round = self._view.round
-        self._setbacks += 1
+        waits = error.code in _OUTSIDE or (kind == "setback" and error.retryable)
+        self._setbacks += not waits
+        self._pauses += 1
         told = Happened(kind, f"{text}: {error.message}", {"code": error.code, "attempt": self.attempt})
         if error.code in FATAL or self._setbacks > _patience(error):
             self.error = error
             return [told, Quit(discard=False), *self._enter("failed", error.message)]
-        pause = min(_FIRST_PAUSE_SECONDS * 2 ** (self._setbacks - 1), _LONGEST_PAUSE_SECONDS)
+        pause = min(_FIRST_PAUSE_SECONDS * 2 ** min(self._pauses - 1, 16), _LONGEST_PAUSE_SECONDS)
         self.condition = f"{error.message}; trying again"
         if kind == "worker-failed":
             # The workers that still run belong to the old attempt; they are fenced as soon as the new one begins.
@@ -243,10 +249,7 @@ class PartitionMachine:
         if event.attempt != self.attempt:
             return []
         self.condition = self._view.condition
-        actions: list[Action] = []
-        if self._retry_begin:
-            self._retry_begin = False
-            actions.append(Begin())
+        actions = self._prepare()
         if not self._ps_up:
             actions.append(StartPs(self.epoch, self.attempt))
         else:

@@ -28,6 +28,7 @@ __all__ = ["PsProcess", "free_ports"]
 
 _READY_SECONDS = 30.0
 _STOP_SECONDS = 5.0
+_WATCH_AGAIN_SECONDS = 0.3
 _ERROR_LINE = re.compile(r"^error\[([A-Z_]+)\]: (.*)$")
 
 
@@ -37,7 +38,6 @@ class PsProcess:
     def __init__(self, config: PsConfig, config_file: Path, identity: Identity, log: Callable[[str], None]) -> None:
         self._config, self._config_file, self._identity, self._log = config, config_file, identity, log
         self._process: asyncio.subprocess.Process | None = None
-        self._channel: grpc.aio.Channel | None = None
         self._reading: asyncio.Future[None] | None = None
         self._told: GeofedError | None = None
         self.ports: dict[str, int] = {}
@@ -60,7 +60,10 @@ class PsProcess:
             await self.kill()
             raise
         self.ports = json.loads(self._config.ready_file.read_text())
-        self._channel = channel(
+
+    def _dial(self) -> grpc.aio.Channel:
+        """A line of its own for each use, with the certificate of now: the agent renews it while the server runs."""
+        return channel(
             f"{_reachable(self._config.exchange_listen)}:{self.ports['exchange']}",
             ca_pem=self._identity.ca_file.read_bytes(),
             name=region_name(self._config.region),
@@ -95,24 +98,29 @@ class PsProcess:
     async def configure(self, epoch: int, attempt: int, peers: tuple[PsPeer, ...], *, stop: bool = False) -> None:
         proto = [sync_pb2.PsPeer(region=peer.region, address=peer.address, epoch=peer.epoch) for peer in peers]
         request = sync_pb2.PsConfig(epoch=epoch, attempt=attempt, peers=proto, stop=stop)
-        try:
-            await self._stub().Configure(request, timeout=10)
-        except grpc.RpcError as error:
-            raise error_of(error) from None
+        async with self._dial() as line:
+            try:
+                await sync_pb2_grpc.PsAdminStub(line).Configure(request, timeout=10)
+            except grpc.RpcError as error:
+                raise error_of(error) from None
 
     async def watch(self) -> AsyncIterator[sync_pb2.PsStatus]:
-        """Statuses as they change, until the process ends."""
-        with contextlib.suppress(grpc.RpcError):
-            async for status in self._stub().Watch(sync_pb2.PsWatchRequest()):
-                yield status
+        """Statuses as they change, for ever: a broken line is dialled again, since the process may still run."""
+        while True:
+            async with self._dial() as line:
+                with contextlib.suppress(grpc.RpcError):
+                    async for status in sync_pb2_grpc.PsAdminStub(line).Watch(sync_pb2.PsWatchRequest()):
+                        yield status
+            await asyncio.sleep(_WATCH_AGAIN_SECONDS)
 
     async def model(self) -> AsyncIterator[common_pb2.BlobChunk]:
         """The model as safetensors."""
-        try:
-            async for chunk in self._stub().GetModel(sync_pb2.PsModelRequest()):
-                yield chunk
-        except grpc.RpcError as error:
-            raise error_of(error) from None
+        async with self._dial() as line:
+            try:
+                async for chunk in sync_pb2_grpc.PsAdminStub(line).GetModel(sync_pb2.PsModelRequest()):
+                    yield chunk
+            except grpc.RpcError as error:
+                raise error_of(error) from None
 
     async def stop(self) -> None:
         """End it in order, by force if it does not."""
@@ -131,14 +139,6 @@ class PsProcess:
             await self._process.wait()
         if self._reading is not None:
             await asyncio.wait({self._reading})
-        if self._channel is not None:
-            await self._channel.close(None)
-            self._channel = None
-
-    def _stub(self) -> sync_pb2_grpc.PsAdminStub:
-        if self._channel is None:
-            raise GeofedError("UNAVAILABLE", "the parameter server does not run")
-        return sync_pb2_grpc.PsAdminStub(self._channel)
 
     async def _read_stderr(self) -> None:
         if self._process is None or self._process.stderr is None:

@@ -118,13 +118,10 @@ def _only_one(state_dir: Path) -> Iterator[None]:
 
 
 def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials) -> int:
-    """Listen on host:port, or on the first free one of host:first-last."""
-    host, _, ports = address.rpartition(":")
-    first, _, last = ports.partition("-")
-    for port in range(int(first), int(last or first) + 1):
-        with contextlib.suppress(RuntimeError):
-            return server.add_secure_port(f"{host}:{port}", credentials)
-    raise GeofedError("PORT_IN_USE", f"cannot listen on {address}")
+    try:
+        return server.add_secure_port(address, credentials)
+    except RuntimeError:
+        raise GeofedError("PORT_IN_USE", f"cannot listen on {address}") from None
 
 
 def main() -> int:
