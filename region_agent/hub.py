@@ -8,6 +8,7 @@ import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 import grpc
@@ -49,7 +50,6 @@ class Hub:
     def __init__(self, identity: Identity, store: AgentStore, catalogue: Callable[[], str], version: str) -> None:
         self._identity, self._store, self._catalogue, self._version = identity, store, catalogue, version
         self._boot_id = uuid.uuid4().hex
-        self._channel: grpc.aio.Channel | None = None
         self._passing: dict[str, agent_pb2.FromAgent] = {}
         self._news = asyncio.Event()
         self.lease_seconds = _DEFAULT_LEASE_SECONDS
@@ -96,9 +96,11 @@ class Hub:
                 self._note(error_of(raised))
             except TimeoutError:
                 self._note(GeofedError("UNAVAILABLE", "the control plane has gone silent"))
+            except GeofedError as error:
+                # A command could not be stored: it was not acknowledged, and comes again in the next session.
+                self._note(error)
             finally:
                 was_connected, self.connected = self.connected, False
-                await self._close()
             backoff = _BACKOFF_FIRST_SECONDS if was_connected else min(backoff * 2, _BACKOFF_MOST_SECONDS)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
 
@@ -110,8 +112,10 @@ class Hub:
         self.refusal = error
 
     async def _session(self, commands: Commands) -> None:
-        stub = agent_pb2_grpc.AgentHubStub(self._open())
-        call: Any = stub.Session()
+        async with self._dial() as line:
+            await self._converse(agent_pb2_grpc.AgentHubStub(line).Session(), commands)
+
+    async def _converse(self, call: Any, commands: Commands) -> None:
         try:
             hello = agent_pb2.Hello(
                 agent_version=self._version,
@@ -128,11 +132,17 @@ class Hub:
                 return
             self._welcomed(first.welcome)
             sending = asyncio.create_task(self._send(call, first.welcome.report_cursor))
+            receiving = asyncio.create_task(self._receive(call, commands))
             try:
-                await self._receive(call, commands)
+                await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_COMPLETED)
+                if sending.done() and not isinstance(sending.exception(), grpc.RpcError | asyncio.InvalidStateError):
+                    sending.result()
+                # A stream that can no longer be written to is over; the reading side is told why.
+                await receiving
             finally:
-                sending.cancel()
-                await asyncio.gather(sending, return_exceptions=True)
+                for task in (sending, receiving):
+                    task.cancel()
+                await asyncio.gather(sending, receiving, return_exceptions=True)
         finally:
             call.cancel()
 
@@ -204,55 +214,47 @@ class Hub:
     async def fetch_blob(self, digest: str) -> bytes:
         """A whole blob of the control plane, verified."""
         held = bytearray()
-        try:
-            async for chunk in self._stub().FetchBlob(common_pb2.BlobRequest(digest=digest)):
+        async with self._stub() as stub:
+            async for chunk in stub.FetchBlob(common_pb2.BlobRequest(digest=digest)):
                 held += chunk.data
-        except grpc.RpcError as error:
-            raise error_of(error) from None
         if digest_of([held]) != digest:
             raise GeofedError("DIGEST_MISMATCH", f"blob {digest} arrived damaged")
         return bytes(held)
 
     async def put_blob(self, data: bytes, digest: str) -> None:
         """Hand a blob in; goes on at what the control plane has of it already."""
-        stub = self._stub()
-        try:
+        async with self._stub() as stub:
             have = await stub.StatBlob(common_pb2.BlobRequest(digest=digest), timeout=30)
             if not have.complete:
                 have = await stub.PutBlob(_chunks(data, digest, have.have_bytes))
-        except grpc.RpcError as error:
-            raise error_of(error) from None
         if not have.complete:
             raise GeofedError("UNAVAILABLE", f"the control plane has {have.have_bytes} of {len(data)} bytes")
 
     async def renew(self) -> None:
         """Have the certificate renewed, for the same key."""
         request = agent_pb2.RenewRequest(csr_pem=self._identity.renewal_request())
-        try:
-            reply = await self._stub().Renew(request, timeout=30)
-        except grpc.RpcError as error:
-            raise error_of(error) from None
+        async with self._stub() as stub:
+            reply = await stub.Renew(request, timeout=30)
         self._identity.renew(reply.certificate_pem, reply.ca_pem)
 
-    def _stub(self) -> agent_pb2_grpc.AgentHubStub:
-        return agent_pb2_grpc.AgentHubStub(self._open())
+    @asynccontextmanager
+    async def _stub(self) -> AsyncIterator[agent_pb2_grpc.AgentHubStub]:
+        """A line of its own, so that the end of a session does not cut it; failures as ``GeofedError``."""
+        async with self._dial() as line:
+            try:
+                yield agent_pb2_grpc.AgentHubStub(line)
+            except grpc.RpcError as error:
+                raise error_of(error) from None
 
-    def _open(self) -> grpc.aio.Channel:
-        if self._channel is None:
-            identity = self._identity
-            self._channel = channel(
-                identity.federation.address,
-                ca_pem=identity.ca_file.read_bytes(),
-                name=CONTROL_PLANE_NAME,
-                certificate_pem=identity.certificate_file.read_bytes(),
-                key_pem=identity.key_file.read_bytes(),
-            )
-        return self._channel
-
-    async def _close(self) -> None:
-        if self._channel is not None:
-            held, self._channel = self._channel, None
-            await held.close(None)
+    def _dial(self) -> grpc.aio.Channel:
+        identity = self._identity
+        return channel(
+            identity.federation.address,
+            ca_pem=identity.ca_file.read_bytes(),
+            name=CONTROL_PLANE_NAME,
+            certificate_pem=identity.certificate_file.read_bytes(),
+            key_pem=identity.key_file.read_bytes(),
+        )
 
 
 async def _chunks(data: bytes, digest: str, offset: int) -> AsyncIterator[common_pb2.BlobChunk]:
