@@ -191,7 +191,7 @@ def load_config(path: Path) -> RegionConfig:
         raw = YAML(typ="rt").load(path.read_text())
     except FileNotFoundError:
         raise GeofedError("CONFIG_INVALID", f"there is no {path}", hint="give the file with --config") from None
-    except (OSError, YAMLError) as error:
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
         raise GeofedError("CONFIG_INVALID", f"{path}: {error}") from None
     if not isinstance(raw, dict):
         raise GeofedError("CONFIG_INVALID", f"{path}: not a mapping")
@@ -202,7 +202,15 @@ def load_config(path: Path) -> RegionConfig:
             f"{path}:{_line(raw, e['loc'])}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()
         ]
         raise GeofedError("CONFIG_INVALID", "\n".join(problems)) from None
+    _check_stores(config, raw, path)
     return _resolved(config, path.parent.resolve())
+
+
+def _check_stores(config: RegionConfig, raw: Any, path: Path) -> None:
+    for name, held in config.datasets.items():
+        if held.store and held.store not in config.stores:
+            where = f"{path}:{_line(raw, ('datasets', name, 'store'))}: datasets.{name}.store"
+            raise GeofedError("CONFIG_INVALID", f"{where}: {held.store!r} is not in stores")
 
 
 def _line(raw: Any, location: tuple[int | str, ...]) -> int:
@@ -210,7 +218,8 @@ def _line(raw: Any, location: tuple[int | str, ...]) -> int:
     line = 1
     for part in location:
         if not isinstance(raw, dict) or part not in raw:
-            break
+            # A key that is missing, or the name of a variant, which has no line of its own.
+            continue
         line = raw.lc.key(part)[0] + 1  # type: ignore[attr-defined]  # a CommentedMap knows its lines
         raw = raw[part]
     return line
@@ -219,16 +228,18 @@ def _line(raw: Any, location: tuple[int | str, ...]) -> int:
 def _resolved(config: RegionConfig, folder: Path) -> RegionConfig:
     datasets = {}
     for name, held in config.datasets.items():
-        if any(part.uri.startswith("s3://") for part in held.splits.values()) and held.store not in {
-            "",
-            *config.stores,
-        }:
-            raise GeofedError("CONFIG_INVALID", f"dataset {name}: store {held.store!r} is not in stores")
         splits = {
             split: part.model_copy(update={"uri": _absolute(part.uri, folder)}) for split, part in held.splits.items()
         }
         datasets[name] = held.model_copy(update={"splits": splits})
-    return config.model_copy(update={"datasets": datasets})
+    channel = _files_resolved(config.channel, ("path",), folder)
+    gateway = _files_resolved(config.gateway, ("user_file", "password_file", "ca_file"), folder)
+    return config.model_copy(update={"datasets": datasets, "channel": channel, "gateway": gateway})
+
+
+def _files_resolved(section: _Section, names: tuple[str, ...], folder: Path) -> _Section:
+    given = {name: value for name in names if (value := getattr(section, name, None)) is not None}
+    return section.model_copy(update={name: folder / value for name, value in given.items()})
 
 
 def _absolute(uri: str, folder: Path) -> str:

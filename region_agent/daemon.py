@@ -9,10 +9,12 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import to_proto
@@ -27,7 +29,7 @@ from region_agent.partition import Partition, Surroundings
 from region_agent.partition_events import Happened, PublishAsked, Stopped
 from region_agent.policy import check_partition
 from region_agent.ps_process import PsProcess
-from region_agent.store import AgentStore
+from region_agent.store import AgentStore, PartitionRow
 from sync.framing import digest_of
 from sync.ps.storage import write_durably
 from sync.ps.tokens import new_key
@@ -38,6 +40,9 @@ _log = logging.getLogger("geofed.agent")
 _TICK_SECONDS = 1.0
 _LOG_FLUSH_SECONDS = 0.3
 _LONGEST_LOG_LINE = 4000
+_LARGEST_LOG_BATCH_BYTES = 256 << 10
+_MOST_REPORTS_WAITING = 4096
+_RENEW_AGAIN_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -78,12 +83,14 @@ class Agent:
         self._charge_interrupted()
         client = await self._open_gateway()
         self._around = self._surroundings(client)
-        tasks = [asyncio.create_task(work) for work in (self._tick(), self._flush_logs(), self._hub.run(self))]
+        tasks = [asyncio.create_task(work) for work in self._duties()]
         if self._gateway is not None:
             tasks.append(asyncio.create_task(self._watch_gateway(self._gateway)))
         try:
             for row in self._store.open_partitions():
                 self._take_up(agent_pb2.StartPartition.FromString(row.start))
+            for row, discard in self._store.stopped_partitions():
+                self._end(self._partition_of(row), "stopped before the agent started again", discard)
             stopping = asyncio.create_task(self.stopped.wait())
             done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
@@ -100,6 +107,9 @@ class Agent:
             self._store.close()
             with suppress(OSError):
                 self._channel_folder().rmdir()  # only where no partition waits for the next start
+
+    def _duties(self) -> list[Coroutine[Any, Any, None]]:
+        return [self._tick(), self._keep_certificate(), self._flush_logs(), self._hub.run(self)]
 
     # Around the partitions
 
@@ -193,9 +203,13 @@ class Agent:
     async def _flush_logs(self) -> None:
         while True:
             await asyncio.sleep(_LOG_FLUSH_SECONDS)
-            if self._lines:
-                lines, self._lines = self._lines, []
-                self._hub.send_durably(agent_pb2.FromAgent(logs=agent_pb2.LogBatch(records=lines)))
+            lines, self._lines = self._lines, []
+            if lines and self._store.reports_waiting() > _MOST_REPORTS_WAITING:
+                # The control plane is away for long: what must not be lost still finds room.
+                _log.warning("%d lines of job logs were dropped", len(lines))
+                continue
+            for batch in _batches(lines):
+                self._hub.send_durably(agent_pb2.FromAgent(logs=agent_pb2.LogBatch(records=batch)))
 
     def _charge_interrupted(self) -> None:
         """Invocations that were open when an earlier life of the agent died ran at most until it was last seen."""
@@ -209,11 +223,21 @@ class Agent:
         while True:
             now = time.time()
             self._store.alive(now)
-            write_durably(self._state_dir / "status.json", [json.dumps(asdict(self._status(now))).encode()])
-            if self._hub.connected and self._identity.renewal_due_in(now) < 0:
-                with suppress(GeofedError):
+            # Not made durable: it says how things are, and after a crash they are not so any more.
+            fresh = self._state_dir / ".status.json"
+            fresh.write_text(json.dumps(asdict(self._status(now))))
+            os.replace(fresh, self._state_dir / "status.json")
+            await asyncio.sleep(_TICK_SECONDS)
+
+    async def _keep_certificate(self) -> None:
+        while True:
+            if self._hub.connected and self._identity.renewal_due_in(time.time()) < 0:
+                try:
                     await self._hub.renew()
                     _log.info("the certificate was renewed")
+                except GeofedError as error:
+                    _log.warning("the certificate could not be renewed yet: %s", error)
+                    await asyncio.sleep(_RENEW_AGAIN_SECONDS)
             await asyncio.sleep(_TICK_SECONDS)
 
     def _status(self, now: float) -> Status:
@@ -241,7 +265,7 @@ class Agent:
         try:
             check_partition(self._config, command)
         except GeofedError as error:
-            self._store.took_stop(seq, command.job)
+            self._store.took(seq)
             self._refuse(command, error)
             return
         self._store.took_start(seq, command.job, command.SerializeToString(), new_key())
@@ -252,11 +276,17 @@ class Agent:
             self._take_up(command)
 
     def _take_up(self, command: agent_pb2.StartPartition) -> None:
-        if self._around is None:
-            raise GeofedError("INTERNAL", "a command before the agent was ready")
-        partition = Partition(self._around, command)
+        partition = self._partition(command)
         self._partitions[command.job] = partition
         partition.begin()
+
+    def _partition_of(self, row: PartitionRow) -> Partition:
+        return self._partition(agent_pb2.StartPartition.FromString(row.start))
+
+    def _partition(self, command: agent_pb2.StartPartition) -> Partition:
+        if self._around is None:
+            raise GeofedError("INTERNAL", "a command before the agent was ready")
+        return Partition(self._around, command)
 
     def _refuse(self, command: agent_pb2.StartPartition, error: GeofedError) -> None:
         report = agent_pb2.PartitionReport(
@@ -275,16 +305,39 @@ class Agent:
             self._partitions[command.job].feed(PublishAsked())
 
     def stop(self, seq: int, command: agent_pb2.StopPartition) -> None:
-        self._store.took_stop(seq, command.job)
+        self._store.took_stop(seq, command.job, discard=command.discard)
         partition = self._partitions.pop(command.job, None)
         if partition is None:
             report = agent_pb2.PartitionReport(job=command.job, epoch=command.epoch, state="stopped")
             self._hub.report(report, durable=True)
             return
-        partition.feed(Stopped(command.reason, command.discard))
-        closing = asyncio.create_task(partition.drained())
+        self._end(partition, command.reason, command.discard)
+
+    def _end(self, partition: Partition, reason: str, discard: bool) -> None:
+        """Stop a partition; what a crash leaves of it is cleared away by the next start."""
+
+        async def drain() -> None:
+            await partition.drained()
+            self._store.forget(partition.job)
+
+        partition.feed(Stopped(reason, discard))
+        closing = asyncio.create_task(drain())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
+
+
+def _batches(lines: list[agent_pb2.LogRecord]) -> Iterator[list[agent_pb2.LogRecord]]:
+    """Cut log lines so that each message stays well below what gRPC takes."""
+    batch: list[agent_pb2.LogRecord] = []
+    size = 0
+    for line in lines:
+        if batch and size + line.ByteSize() > _LARGEST_LOG_BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(line)
+        size += line.ByteSize()
+    if batch:
+        yield batch
 
 
 async def run(config: RegionConfig, state_dir: Path) -> None:

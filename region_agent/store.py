@@ -25,6 +25,9 @@ create table if not exists meters (
 create table if not exists invocations (id integer primary key, job text not null, begun real not null);
 """
 
+_KEEP, _DISCARD = 1, 2
+"""Values of `stopped`: what becomes of the partition's state. 0: it is not stopped."""
+
 
 @dataclass(frozen=True)
 class PartitionRow:
@@ -103,9 +106,14 @@ class AgentStore:
             db.execute("update partitions set publish = 1 where job = ?", (job,))
             _move_cursor(db, seq)
 
-    def took_stop(self, seq: int, job: str) -> None:
+    def took_stop(self, seq: int, job: str, *, discard: bool) -> None:
         with self._writing() as db:
-            db.execute("update partitions set stopped = 1 where job = ?", (job,))
+            db.execute("update partitions set stopped = ? where job = ?", (_DISCARD if discard else _KEEP, job))
+            _move_cursor(db, seq)
+
+    def took(self, seq: int) -> None:
+        """A command that changes nothing here."""
+        with self._writing() as db:
             _move_cursor(db, seq)
 
     def command_cursor(self) -> int:
@@ -120,6 +128,17 @@ class AgentStore:
     def open_partitions(self) -> list[PartitionRow]:
         """Those that the control plane has not stopped."""
         return self._partition_rows("where stopped = 0")
+
+    def stopped_partitions(self) -> list[tuple[PartitionRow, bool]]:
+        """Those whose stop was not carried out to its end, and whether their state goes."""
+        kept, discarded = (self._partition_rows("where stopped = ?", value) for value in (_KEEP, _DISCARD))
+        return [(row, False) for row in kept] + [(row, True) for row in discarded]
+
+    def forget(self, job: str) -> None:
+        """A partition that was stopped is gone, and its account has been reported."""
+        with self._writing() as db:
+            for table in ("partitions", "meters", "invocations"):
+                db.execute(f"delete from {table} where job = ?", (job,))
 
     def _partition_rows(self, where: str, *values: object) -> list[PartitionRow]:
         fields = "job, start, peers, attempt, publish, worker_port, exchange_port, token_key"
@@ -166,6 +185,10 @@ class AgentStore:
                 db.execute("update reports set seq = -(seq + ?)", (seq,))
                 db.execute("update reports set seq = -seq")
                 db.execute("update sqlite_sequence set seq = seq + ? where name = 'reports'", (seq,))
+
+    def reports_waiting(self) -> int:
+        """How many reports the control plane has not acknowledged."""
+        return int(str(self._rows("select count(*) from reports")[0][0]))
 
     def forget_reports(self, up_to: int) -> None:
         with self._writing() as db:
