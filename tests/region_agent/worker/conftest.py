@@ -1,0 +1,14 @@
+"""Worker functions that run in this process put what they unpack where the test's own files are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from region_agent.worker import handler
+
+
+@pytest.fixture(autouse=True)
+def _scratch_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handler, "_scratch", lambda: tmp_path / "scratch")

@@ -1,0 +1,183 @@
+"""Workers in processes of their own, against real parameter servers: however they are cut into invocations, and
+however many of them share the work, the model is the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.jobs import LINEAR_TASK, RESTLESS_TASK, call, chain, invocation, write_samples
+from support.pki import Authority
+from support.server_process import Server
+from torch import nn
+
+from geofed_pb.v1 import sync_pb2
+from region_agent.worker.data import BatchStream
+from sync import framing
+from sync.channel import FileChannel
+from sync.layout import Vector
+
+STEPS, ROUNDS, WORKERS = 4, 3, 2
+
+
+@dataclass
+class Life:
+    """A job that was run to its end."""
+
+    status: sync_pb2.PsStatus
+    model: Vector
+    outcomes: list[list[dict[str, Any]]]
+    """By worker, and then by invocation."""
+    left: list[str]
+    """Keys in the channel."""
+
+
+def _run_all(servers: dict[str, Server], bodies: dict[str, list[Any]], scratch: Path) -> dict[str, Life]:
+    """All jobs at once, each worker's part of them in one process."""
+    scratch.mkdir()
+    environment = {
+        **os.environ,
+        "TMPDIR": str(scratch),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "support.jobs"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True,
+        )
+        for _ in range(WORKERS)
+    ]  # fmt: skip
+    try:
+        for worker, process in enumerate(processes):
+            assert process.stdin is not None
+            json.dump([bodies[name][worker].model_dump(mode="json") for name in servers], process.stdin)
+            process.stdin.close()
+        told = [json.loads(process.stdout.read()) for process in processes if process.stdout is not None]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+    lives = {}
+    for place, (name, server) in enumerate(servers.items()):
+        value = FileChannel(server.channel_folder).get(f"model/{ROUNDS}")
+        assert value is not None, told
+        model = np.array(framing.decode(value).tensors["model"])
+        folder = server.channel_folder
+        left = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+        lives[name] = Life(server.status(), model, [worker[place] for worker in told], left)
+    return lives
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Life]]:
+    folder, authority = tmp_path_factory.mktemp("lives"), Authority()
+    data = write_samples(folder / "data.npz", 50)
+    jobs = {
+        "one slice": (RESTLESS_TASK, 100.0),
+        "many slices": (RESTLESS_TASK, 0.001),
+        "linear": (LINEAR_TASK, 100.0),
+    }
+    servers, bodies = {}, {}
+    for name, (task, slice_seconds) in jobs.items():
+        settings = {"workers": WORKERS, "rounds": ROUNDS, "steps_per_round": STEPS, "evaluate_every": 1}
+        server = servers[name] = Server(folder / name.replace(" ", "-"), authority, "east", ("east",), **settings)
+        server.launch()
+        server.await_ready()
+        bodies[name] = [
+            invocation(server, task, data, worker, slice_seconds=slice_seconds) for worker in range(WORKERS)
+        ]
+    try:
+        yield _run_all(servers, bodies, folder / "scratch")
+    finally:
+        for server in servers.values():
+            server.kill()
+
+
+def test_the_model_does_not_depend_on_how_the_work_was_cut(lives: dict[str, Life]) -> None:
+    whole, cut = lives["one slice"], lives["many slices"]
+    assert [len(outcomes) for outcomes in whole.outcomes] == [1, 1]
+    assert all(len(outcomes) >= STEPS * ROUNDS for outcomes in cut.outcomes)
+    assert cut.status.model_digest == whole.status.model_digest
+    assert cut.status.metrics == whole.status.metrics
+    assert cut.status.loss == pytest.approx(whole.status.loss)
+
+
+def test_every_invocation_comes_further_and_all_steps_are_counted_once(lives: dict[str, Life]) -> None:
+    for life in lives.values():
+        assert life.status.phase == "finished"
+        for outcomes in life.outcomes:
+            assert [outcome["status"] for outcome in outcomes] == ["continue"] * (len(outcomes) - 1) + ["done"]
+            assert all(outcome["steps"] >= 1 for outcome in outcomes[:-1])
+            assert sum(outcome["steps"] for outcome in outcomes) == STEPS * ROUNDS
+            assert sum(outcome["samples"] for outcome in outcomes) == STEPS * ROUNDS * 8
+
+
+def test_merged_steps_equal_one_process_with_the_whole_batch(lives: dict[str, Life]) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(4, 2)
+    # The same beginning as the job: its seed decides it.
+    from region_agent.worker.loop import _seed
+
+    _seed(5)
+    module = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    x, y = _samples(50)
+    streams = [BatchStream(range(50), 5, "east", worker, WORKERS, 8) for worker in range(WORKERS)]
+    for step in range(1, STEPS * ROUNDS + 1):
+        whole = [index for stream in streams for index in stream.indices(step)]
+        optimizer.zero_grad()
+        nn.functional.mse_loss(module(x[whole]), y[whole]).backward()
+        optimizer.step()
+    expected = torch.cat([module.weight.detach().reshape(-1), module.bias.detach()]).numpy()
+    np.testing.assert_allclose(lives["linear"].model, expected, atol=1e-5)
+
+
+def _samples(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        held = np.load(write_samples(Path(folder) / "again.npz", count))
+        return torch.from_numpy(held["x"]), torch.from_numpy(held["y"])
+
+
+def test_what_the_workers_leave_in_the_channel_is_little(lives: dict[str, Life]) -> None:
+    """Slices, gradients and rounds that are over are forgotten as the job goes on."""
+    left = lives["many slices"].left
+    assert {name.split("/")[0] for name in left} <= {"bundle", "model", "state", "b", "g"}
+    assert sum(name.startswith("model/") for name in left) <= 2
+    assert len(left) < 15, left
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path / "east", Authority(), "east", ("east",), rounds=2, steps_per_round=2)
+    server.launch()
+    server.await_ready()
+    yield server
+    server.kill()
+
+
+def test_a_new_attempt_goes_on_from_the_last_round(alone: Server, tmp_path: Path) -> None:
+    """The first attempt dies in its second round; the second one repeats that round only."""
+    data = write_samples(tmp_path / "data.npz", 20)
+    first = invocation(alone, LINEAR_TASK, data, slice_seconds=0.001)
+    outcomes = [call(first)]
+    while alone.status().round < 1:
+        outcomes.append(call(first.model_copy(update={"resume_key": outcomes[-1].resume_key})))
+    done = chain(invocation(alone, LINEAR_TASK, data, attempt=2, token=alone.token(attempt=2)))
+    assert [outcome.status for outcome in done] == ["done"]
+    assert sum(outcome.steps for outcome in done) == 2
+    assert call(first).code == "FENCED"
+    assert alone.status().phase == "finished"
+    assert alone.status().metrics["loss"] > 0

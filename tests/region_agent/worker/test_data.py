@@ -1,0 +1,193 @@
+"""Batches that depend on nothing but the seed and the step, and shards that are fetched whole."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
+
+from geofed_pb.errors import GeofedError
+from region_agent.worker import data as module
+from region_agent.worker.data import BatchStream, evaluation_batches, fetch_split
+from region_agent.worker.invocation import ShardFile
+
+_SIZES = st.tuples(st.integers(1, 60), st.integers(1, 4), st.integers(1, 9))
+
+
+def _streams(size: int, workers: int, batch: int, seed: int = 3) -> list[BatchStream]:
+    return [BatchStream(range(size), seed, "east", worker, workers, batch) for worker in range(workers)]
+
+
+@given(_SIZES, st.integers(0, 1 << 32))
+def test_every_epoch_has_every_sample_once(sizes: tuple[int, int, int], seed: int) -> None:
+    size, workers, batch = sizes
+    streams = _streams(size, workers, batch, seed)
+    steps = -(-3 * size // (workers * batch))
+    drawn = [index for step in range(1, steps + 1) for stream in streams for index in stream.indices(step)]
+    for epoch in range(len(drawn) // size):
+        assert sorted(drawn[epoch * size : (epoch + 1) * size]) == list(range(size))
+    assert max(Counter(drawn).values()) - min(Counter(drawn).values()) <= 1
+
+
+@given(_SIZES, st.lists(st.integers(1, 40), max_size=12))
+def test_a_step_draws_the_same_whatever_was_drawn_before(sizes: tuple[int, int, int], history: list[int]) -> None:
+    size, workers, batch = sizes
+    used, fresh = _streams(size, workers, batch)[-1], _streams(size, workers, batch)[-1]
+    for step in history:
+        used.indices(step)
+    assert used.indices(17) == fresh.indices(17)
+
+
+def test_seed_region_and_epoch_change_the_order() -> None:
+    def order(seed: int, region: str, step: int) -> list[int]:
+        return BatchStream(range(50), seed, region, 0, 1, 50).indices(step)
+
+    orders = [order(1, "east", 1), order(2, "east", 1), order(1, "west", 1), order(1, "east", 2)]
+    assert len({tuple(found) for found in orders}) == 4
+
+
+def test_an_empty_split_is_told() -> None:
+    with pytest.raises(GeofedError, match="training split is empty"):
+        BatchStream([], 1, "east", 0, 1, 1)
+
+
+@given(st.integers(0, 1200), st.integers(1, 5))
+def test_the_test_data_is_dealt_out_once(size: int, workers: int) -> None:
+    data = TensorDataset(torch.arange(size))
+    seen: list[int] = []
+    for worker in range(workers):
+        count, batches = evaluation_batches(data, worker, workers)
+        mine = [int(value) for (batch,) in batches for value in batch]
+        assert len(mine) == count
+        seen += mine
+    assert sorted(seen) == list(range(size))
+
+
+# Over HTTP
+
+
+class Store(ThreadingHTTPServer):
+    """Serves a few objects, as badly as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.objects = {"/a.bin": b"alpha" * 1000, "/b.bin": b"beta"}
+        self.troubles: list[str] = []
+        self.asked: list[str] = []
+
+    def file(self, name: str, **fields: object) -> ShardFile:
+        url = f"http://127.0.0.1:{self.server_address[1]}/{name}?X-Signature=secret"
+        return ShardFile(name=name, url=url, **fields)  # type: ignore[arg-type]
+
+
+class _Answer(BaseHTTPRequestHandler):
+    server: Store
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        content = self.server.objects.get(self.path.split("?")[0])
+        trouble = self.server.troubles.pop(0) if self.server.troubles else ""
+        if trouble == "hang up":
+            self.connection.close()
+            return
+        status = int(trouble) if trouble.isdigit() else 200 if content is not None else 404
+        body = (content or b"") if status == 200 else b"<Error>"
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2] if trouble == "cut" else body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    monkeypatch.setattr(module, "_PAUSES_SECONDS", (0.0, 0.0, 0.0))
+    with Store() as made:
+        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+def test_one_object_is_a_file(store: Store, tmp_path: Path) -> None:
+    path = fetch_split((store.file("a.bin", size=5000),), tmp_path)
+    assert Path(path).read_bytes() == store.objects["/a.bin"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_objects_of_a_folder_are_a_folder_however_many(store: Store, tmp_path: Path, count: int) -> None:
+    files = [store.file(name, folder=True) for name in ("a.bin", "b.bin")[:count]]
+    folder = Path(fetch_split(tuple(files), tmp_path / "into"))
+    assert folder == tmp_path / "into"
+    assert sorted(path.name for path in folder.iterdir()) == ["a.bin", "b.bin"][:count]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_local_folders_are_used_where_they_are(tmp_path: Path, count: int) -> None:
+    (tmp_path / "deep").mkdir()
+    names = ["deep/a", "b"][:count]
+    for name in names:
+        (tmp_path / name).touch()
+    files = tuple(ShardFile(name=name, path=str(tmp_path / name), folder=True) for name in names)
+    assert fetch_split(files, tmp_path / "into") == str(tmp_path)
+
+
+@pytest.mark.parametrize("trouble", ["503", "500", "cut", "hang up"])
+def test_a_store_in_trouble_is_asked_again(store: Store, tmp_path: Path, trouble: str) -> None:
+    store.troubles = [trouble] * 3
+    path = fetch_split((store.file("a.bin", size=5000),), tmp_path)
+    assert Path(path).read_bytes() == store.objects["/a.bin"]
+    assert len(store.asked) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "troubles", "says", "asked"),
+    [
+        ("c.bin", [], "c.bin: status 404", 1),
+        ("a.bin", ["403"], "a.bin: status 403", 1),
+        ("a.bin", ["503"] * 9, "a.bin: status 503", 4),
+        ("a.bin", ["hang up"] * 9, "a.bin: RemoteProtocolError", 4),
+    ],
+)
+def test_what_cannot_be_had_is_told_without_the_signature(
+    store: Store, tmp_path: Path, name: str, troubles: list[str], says: str, asked: int
+) -> None:
+    store.troubles = troubles
+    with pytest.raises(GeofedError) as raised:
+        fetch_split((store.file(name),), tmp_path)
+    assert (raised.value.code, raised.value.message) == ("SHARD_UNREADABLE", says)
+    assert len(store.asked) == asked
+
+
+def test_what_is_here_is_not_fetched_again(store: Store, tmp_path: Path) -> None:
+    for _ in range(2):
+        fetch_split((store.file("a.bin", size=5000),), tmp_path)
+    assert len(store.asked) == 1
+    (tmp_path / "a.bin").write_bytes(b"half")
+    fetch_split((store.file("a.bin", size=5000),), tmp_path)
+    assert len(store.asked) == 2
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/geofed", "a/../../outside"])
+def test_an_object_with_a_name_that_leads_out_is_refused(store: Store, tmp_path: Path, name: str) -> None:
+    with pytest.raises(GeofedError) as raised:
+        fetch_split((store.file(name, folder=True),), tmp_path / "into")
+    assert raised.value.code == "SHARD_UNREADABLE"
+    assert store.asked == []
+
+
+def test_a_missing_local_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(GeofedError, match="is not there"):
+        fetch_split((ShardFile(name="a", path=str(tmp_path / "a")),), tmp_path)
+    with pytest.raises(GeofedError, match="no files"):
+        fetch_split((), tmp_path)

@@ -1,0 +1,199 @@
+"""What one invocation does with the answers that it gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.jobs import LINEAR_TASK, call, invocation, write_samples
+from support.pki import Authority
+from support.server_process import Server
+
+from geofed_pb.v1 import worker_pb2
+from region_agent.worker import handler, loop
+from region_agent.worker.invocation import Invocation, Outcome
+from region_agent.worker.ps_client import SliceOver
+from sync import framing
+from sync.channel import FileChannel
+
+
+class Script:
+    """Stands where the line to the parameter server stands; says what a test wants it to."""
+
+    def __init__(self, channel: FileChannel) -> None:
+        self.channel = channel
+        self.start = worker_pb2.AttachReply(round=0, step=0, model_key="model/0")
+        self.ends: list[worker_pb2.BoundaryRequest] = []
+        self.wait_at: str = ""
+        self.handed_over: list[np.ndarray[Any, Any]] = []
+
+    def __enter__(self) -> Script:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def attach(self, request: worker_pb2.AttachRequest) -> worker_pb2.AttachReply:
+        if self.wait_at == "attach":
+            raise SliceOver
+        return self.start
+
+    def boundary(self, request: worker_pb2.BoundaryRequest) -> worker_pb2.BoundaryReply:
+        self.ends.append(request)
+        if request.model_key:
+            value = self.channel.get(request.model_key)
+            assert value is not None
+            self.handed_over.append(np.array(framing.decode(value).tensors["model"]))
+        if self.wait_at == "boundary":
+            raise SliceOver
+        return worker_pb2.BoundaryReply(round=request.round, model_key="model/1", finished=True)
+
+    def evaluated(self, request: worker_pb2.EvaluatedRequest) -> None: ...
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Server:
+    return Server(tmp_path / "east", Authority(), "east", ("east",), rounds=2, steps_per_round=2)
+
+
+@pytest.fixture
+def script(place: Server, monkeypatch: pytest.MonkeyPatch) -> Script:
+    made = Script(FileChannel(place.channel_folder))
+    monkeypatch.setattr(loop, "PsClient", lambda *_: made)
+    for sequence in range(3):
+        model = np.full(10, float(sequence), np.float32)
+        made.channel.put(f"model/{sequence}", framing.encode({"model": model}))
+    return made
+
+
+def _invocation(place: Server, task: str = LINEAR_TASK, **changed: Any) -> Invocation:
+    data = place.folder / "data.npz"
+    return invocation(place, task, data if data.exists() else write_samples(data, 20), **changed)
+
+
+def _again(body: Invocation, outcome: Outcome) -> Invocation:
+    return body.model_copy(update={"resume_key": outcome.resume_key})
+
+
+def test_a_slice_that_ends_in_the_wait_for_a_round_hands_over_the_same_model(place: Server, script: Script) -> None:
+    body = _invocation(place)
+    script.wait_at = "boundary"
+    outcome = call(body)
+    assert (outcome.status, outcome.steps) == ("continue", 2)
+    outcome = call(_again(body, outcome))
+    assert (outcome.status, outcome.steps) == ("continue", 0)
+    assert len({request.digest for request in script.ends}) == 1
+    assert [request.samples for request in script.ends] == [16.0, 16.0]
+
+
+def test_a_round_that_ended_meanwhile_is_taken_over(place: Server, script: Script) -> None:
+    """The model left behind is older than the federation's: it must not be gone on from."""
+    body = _invocation(place, config={"lr": 0.0})
+    script.wait_at = "boundary"
+    outcome = call(body)
+    script.start = worker_pb2.AttachReply(round=1, step=2, model_key="model/1")
+    call(_again(body, outcome))
+    assert script.handed_over[0].tolist() == [0.0] * 10
+    assert script.handed_over[1].tolist() == [1.0] * 10
+    assert script.ends[1].round == 2
+
+
+def test_a_round_whose_update_is_on_its_way_is_only_waited_for(place: Server, script: Script) -> None:
+    script.start.boundary = True
+    outcome = call(_invocation(place))
+    assert (outcome.status, outcome.steps) == ("done", 0)
+    assert script.ends[0].digest == ""
+    assert script.handed_over == []
+
+
+def test_a_slice_that_ends_before_the_first_model_leaves_nothing(place: Server, script: Script) -> None:
+    """Else its own fresh model would be taken for the federation's."""
+    body = _invocation(place, config={"lr": 0.0})
+    script.wait_at = "attach"
+    outcome = call(body)
+    assert (outcome.status, outcome.resume_key) == ("continue", "")
+    script.wait_at = ""
+    call(_again(body, outcome))
+    assert script.handed_over[0].tolist() == [0.0] * 10
+
+
+def test_what_the_last_slice_left_is_forgotten_when_the_job_is_done(place: Server, script: Script) -> None:
+    body = _invocation(place, slice_seconds=0.001)
+    outcome = call(body)
+    assert script.channel.has(outcome.resume_key)
+    while outcome.status == "continue":
+        outcome = call(_again(body, outcome))
+    assert not list(place.channel_folder.glob("w/**/*.*"))
+    assert not [path for path in place.channel_folder.glob("w/**/*") if path.is_file()]
+
+
+# Job code that fails
+
+
+def _failing(function: str, line: str) -> str:
+    """The linear task with one line more at the beginning of a function."""
+    head = next(text for text in LINEAR_TASK.splitlines() if text.startswith(f"def {function}("))
+    return LINEAR_TASK.replace(head, f"{head}\n    {line}")
+
+
+def _changed(old: str, new: str) -> str:
+    assert old in LINEAR_TASK
+    return LINEAR_TASK.replace(old, new)
+
+
+_BAD_ITEMS = """class Bad(TensorDataset):
+        def __getitem__(self, index):
+            raise KeyError(index)
+    return Bad("""
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        (_failing("model", "1 / 0"), "model raised ZeroDivisionError: division by zero at task.py:9"),
+        (_failing("dataset", "raise OSError('no disk')"), "dataset raised OSError: no disk at task.py:13"),
+        (_failing("loss", "import sys; sys.exit(3)"), "loss raised SystemExit: 3 at task.py:18"),
+        (_failing("optimizer", "nothing"), "optimizer raised NameError: name 'nothing' is not defined at task.py:23"),
+        (_changed("nn.functional.mse_loss(model(x), y)", "x.sum()"), "the backward pass raised RuntimeError"),
+        (_changed("return TensorDataset(", _BAD_ITEMS), "dataset raised KeyError"),
+        (_changed("return nn.Linear(4, 2)", "return nn.LazyLinear(2)"), "model raised"),
+        (LINEAR_TASK + "\ndef metrics(model, batches):\n    return {'a': None}\n", "metrics raised TypeError"),
+    ],
+)
+def test_what_job_code_raises_is_told_with_its_place(place: Server, script: Script, task: str, says: str) -> None:
+    script.start.evaluate = "metrics" in task
+    outcome = call(_invocation(place, task))
+    assert (outcome.status, outcome.code) == ("failed", "TASK_FAILED")
+    assert outcome.message.startswith(says)
+
+
+def test_a_loss_that_is_not_finite_is_told_with_its_step(place: Server, script: Script) -> None:
+    task = LINEAR_TASK.replace("nn.functional.mse_loss(model(x), y)", "model(x).sum() * float('nan')")
+    outcome = call(_invocation(place, task))
+    assert (outcome.code, outcome.message) == ("TASK_FAILED", "the loss is nan at step 1")
+    assert "lower the learning rate" in outcome.hint
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(MemoryError(), "FUNCTION_OUT_OF_MEMORY"), (RuntimeError("a bug"), "INTERNAL")]
+)
+def test_whatever_breaks_is_answered(
+    place: Server, monkeypatch: pytest.MonkeyPatch, error: Exception, code: str
+) -> None:
+    def broken(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(handler, "_run", broken)
+    assert call(_invocation(place)).code == code
+
+
+def test_a_body_that_is_no_invocation_is_refused() -> None:
+    answer = handler.handle(type("E", (), {"body": b'{"job": 1}'})(), None)
+    assert Outcome.model_validate_json(str(answer["body"])).code == "CONFIG_INVALID"
+
+
+def test_a_region_without_training_data_is_told(place: Server, script: Script) -> None:
+    body = _invocation(place)
+    outcome = call(body.model_copy(update={"splits": {"test": body.splits["test"]}}))
+    assert outcome.code == "SHARD_UNREADABLE"

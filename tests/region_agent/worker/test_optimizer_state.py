@@ -1,0 +1,87 @@
+"""An optimiser that was taken down and set up again goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from geofed_pb.errors import GeofedError
+from region_agent.worker.optimizer_state import dump_state, load_state
+from sync import framing
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.01),
+    "amsgrad": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, amsgrad=True),
+    "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.1),
+    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01, momentum=0.5, centered=True),
+    "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.1),
+    "nadam": lambda m: torch.optim.NAdam(m.parameters(), lr=0.01),
+    "rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=0.01),
+    "groups": lambda m: torch.optim.Adam([{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(m.parameters())]),
+}
+
+
+def _step(module: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    torch.manual_seed(number)
+    optimizer.zero_grad()
+    module(torch.randn(6, 4)).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_goes_on_bit_for_bit(name: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    optimizer = OPTIMIZERS[name](module)
+    for number in range(3):
+        _step(module, optimizer, number)
+    again = copy.deepcopy(module)
+    taken_up = OPTIMIZERS[name](again)
+    tensors, numbers = dump_state(optimizer)
+    frame = framing.decode(b"".join(framing.encode(tensors, numbers)))
+    load_state(taken_up, frame.tensors, frame.facts)
+    for number in range(3, 6):
+        _step(module, optimizer, number)
+        _step(again, taken_up, number)
+    for one, other in zip(module.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_fresh_optimizer_has_nothing_to_carry() -> None:
+    optimizer = OPTIMIZERS["adam"](nn.Linear(1, 1))
+    assert dump_state(optimizer) == ({}, {})
+    load_state(optimizer, {}, {})
+    assert optimizer.state_dict()["state"] == {}
+
+
+def test_state_that_cannot_be_carried_is_told() -> None:
+    module = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(module.parameters(), max_iter=2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = module(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with pytest.raises(GeofedError, match="keeps a list") as raised:
+        dump_state(optimizer)
+    assert raised.value.code == "TASK_INVALID"
+
+
+def test_bfloat16_state_is_told() -> None:
+    module = nn.Linear(4, 1, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    module(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    with pytest.raises(GeofedError, match="keep its state in float32"):
+        dump_state(optimizer)
