@@ -58,7 +58,7 @@ class LocalFederation:
     def __enter__(self) -> LocalFederation:
         try:
             self.start_control_plane()
-            with ThreadPoolExecutor(max_workers=len(self.regions)) as joining:
+            with ThreadPoolExecutor(max_workers=max(1, len(self.regions))) as joining:
                 list(joining.map(self.join, self.regions))
             for region in self.regions:
                 self.start_agent(region.name)

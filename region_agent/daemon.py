@@ -31,7 +31,7 @@ from region_agent.policy import check_partition
 from region_agent.ps_process import PsProcess
 from region_agent.store import AgentStore, PartitionRow
 from sync.framing import digest_of
-from sync.ps.storage import write_durably
+from sync.ps.storage import disk_full_is_told, write_durably
 from sync.ps.tokens import new_key
 
 __all__ = ["Agent", "run"]
@@ -76,6 +76,7 @@ class Agent:
         self._around: Surroundings | None = None
         self._lines: list[agent_pb2.LogRecord] = []
         self._closing: set[asyncio.Task[None]] = set()
+        self._full = False
         self.stopped = asyncio.Event()
 
     async def run(self) -> None:
@@ -222,11 +223,7 @@ class Agent:
     async def _tick(self) -> None:
         while True:
             now = time.time()
-            self._store.alive(now)
-            # Not made durable: it says how things are, and after a crash they are not so any more.
-            fresh = self._state_dir / ".status.json"
-            fresh.write_text(json.dumps(asdict(self._status(now))))
-            os.replace(fresh, self._state_dir / "status.json")
+            self._note_status(now)
             await asyncio.sleep(_TICK_SECONDS)
 
     async def _keep_certificate(self) -> None:
@@ -239,6 +236,23 @@ class Agent:
                     _log.warning("the certificate could not be renewed yet: %s", error)
                     await asyncio.sleep(_RENEW_AGAIN_SECONDS)
             await asyncio.sleep(_TICK_SECONDS)
+
+    def _note_status(self, now: float) -> None:
+        try:
+            with disk_full_is_told(self._state_dir):
+                self._store.alive(now)
+                # Not made durable: it says how things are, and after a crash they are not so any more.
+                fresh = self._state_dir / ".status.json"
+                fresh.write_text(json.dumps(asdict(self._status(now))))
+                os.replace(fresh, self._state_dir / "status.json")
+        except GeofedError as error:
+            if error.code != "DISK_FULL":
+                raise
+            if not self._full:
+                _log.warning("%s; the agent goes on and writes what it owes once there is space", error)
+            self._full = True
+            return
+        self._full = False
 
     def _status(self, now: float) -> Status:
         federation = self._identity.federation

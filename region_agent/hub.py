@@ -67,10 +67,10 @@ class Hub:
         """Tell how a partition stands; of those that may be lost only the newest is kept."""
         key = f"partition {message.job}"
         if durable:
-            self._store.add_report(agent_pb2.FromAgent(partition=message).SerializeToString())
+            stored = self._store.add_report(agent_pb2.FromAgent(partition=message).SerializeToString())
             # What waits to be sent is older than this, and would be taken for news behind it.
             self._passing.pop(key, None)
-        else:
+        if not durable or not stored:
             self._passing[key] = agent_pb2.FromAgent(partition=message)
         self._news.set()
 

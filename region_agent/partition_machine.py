@@ -59,7 +59,7 @@ FATAL = frozenset(
     }
 )
 """Codes that trying again does not mend."""
-_OUTSIDE = frozenset({"DISK_FULL", "GATEWAY_UNAVAILABLE"})
+_OUTSIDE = frozenset({"DISK_FULL", "GATEWAY_UNAVAILABLE", "PORT_IN_USE"})
 """Codes of what somebody outside must mend: the partition says what it waits for, and waits as long as it takes."""
 _SETBACKS_WITHOUT_PROGRESS = 8
 """After this many in a row, with no round in between, the partition has failed."""
@@ -67,6 +67,8 @@ _OUT_OF_MEMORY_SETBACKS = 1
 """The same for a worker that was ended over its memory: a second time right after is no accident."""
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 15.0
+_OUTSIDE_PAUSE_SECONDS = 3.0
+"""Looking again whether it is mended costs little."""
 _OVER = frozenset({"failed", "stopped", "published"})
 
 
@@ -237,8 +239,9 @@ class PartitionMachine:
         if error.code in FATAL or self._setbacks > _patience(error):
             self.error = error
             return [told, Quit(discard=False), *self._enter("failed", error.message)]
-        pause = min(_FIRST_PAUSE_SECONDS * 2 ** min(self._pauses - 1, 16), _LONGEST_PAUSE_SECONDS)
-        self.condition = f"{error.message}; trying again"
+        longest = _OUTSIDE_PAUSE_SECONDS if error.code in _OUTSIDE else _LONGEST_PAUSE_SECONDS
+        pause = min(_FIRST_PAUSE_SECONDS * 2 ** min(self._pauses - 1, 16), longest)
+        self.condition = f"{error.code}: {error.message}; trying again"
         if kind == "worker-failed":
             # The workers that still run belong to the old attempt; they are fenced as soon as the new one begins.
             self.attempt += 1
@@ -273,5 +276,5 @@ class PartitionMachine:
 
 
 def _patience(error: GeofedError) -> int:
-    """Setbacks in a row, with no round in between, that a partition takes before it fails with this one."""
+    """Setbacks in a row, with no round in between, after which a partition fails with the next one."""
     return _OUT_OF_MEMORY_SETBACKS if error.code == "FUNCTION_OUT_OF_MEMORY" else _SETBACKS_WITHOUT_PROGRESS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +50,9 @@ class AgentStore:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._lock = threading.Lock()
+        self._owed: list[Callable[[sqlite3.Connection], object]] = []
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._db.execute("pragma journal_mode = wal")
         self._db.execute("pragma synchronous = full")
@@ -65,15 +67,35 @@ class AgentStore:
             try:
                 self._db.execute("begin immediate")
                 try:
+                    for write in self._owed:
+                        write(self._db)
                     yield self._db
+                    self._db.execute("commit")
                 except BaseException:
-                    self._db.execute("rollback")
+                    if self._db.in_transaction:  # SQLite itself rolls back when the disk is full
+                        self._db.execute("rollback")
                     raise
-                self._db.execute("commit")
+                self._owed.clear()
             except sqlite3.OperationalError as error:
-                if "full" in str(error):
-                    raise GeofedError("DISK_FULL", "no space left for the agent's state") from None
+                if "full" in str(error) or "disk I/O" in str(error):
+                    raise GeofedError("DISK_FULL", f"no space left for {self._path}") from None
                 raise
+
+    def _write_or_owe(self, write: Callable[[sqlite3.Connection], object]) -> bool:
+        """Write what has happened already and must be kept: where the disk is full, with the next write that succeeds.
+
+        True where it is stored now.
+        """
+        try:
+            with self._writing() as db:
+                write(db)
+        except GeofedError as error:
+            if error.code != "DISK_FULL":
+                raise
+            with self._lock:
+                self._owed.append(write)
+            return False
+        return True
 
     def _rows(self, query: str, *values: object) -> list[tuple[object, ...]]:
         with self._lock:
@@ -163,11 +185,9 @@ class AgentStore:
 
     # Reports to the control plane
 
-    def add_report(self, message: bytes) -> int:
-        """Number a report and keep it until it is acknowledged."""
-        with self._writing() as db:
-            cursor = db.execute("insert into reports (message) values (?)", (message,))
-            return int(cursor.lastrowid or 0)
+    def add_report(self, message: bytes) -> bool:
+        """Number a report and keep it until it is acknowledged; False where it has to wait for space on the disk."""
+        return self._write_or_owe(lambda db: db.execute("insert into reports (message) values (?)", (message,)))
 
     def reports_after(self, seq: int, most: int = 256) -> list[tuple[int, bytes]]:
         rows = self._rows("select seq, message from reports where seq > ? order by seq limit ?", seq, most)
@@ -175,6 +195,9 @@ class AgentStore:
 
     def number_reports_after(self, seq: int) -> None:
         """The control plane has reports up to here: an agent that has lost its own memory goes on from there."""
+        known = self._rows("select seq from sqlite_sequence where name = 'reports'")
+        if known and int(str(known[0][0])) >= seq:
+            return  # as almost always; a full disk must not keep the agent from the control plane
         with self._writing() as db:
             last = db.execute("select seq from sqlite_sequence where name = 'reports'").fetchone()
             if last is None:
@@ -191,19 +214,12 @@ class AgentStore:
         return int(str(self._rows("select count(*) from reports")[0][0]))
 
     def forget_reports(self, up_to: int) -> None:
-        with self._writing() as db:
-            db.execute("delete from reports where seq <= ?", (up_to,))
+        self._write_or_owe(lambda db: db.execute("delete from reports where seq <= ?", (up_to,)))
 
     # Meters
 
     def add_to_meters(self, job: str, amounts: dict[str, float]) -> None:
-        with self._writing() as db:
-            for name, amount in amounts.items():
-                db.execute(
-                    "insert into meters values (?, ?, ?)"
-                    " on conflict (job, name) do update set value = value + excluded.value",
-                    (job, name, amount),
-                )
+        self._write_or_owe(lambda db: _add(db, job, amounts))
 
     def meters(self, job: str) -> dict[str, float]:
         rows = self._rows("select name, value from meters where job = ?", job)
@@ -215,14 +231,12 @@ class AgentStore:
 
     def invocation_ended(self, number: int, job: str, amounts: dict[str, float]) -> None:
         """Close an invocation and charge it, in one transaction."""
-        with self._writing() as db:
+
+        def write(db: sqlite3.Connection) -> None:
             db.execute("delete from invocations where id = ?", (number,))
-            for name, amount in amounts.items():
-                db.execute(
-                    "insert into meters values (?, ?, ?)"
-                    " on conflict (job, name) do update set value = value + excluded.value",
-                    (job, name, amount),
-                )
+            _add(db, job, amounts)
+
+        self._write_or_owe(write)
 
     def open_invocations(self) -> list[tuple[int, str, float]]:
         """Invocations that an earlier life of the agent has not seen end."""
@@ -237,6 +251,14 @@ class AgentStore:
     def last_alive(self) -> float:
         rows = self._rows("select value from facts where name = 'alive'")
         return float(str(rows[0][0])) if rows else 0.0
+
+
+def _add(db: sqlite3.Connection, job: str, amounts: dict[str, float]) -> None:
+    for name, amount in amounts.items():
+        db.execute(
+            "insert into meters values (?, ?, ?) on conflict (job, name) do update set value = value + excluded.value",
+            (job, name, amount),
+        )
 
 
 def _move_cursor(db: sqlite3.Connection, seq: int) -> None:

@@ -36,7 +36,7 @@ from sync.ps.events import Keep, Manifest
 from sync.ps.machine import Recovered, Setup
 from sync.wan import Outer
 
-__all__ = ["PartialUpdate", "Storage"]
+__all__ = ["PartialUpdate", "Storage", "disk_full_is_told", "write_durably"]
 
 _KEPT_CHECKPOINTS = 2
 _MEMORY = "memory/"

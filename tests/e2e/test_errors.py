@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
 import socket
 import time
@@ -19,7 +21,7 @@ from deploy.local import LocalFederation, RegionSite
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
-PORTS = (47310, 47339)
+PORTS = (47310, 47315)
 TINY = ("train.end.epochs=1", "train.evaluateEvery=0", "wan.interval=10")
 RAISES_IN_MODEL = "def model(config):\n    raise RuntimeError('no such layer')\n"
 RAISES_IN_DATASET = "def dataset(uri, split, config):\n    return {}['train']\n"
@@ -163,6 +165,24 @@ def _best_of(times: int, submission: tuple[str, ...], running: Running) -> float
         running.federation.control_plane(*submission)
         taken.append(time.monotonic() - begun)
     return min(taken)
+
+
+def test_what_stands_in_a_daemon_s_way_is_told(shared: Running, tmp_path: Path) -> None:
+    """One state directory has one agent, and a port one listener; a job waits for the ports of its region."""
+    folder = shared.federation.region_state("oslo")
+    second = told(command("region-agent", "run", "--config", folder / "region.yaml", "--state-dir", folder / "state"))
+    assert (second.code, second.exit_status) == ("ILLEGAL_STATE", 8)
+    taken = json.loads(shared.federation.context_file.read_text())["address"]
+    serve = ("serve", "--state-dir", tmp_path / "other", "--listen", taken)
+    refused = told(command("control-plane", *serve))
+    assert (refused.code, refused.exit_status) == ("PORT_IN_USE", 6)
+    assert taken.rpartition(":")[2] in refused.text
+    with contextlib.ExitStack() as busy:
+        for port in range(PORTS[0], PORTS[1] + 1):
+            busy.enter_context(socket.create_server(("127.0.0.1", port)))
+        job = shared.submit(*TINY)
+        eventually(lambda: "bergen: PORT_IN_USE" in shared.describe(job)["condition"], "the job waits for ports", 20)
+    check_succeeded(shared.wait_end(job), accuracy=0.0)
 
 
 @pytest.mark.parametrize("name", ["control-plane", "region-agent"])
