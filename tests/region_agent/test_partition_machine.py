@@ -1,0 +1,417 @@
+"""A partition's life: any order of what can happen to it leads to its end, and never to two crews at once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from geofed_pb.errors import CATALOGUE, GeofedError
+from region_agent.partition_events import (
+    Action,
+    Begin,
+    ConfigurePs,
+    Event,
+    Happened,
+    Invoke,
+    PeersKnown,
+    Prepared,
+    PsEnded,
+    PsPeer,
+    PsReady,
+    PsSaid,
+    PsView,
+    Publish,
+    PublishAsked,
+    Published,
+    Quit,
+    Report,
+    Restart,
+    Retry,
+    Setback,
+    Started,
+    StartPs,
+    Stopped,
+    WorkerEnded,
+)
+from region_agent.partition_machine import FATAL, PartitionMachine
+
+ROUNDS = 3
+_PASSING = st.sampled_from(["UNAVAILABLE", "FENCED", "FUNCTION_FAILED", "GATEWAY_UNAVAILABLE", "DISK_FULL", "INTERNAL"])
+
+
+class Region:
+    """What a partition has around it: does what the machine asks for when it is told to, or lets it go wrong."""
+
+    def __init__(self, workers: int, attempt: int) -> None:
+        self.machine = PartitionMachine("east", workers, epoch=1, attempt=attempt)
+        self.first_attempt = attempt
+        self.preparing = False
+        self.ps = "gone"
+        self.round = 0
+        self.finished = False
+        self.running: set[tuple[int, int]] = set()
+        """(worker, attempt) of invocations that have not ended."""
+        self.ps_attempt = 0
+        self.pauses: list[int] = []
+        self.publishing = False
+        self.quit = False
+        self.reports: list[Report] = []
+        self.feed(Started(1))
+
+    def feed(self, event: Event) -> None:
+        for action in self.machine.handle(event):
+            self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
+        assert not self.quit or isinstance(action, Report | Quit), f"{action} after the end"
+        match action:
+            case Begin():
+                assert not self.preparing, "prepared twice at once"
+                self.preparing = True
+            case StartPs():
+                assert self.ps_attempt <= action.attempt
+                self.ps_attempt = action.attempt
+                # The shell starts one at a time, however often it is asked.
+                self.ps = "starting" if self.ps == "gone" else self.ps
+            case ConfigurePs():
+                assert self.ps_attempt <= action.attempt, "an attempt came back"
+                self.ps_attempt = action.attempt
+            case Invoke():
+                key = (action.worker, action.attempt)
+                assert self.ps == "up"
+                assert action.attempt > self.first_attempt
+                assert key not in self.running, f"worker {action.worker} is called twice in one attempt"
+                self.running.add(key)
+            case Restart():
+                assert 0 < action.seconds <= 15
+                self.pauses.append(action.attempt)
+            case Publish():
+                assert not self.publishing, "published twice at once"
+                self.publishing = True
+            case Report():
+                self.reports.append(action)
+            case Quit():
+                self.quit = True
+                self.preparing, self.ps, self.publishing = False, "gone", False
+                self.running.clear()
+                self.pauses.clear()
+            case Happened():
+                assert action.data["code"] in CATALOGUE
+
+    # What the region does
+
+    def prepared(self) -> None:
+        self.preparing = False
+        self.feed(Prepared())
+
+    def ps_listens(self) -> None:
+        self.ps = "up"
+        self.feed(PsReady("east:1"))
+
+    def ps_says(self) -> None:
+        phase = "finished" if self.finished else "training"
+        self.feed(PsSaid(PsView(phase, "", self.round)))
+
+    def ps_dies(self, error: GeofedError) -> None:
+        self.ps = "gone"
+        self.feed(PsEnded(error))
+
+    def worker_ends(self, key: tuple[int, int], *, slice_over: bool) -> None:
+        """As an honest worker: fenced where a newer attempt is known, done only after the last round."""
+        self.running.discard(key)
+        worker, attempt = key
+        if attempt < self.ps_attempt:
+            self.feed(WorkerEnded(worker, attempt, "failed", error=GeofedError("FENCED", "newer")))
+        elif slice_over:
+            self.feed(WorkerEnded(worker, attempt, "continue", "w/key"))
+        else:
+            self.round, self.finished = ROUNDS, True
+            self.feed(WorkerEnded(worker, attempt, "done"))
+
+    def pause_ends(self) -> None:
+        self.feed(Retry(self.pauses.pop(0)))
+
+    def published(self) -> None:
+        self.publishing = False
+        self.feed(Published("sha256:model"))
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Hypothesis chooses; from some moment on nothing goes wrong any more, and the partition must end."""
+
+    @initialize(workers=st.integers(1, 3), attempt=st.integers(0, 2))
+    def begin(self, workers: int, attempt: int) -> None:
+        self.region = Region(workers, attempt)
+        self.highest = 0
+
+    @rule()
+    def preparing_ends(self) -> None:
+        if self.region.preparing:
+            self.region.prepared()
+
+    @rule(code=_PASSING)
+    def preparing_fails(self, code: str) -> None:
+        if self.region.preparing:
+            self.region.preparing = False
+            self.region.feed(Setback(GeofedError(code, "x"), "prepare"))
+
+    @rule(code=_PASSING)
+    def something_else_fails(self, code: str) -> None:
+        if not self.region.quit:
+            self.region.feed(Setback(GeofedError(code, "x")))
+
+    @rule()
+    def the_server_listens(self) -> None:
+        if self.region.ps == "starting":
+            self.region.ps_listens()
+
+    @rule(code=_PASSING)
+    def the_server_dies(self, code: str) -> None:
+        if self.region.ps != "gone":
+            self.region.ps_dies(GeofedError(code, "x"))
+
+    @rule(progress=st.booleans())
+    def the_server_speaks(self, progress: bool) -> None:
+        if self.region.ps == "up":
+            self.region.round = min(ROUNDS, self.region.round + progress)
+            self.region.ps_says()
+
+    @rule(which=st.integers(0, 99), slice_over=st.booleans())
+    def a_worker_ends(self, which: int, slice_over: bool) -> None:
+        running = sorted(self.region.running)
+        if running and self.region.ps == "up":
+            self.region.worker_ends(running[which % len(running)], slice_over=slice_over)
+
+    @rule(which=st.integers(0, 99), code=_PASSING)
+    def a_worker_fails(self, which: int, code: str) -> None:
+        running = sorted(self.region.running)
+        if running:
+            worker, attempt = running[which % len(running)]
+            self.region.running.discard((worker, attempt))
+            self.region.feed(WorkerEnded(worker, attempt, "failed", error=GeofedError(code, "x")))
+
+    @rule()
+    def a_pause_ends(self) -> None:
+        if self.region.pauses:
+            self.region.pause_ends()
+
+    @rule(epoch=st.integers(1, 4))
+    def it_is_started_again(self, epoch: int) -> None:
+        self.region.feed(Started(epoch))
+        assert self.region.machine.epoch >= epoch or self.region.machine.over
+
+    @rule()
+    def peers_are_told(self) -> None:
+        self.region.feed(PeersKnown((PsPeer("west", 1, "west:1"),)))
+
+    @rule()
+    def the_model_is_asked_for(self) -> None:
+        self.region.feed(PublishAsked())
+
+    @rule(code=_PASSING)
+    def publishing_fails(self, code: str) -> None:
+        if self.region.publishing:
+            self.region.publishing = False
+            self.region.feed(Setback(GeofedError(code, "x"), "publish"))
+
+    @precondition(lambda self: hasattr(self, "region") and self.region.machine.state == "training")
+    @rule(discard=st.booleans(), really=st.sampled_from([False, False, False, True]))
+    def it_is_stopped(self, discard: bool, really: bool) -> None:
+        if really:
+            self.region.feed(Stopped("enough", discard))
+            assert self.region.machine.state == "stopped"
+
+    def teardown(self) -> None:
+        if hasattr(self, "region"):
+            _all_goes_well(self.region)
+
+
+def _all_goes_well(region: Region) -> None:
+    region.feed(PublishAsked())
+    for _ in range(60):
+        if region.machine.over:
+            break
+        if region.preparing:
+            region.prepared()
+        if region.ps == "starting":
+            region.ps_listens()
+        if region.ps == "up":
+            for key in sorted(region.running):
+                region.worker_ends(key, slice_over=False)
+            region.ps_says()
+        if region.publishing:
+            region.published()
+        if region.pauses:
+            region.pause_ends()
+    assert region.machine.over, f"stuck in {region.machine.state}: {vars(region.machine)} {vars(region)}"
+    assert region.reports[-1].state == region.machine.state
+    if region.machine.state == "published":
+        assert region.finished
+        assert region.reports[-1].blob_digest == "sha256:model"
+    if region.machine.state == "failed":
+        assert region.reports[-1].error is not None
+        assert region.quit
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+
+
+def _training(workers: int = 2) -> Region:
+    region = Region(workers, 0)
+    region.prepared()
+    region.ps_listens()
+    assert region.machine.state == "training"
+    assert region.running == {(worker, 1) for worker in range(workers)}
+    return region
+
+
+def test_the_whole_way() -> None:
+    region = Region(2, 0)
+    _all_goes_well(region)
+    states = [report.state for report in region.reports]
+    assert states == ["preparing", "ready", "training", "finished", "published"]
+
+
+@pytest.mark.parametrize("code", sorted(FATAL))
+def test_what_trying_again_does_not_mend_fails_at_once(code: str) -> None:
+    region = _training()
+    region.running.discard((0, 1))
+    region.feed(WorkerEnded(0, 1, "failed", error=GeofedError(code, "the reason")))
+    assert region.machine.state == "failed"
+    last = region.reports[-1]
+    assert last.error is not None
+    assert (last.error.code, last.condition) == (code, "the reason")
+
+
+def _fail_a_worker(region: Region, code: str) -> None:
+    """And let the pause pass."""
+    worker, attempt = min(key for key in region.running if key[1] == region.machine.attempt)
+    region.running.discard((worker, attempt))
+    region.feed(WorkerEnded(worker, attempt, "failed", error=GeofedError(code, "x")))
+    if region.pauses:
+        region.pause_ends()
+
+
+def test_setbacks_without_progress_end_the_partition() -> None:
+    region = _training()
+    for _ in range(8):
+        _fail_a_worker(region, "FUNCTION_FAILED")
+        assert region.machine.state == "training"
+    _fail_a_worker(region, "FUNCTION_FAILED")
+    assert region.machine.state == "failed"
+
+
+def test_setbacks_with_progress_between_them_do_not() -> None:
+    region = _training()
+    for number in range(30):
+        _fail_a_worker(region, "FUNCTION_FAILED")
+        region.feed(PsSaid(PsView("training", "", number + 1)))
+    assert region.machine.state == "training"
+
+
+def test_a_worker_that_runs_out_of_memory_twice_ends_the_partition() -> None:
+    region = _training()
+    _fail_a_worker(region, "FUNCTION_OUT_OF_MEMORY")
+    assert region.machine.state == "training"
+    _fail_a_worker(region, "FUNCTION_OUT_OF_MEMORY")
+    assert region.machine.state == "failed"
+
+
+@pytest.mark.parametrize("code", ["DISK_FULL", "GATEWAY_UNAVAILABLE", "PORT_IN_USE"])
+def test_what_somebody_else_must_mend_is_waited_for(code: str) -> None:
+    region = _training()
+    for _ in range(100):
+        region.ps_dies(GeofedError(code, "no room"))
+        assert region.machine.condition == f"{code}: no room; trying again"
+        region.pause_ends()
+        region.ps_listens()
+    assert region.machine.state == "training"
+
+
+def test_an_unreachable_control_plane_does_not_lose_a_finished_job() -> None:
+    region = Region(1, 0)
+    region.prepared()
+    region.ps_listens()
+    region.worker_ends((0, 1), slice_over=False)
+    region.ps_says()
+    region.feed(PublishAsked())
+    for _ in range(100):
+        region.publishing = False
+        region.feed(Setback(GeofedError("UNAVAILABLE", "no route"), "publish"))
+        region.pause_ends()
+    region.published()
+    assert region.machine.state == "published"
+
+
+def test_a_worker_of_an_older_attempt_changes_nothing() -> None:
+    region = _training()
+    _fail_a_worker(region, "FUNCTION_FAILED")
+    before = dict(vars(region.machine))
+    for status in ("done", "continue", "failed"):
+        assert region.machine.handle(WorkerEnded(1, 1, status, error=GeofedError("TASK_FAILED", "x"))) == []
+    assert vars(region.machine) == before
+
+
+@pytest.mark.parametrize(
+    ("event", "longest"),
+    [(PsEnded(GeofedError("DISK_FULL", "x")), 3.0), (Setback(GeofedError("UNAVAILABLE", "x"), "prepare"), 15.0)],
+)
+def test_pauses_grow_and_are_bounded(event: Event, longest: float) -> None:
+    region = _training()
+    actions = [action for _ in range(40) for action in region.machine.handle(event)]
+    pauses = [action.seconds for action in actions if isinstance(action, Restart)]
+    assert pauses == sorted(pauses)
+    assert (pauses[0], pauses[-1]) == (0.2, longest)
+
+
+def test_a_higher_epoch_reaches_the_server() -> None:
+    region = _training()
+    configured = [a for a in region.machine.handle(Started(7)) if isinstance(a, ConfigurePs)]
+    assert [action.epoch for action in configured] == [7]
+    assert [a for a in region.machine.handle(Started(3)) if isinstance(a, ConfigurePs)] == []
+
+
+def test_a_server_at_a_new_address_is_told_to_the_control_plane() -> None:
+    region = _training()
+    region.ps_dies(GeofedError("UNAVAILABLE", "x"))
+    region.pause_ends()
+    region.ps = "up"
+    before = len(region.reports)
+    region.feed(PsReady("east:2"))
+    assert len(region.reports) == before + 1
+    assert region.machine.ps_address == "east:2"
+
+
+def test_the_end_is_told_when_both_the_server_and_the_last_worker_have_ended() -> None:
+    for server_first in (True, False):
+        region = _training(workers=1)
+        region.finished = True
+        steps = [region.ps_says, lambda region=region: region.worker_ends((0, 1), slice_over=False)]
+        for step in steps if server_first else reversed(steps):
+            assert region.machine.state == "training"
+            step()
+        assert region.machine.state == "finished"
+
+
+def test_a_new_attempt_is_told_to_the_server_before_its_workers_are_called() -> None:
+    region = _training()
+    region.running.discard((0, 1))
+    region.feed(WorkerEnded(0, 1, "failed", error=GeofedError("FUNCTION_FAILED", "x")))
+    kinds = [type(action) for action in region.machine.handle(Retry(region.pauses.pop()))]
+    assert kinds == [ConfigurePs, Invoke, Invoke]
+
+
+def test_a_model_that_was_asked_for_while_the_server_was_down_is_published_when_it_is_back() -> None:
+    region = _training(workers=1)
+    region.worker_ends((0, 1), slice_over=False)
+    region.ps_says()
+    region.ps_dies(GeofedError("UNAVAILABLE", "x"))
+    region.feed(PublishAsked())
+    assert not region.publishing
+    region.machine.handle(Retry(region.pauses.pop()))
+    region.ps = "up"
+    region.feed(PsReady("east:1"))
+    assert region.publishing
