@@ -105,7 +105,7 @@ class Engine:
         for action in self.machine.handle(event):
             self._carry_out(action)
         self._watch_exchange()
-        self._notify()
+        self.notify()
 
     async def ask(self, make: Callable[[int], Event], patience_seconds: float) -> Answer | None:
         """Feed a worker's call; its answer, or None if there is none within the worker's patience."""
@@ -129,7 +129,8 @@ class Engine:
             await self._changed.wait_for(lambda: self.version != version)
             return self.version
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Wake those who watch: something has changed."""
         self.version += 1
         self._start(self._wake())
 
@@ -200,7 +201,7 @@ class Engine:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(error)
-        self._notify()
+        self.notify()
 
     def _merge(self, action: Merge) -> Merged:
         vectors = [self._vector(key, "gradient") for key, _ in action.parts]

@@ -48,6 +48,8 @@ class LinkMeter:
     failures: int = 0
     up: bool = True
     """Whether the last attempt to speak to the peer succeeded."""
+    fault: str = ""
+    """Why the last attempt did not succeed, where ``up`` is false."""
 
 
 def manifest_to_proto(job: str, manifest: Manifest) -> sync_pb2.UpdateManifest:
@@ -76,9 +78,10 @@ class Courier:
         path_of: Callable[[int], Path],
         arrived: Callable[[str, int], None],
         stall: float,
+        broke: Callable[[], None] = lambda: None,
     ) -> None:
         self._job, self._identity, self._path_of, self._arrived = job, identity, path_of, arrived
-        self._stall_seconds = stall
+        self._stall_seconds, self._broke = stall, broke
         self.meter = LinkMeter()
         self._peer: Peer | None = None
         self._waiting: dict[int, Manifest] = {}
@@ -130,8 +133,9 @@ class Courier:
         told = error_of(error) if isinstance(error, grpc.RpcError) else error
         if self.meter.up:
             _log.warning("link to %s is down: %s", peer.region, told)
-        self.meter.up = False
+        self.meter.up, self.meter.fault = False, str(told) or type(told).__name__
         self.meter.failures += 1
+        self._broke()
 
     async def _carry(self, manifest: Manifest) -> bool:
         """Offer one update and send what is missing; True once it is durable there.

@@ -173,6 +173,7 @@ class Links:
                 lambda sequence: storage.update_path(own, sequence),
                 lambda peer, sequence: self._engine.feed(PeerHas(peer, sequence)),
                 self._config.stall_seconds,
+                self._engine.notify,
             )
             self.couriers[region] = courier
             task = asyncio.create_task(courier.run(), name=f"courier to {region}")
@@ -325,7 +326,7 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
         couriers = self._links.couriers
         return sync_pb2.PsStatus(
             phase="failed" if failed else progress.phase,
-            condition=failed.message if failed else progress.condition,
+            condition=failed.message if failed else self._condition(progress.condition),
             epoch=progress.epoch,
             attempt=progress.attempt,
             round=progress.sequence,
@@ -346,3 +347,12 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
             samples_per_second=progress.samples_per_second,
             links_down=sorted(region for region, courier in couriers.items() if not courier.meter.up),
         )
+
+    def _condition(self, waits: str) -> str:
+        """What is waited for, and why it may be long in coming."""
+        faults = [
+            f"the way to {region} is down: {courier.meter.fault}"
+            for region, courier in sorted(self._links.couriers.items())
+            if not courier.meter.up
+        ]
+        return "; ".join([*([waits] if waits else []), *faults])
