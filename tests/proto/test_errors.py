@@ -44,6 +44,19 @@ def test_every_code_is_used_and_every_code_that_is_used_is_listed() -> None:
     assert not unused, f"in the catalogue, but never raised: {unused}"
 
 
+def test_the_documentation_holds_every_code_as_it_is() -> None:
+    text = (ROOT / "docs" / "errors.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    statuses = {int(row[0]) for row in rows if row[0].isdigit()}
+    assert statuses == set(Exit)
+    codes = {row[0].strip("`"): row[1:] for row in rows if row[0].startswith("`")}
+    assert list(codes) == list(CATALOGUE)
+    for code, (status, again, meaning, hint) in codes.items():
+        entry = CATALOGUE[code]
+        assert (int(status), again == "yes", hint) == (entry.exit, entry.retryable, entry.hint), code
+        assert meaning.endswith("."), code
+
+
 class _Failing(control_pb2_grpc.ControlServicer):
     @answering
     async def GetJob(self, request: control_pb2.JobRequest, context: Any) -> control_pb2.Job:
