@@ -127,8 +127,6 @@ class Hub:
             async with asyncio.timeout(_DEFAULT_LEASE_SECONDS):
                 first = await call.read()
             if first is grpc.aio.EOF:
-                # Reading raises what ended the call, if it was an error.
-                await call
                 return
             self._welcomed(first.welcome)
             sending = asyncio.create_task(self._send(call, first.welcome.report_cursor))
@@ -160,7 +158,7 @@ class Hub:
             async with asyncio.timeout(self.lease_seconds * _SILENCE_LEASES):
                 message = await call.read()
             if message is grpc.aio.EOF:
-                await call
+                # Ended in order; had it been an error, reading would have raised it.
                 return
             self.last_heard = time.time()
             self._take(message, commands)
@@ -191,11 +189,13 @@ class Hub:
         heartbeat_due = 0.0
         while True:
             self._news.clear()
-            for seq, raw in self._store.reports_after(cursor):
-                message = agent_pb2.FromAgent.FromString(raw)
-                message.seq = seq
-                await call.write(message)
-                cursor = seq
+            while batch := self._store.reports_after(cursor):
+                for seq, raw in batch:
+                    message = agent_pb2.FromAgent.FromString(raw)
+                    message.seq = seq
+                    await call.write(message)
+                    cursor = seq
+            # Only behind every durable report, so that no older state arrives after a newer one.
             passing, self._passing = self._passing, {}
             for message in passing.values():
                 await call.write(message)
