@@ -5,6 +5,7 @@ The region's keys to its object store stay in the agent: a worker, which runs th
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,20 +44,21 @@ def _objects(uri: str, store: StoreConfig) -> tuple[ShardFile, ...]:
     parts = urlsplit(uri)
     bucket, prefix = parts.netloc, parts.path.lstrip("/")
     client, errors = _client(store)
-    try:
-        if not prefix.endswith("/"):
-            size = int(client.head_object(Bucket=bucket, Key=prefix)["ContentLength"])
-            return (_signed(client, bucket, prefix, Path(prefix).name, size),)
-        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
-        listed = [entry for page in pages for entry in page.get("Contents", ()) if not entry["Key"].endswith("/")]
-    except errors as error:
-        raise GeofedError("SHARD_UNREADABLE", f"{uri}: {error}") from None
-    if not listed:
-        raise GeofedError("SHARD_UNREADABLE", f"{uri} holds no objects")
-    return tuple(
-        _signed(client, bucket, entry["Key"], entry["Key"].removeprefix(prefix), int(entry["Size"]), folder=True)
-        for entry in listed
-    )
+    with contextlib.closing(client):
+        try:
+            if not prefix.endswith("/"):
+                size = int(client.head_object(Bucket=bucket, Key=prefix)["ContentLength"])
+                return (_signed(client, bucket, prefix, Path(prefix).name, size),)
+            pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+            listed = [entry for page in pages for entry in page.get("Contents", ()) if not entry["Key"].endswith("/")]
+        except errors as error:
+            raise GeofedError("SHARD_UNREADABLE", f"{uri}: {error}") from None
+        if not listed:
+            raise GeofedError("SHARD_UNREADABLE", f"{uri} holds no objects")
+        return tuple(
+            _signed(client, bucket, entry["Key"], entry["Key"].removeprefix(prefix), int(entry["Size"]), folder=True)
+            for entry in listed
+        )
 
 
 def _signed(client: Any, bucket: str, key: str, name: str, size: int, *, folder: bool = False) -> ShardFile:
@@ -79,6 +81,10 @@ def _client(store: StoreConfig) -> tuple[Any, tuple[type[Exception], ...]]:
         response_checksum_validation="when_required",
         retries={"max_attempts": 4, "mode": "standard"},
     )
-    session = boto3.Session(profile_name=store.profile, region_name=store.region)
-    client = session.client("s3", endpoint_url=store.endpoint_url, config=config)
-    return client, (BotoCoreError, ClientError)
+    errors = (BotoCoreError, ClientError)
+    try:
+        session = boto3.Session(profile_name=store.profile, region_name=store.region)
+        return session.client("s3", endpoint_url=store.endpoint_url, config=config), errors
+    except (*errors, ValueError) as error:
+        text = f"the object store at {store.endpoint_url or 'its default address'}: {error}"
+        raise GeofedError("CONFIG_INVALID", text, hint="correct the store in the region's file") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,8 +24,8 @@ def _start(session: Session, seq: int) -> None:
     session.say(seq, start=agent_pb2.StartPartition(job="job-1", region="east"))
 
 
-async def _until(holds: object) -> None:
-    while not holds():  # type: ignore[operator]
+async def _until(holds: Callable[[], object]) -> None:
+    while not holds():  # noqa: ASYNC110 - what is waited for knows of no event loop
         await asyncio.sleep(0.005)
 
 

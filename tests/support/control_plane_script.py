@@ -147,7 +147,7 @@ class Agent:
 
     def __init__(self, folder: Path, control_plane: ControlPlane, **life: Any) -> None:
         self.identity, self.store = Identity(folder), AgentStore(folder / "agent.db")
-        key_pem, request = make_request("east")
+        key_pem, _ = make_request("east")
         key = serialization.load_pem_private_key(key_pem, None)
         issued = control_plane.authority.issue("east", "east.region.geofed", key=key, **life)  # type: ignore[arg-type]
         federation = Federation("east", control_plane.address, "test")

@@ -1,0 +1,88 @@
+"""Meters and what they cost: what is billed equals what was used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from geofed_pb.v1 import sync_pb2
+from region_agent.billing import bill, invocation_amounts
+from region_agent.config import PricesConfig
+from region_agent.partition_machine import PartitionMachine
+from region_agent.partition_report import PartitionMeter, report_of
+from region_agent.store import AgentStore
+from region_agent.worker.invocation import Outcome
+
+PRICES = PricesConfig(
+    source="list", as_of="2026-01", function_usd_per_gb_second=2e-5, function_usd_per_request=2e-7,
+    server_usd_per_hour=0.05, egress_usd_per_gb=0.1, egress_to={"west": 0.02},
+)  # fmt: skip
+
+
+@given(st.floats(0, 1e5), st.integers(128, 1 << 16))
+def test_time_is_rounded_up_to_the_millisecond(seconds: float, memory_mb: int) -> None:
+    amounts = invocation_amounts(seconds, memory_mb)
+    billed = amounts["gb_seconds"] * 1024 / memory_mb
+    assert seconds - 1e-9 <= billed < seconds + 0.001 + 1e-9
+    assert billed * 1000 == pytest.approx(round(billed * 1000), abs=1e-6)
+    assert amounts["calls"] == 1.0
+
+
+def test_every_meter_is_billed_at_its_price() -> None:
+    meters = {"gb_seconds": 1e6, "calls": 5e6, "ps_seconds": 7200.0, "sent_bytes:west": 3e9, "sent_bytes:north": 2e9,
+              "received_bytes:west": 9e9, "compute_seconds": 5.0}  # fmt: skip
+    lines = {item.item: (item.quantity, item.unit, item.usd) for item in bill(meters, PRICES)}
+    assert lines == {
+        "function-seconds": (1e6, "GB-s", pytest.approx(20.0)),
+        "function-calls": (5e6, "1", pytest.approx(1.0)),
+        "parameter-server": (2.0, "h", pytest.approx(0.1)),
+        "egress to west": (3.0, "GB", pytest.approx(0.06)),
+        "egress to north": (2.0, "GB", pytest.approx(0.2)),
+    }
+    assert all(item.source == "list" for item in bill(meters, PRICES))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> AgentStore:
+    return AgentStore(tmp_path / "agent.db")
+
+
+def _status(sent: int, received: int, waited: float = 0.0) -> sync_pb2.PsStatus:
+    return sync_pb2.PsStatus(sent_bytes={"west": sent}, received_bytes={"west": received}, wait_seconds=waited)
+
+
+def test_a_servers_counters_are_added_over_its_lives(store: AgentStore) -> None:
+    meter = PartitionMeter(store, "job-1")
+    meter.server_started(100.0)
+    meter.server_said(_status(10, 1), 101.0)
+    meter.server_said(_status(15, 2, 0.5), 104.0)
+    meter.server_ended(105.0)
+    again = PartitionMeter(store, "job-1")
+    again.server_started(0.0)
+    again.server_said(_status(7, 7, 0.25), 2.0)
+    again.server_said(_status(7, 7, 0.25), 3.0)
+    assert again.values() == {
+        "sent_bytes:west": 22.0, "received_bytes:west": 9.0, "wait_seconds": 0.75, "ps_seconds": 8.0,
+    }  # fmt: skip
+
+
+def test_a_report_carries_the_account(store: AgentStore) -> None:
+    meter = PartitionMeter(store, "job-1")
+    meter.invocation_said(Outcome(status="continue", samples=500, compute_seconds=2.0))
+    store.add_to_meters("job-1", invocation_amounts(1.5, 2048) | {"sent_bytes:west": 1e9})
+    report = report_of(PartitionMachine("east", 1, epoch=3), "job-1", sync_pb2.PsStatus(step=9), meter, PRICES)
+    assert (report.job, report.epoch, report.step, report.samples_per_second) == ("job-1", 3, 9, 250.0)
+    assert report.sent_bytes == {"west": 10**9}
+    assert {line.item: line.quantity for line in report.money} == {
+        "function-seconds": 3.0, "function-calls": 1.0, "parameter-server": 0.0, "egress to west": 1.0,
+    }  # fmt: skip
+
+
+def test_unknown_prices_are_not_taken_for_zero(store: AgentStore) -> None:
+    report = report_of(
+        PartitionMachine("east", 1, epoch=1), "job-1", sync_pb2.PsStatus(), PartitionMeter(store, "job-1"), None
+    )
+    assert list(report.money) == []

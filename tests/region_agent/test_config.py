@@ -1,0 +1,157 @@
+"""The region's file: every mistake is named with its line, and paths are taken from its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import agent_pb2
+from region_agent.config import RegionConfig, load_config
+from region_agent.policy import check_partition
+
+WHOLE = """\
+apiVersion: geofed/v1
+kind: Region
+metadata: {name: east}
+cloud: aws
+capacity: {workers: 4, memoryMb: 1024}
+datasets:
+  digits:
+    splits:
+      train: {uri: data/train.npz, samples: 10}
+      test: {uri: data/test/, samples: 2}
+  far:
+    store: minio
+    splits:
+      train: {uri: "s3://bucket/train/", samples: 5}
+stores:
+  minio: {endpointUrl: "http://127.0.0.1:9000"}
+policy: {maxWorkersPerJob: 3}
+"""
+
+
+def _load(tmp_path: Path, text: str) -> RegionConfig:
+    path = tmp_path / "region.yaml"
+    path.write_text(text)
+    return load_config(path)
+
+
+def test_a_whole_file(tmp_path: Path) -> None:
+    config = _load(tmp_path, WHOLE)
+    assert config.name == "east"
+    assert config.datasets["digits"].splits["train"].uri == str(tmp_path / "data/train.npz")
+    assert config.datasets["digits"].splits["test"].uri == str(tmp_path / "data/test") + "/"
+    assert config.datasets["far"].splits["train"].uri == "s3://bucket/train/"
+
+
+def test_the_catalogue_tells_no_path_and_no_store(tmp_path: Path) -> None:
+    told = str(_load(tmp_path, WHOLE).catalogue())
+    assert "digits" in told
+    assert str(tmp_path) not in told
+    assert "s3://" not in told
+    assert "9000" not in told
+
+
+def test_paths_are_taken_from_the_files_folder(tmp_path: Path) -> None:
+    more = "channel: {path: shm}\ngateway: {kind: openfaas, url: 'http://g', image: i, userFile: u, passwordFile: /p}\n"
+    config = _load(tmp_path, WHOLE + more)
+    assert config.channel.path == tmp_path / "shm"
+    assert config.gateway.kind == "openfaas"
+    assert (config.gateway.user_file, config.gateway.password_file) == (tmp_path / "u", Path("/p"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("cloud: aws", "cloud: ''", "region.yaml:4: cloud: String should have at least 1 character"),
+        ("workers: 4", "workers: 0", "region.yaml:5: capacity.workers: Input should be greater than or equal to 1"),
+        ("samples: 10", "sample: 10", "region.yaml:9: datasets.digits.splits.train.sample: Extra inputs"),
+        ("samples: 10", "sample: 10", "region.yaml:9: datasets.digits.splits.train.samples: Field required"),
+        ("name: east", "name: ../east", "region.yaml:3: metadata.name: String should match pattern"),
+        ("store: minio", "store: mini", "region.yaml:12: datasets.far.store: 'mini' is not in stores"),
+        ("policy: {", "gateway: {kind: embedded, profil: ce}\npolicy: {", "region.yaml:17: gateway.embedded.profil"),
+        ("policy: {", "gateway: {kind: other}\npolicy: {", "region.yaml:17: gateway"),
+        ("policy: {", "server: {ports: [9, 9]}\npolicy: {", "region.yaml:17: server.ports"),
+        ("kind: Region", "kind: Regio", "region.yaml:2: kind: Input should be 'Region'"),
+        ("capacity: {workers: 4, memoryMb: 1024}\n", "", "region.yaml:1: capacity: Field required"),
+    ],
+)
+def test_a_mistake_is_named_with_its_line(tmp_path: Path, old: str, new: str, says: str) -> None:
+    assert WHOLE.count(old) == 1
+    with pytest.raises(GeofedError) as raised:
+        _load(tmp_path, WHOLE.replace(old, new))
+    assert raised.value.code == "CONFIG_INVALID"
+    assert says in raised.value.message
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(GeofedError) as raised:
+        _load(tmp_path, WHOLE.replace("workers: 4", "workers: 0").replace("cloud: aws", "clout: aws"))
+    assert len(raised.value.message.splitlines()) == 3
+
+
+@pytest.mark.parametrize("content", [b"", b"- a", b"a: [", b"\xff\xfe\x00", b"a: 1\na: 2\n"])
+def test_what_is_no_region_file_is_told(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "region.yaml"
+    path.write_bytes(content)
+    with pytest.raises(GeofedError) as raised:
+        load_config(path)
+    assert raised.value.code == "CONFIG_INVALID"
+    assert "region.yaml" in raised.value.message
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(GeofedError, match=r"there is no .*nowhere\.yaml"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+# The region's own word
+
+
+def _command(**changed: object) -> agent_pb2.StartPartition:
+    command = agent_pb2.StartPartition(
+        job="job-1",
+        region="east",
+        task=agent_pb2.TaskRef(dataset="digits", bundle_digest="sha256:" + "a" * 64),
+        plan=agent_pb2.PartitionPlan(workers=2, memory_mb=512, slice_seconds=30.0),
+    )
+    for path, value in changed.items():
+        *parts, name = path.split("__")
+        target = command
+        for part in parts:
+            target = getattr(target, part)
+        setattr(target, name, value)
+    return command
+
+
+def test_a_plan_within_the_rules_is_taken(tmp_path: Path) -> None:
+    check_partition(_load(tmp_path, WHOLE), _command())
+
+
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({"region": "west"}, "RESIDENCY_VIOLATION"),
+        ({"task__dataset": "other"}, "SHARD_UNREADABLE"),
+        ({"plan__workers": 4}, "FORBIDDEN"),
+        ({"plan__memory_mb": 2048}, "FORBIDDEN"),
+        ({"plan__slice_seconds": 0.0}, "LIMIT_EXCEEDED"),
+        ({"plan__slice_seconds": 3600.0}, "LIMIT_EXCEEDED"),
+        ({"plan__slice_seconds": float("nan")}, "LIMIT_EXCEEDED"),
+        ({"job": "../../etc"}, "CONFIG_INVALID"),
+        ({"job": ""}, "CONFIG_INVALID"),
+        ({"task__bundle_digest": "sha256:../../../etc/shadow"}, "CONFIG_INVALID"),
+    ],
+)
+def test_what_the_region_does_not_let_be_is_refused(tmp_path: Path, changed: dict[str, object], code: str) -> None:
+    with pytest.raises(GeofedError) as raised:
+        check_partition(_load(tmp_path, WHOLE), _command(**changed))
+    assert raised.value.code == code
+
+
+def test_a_region_may_take_no_jobs(tmp_path: Path) -> None:
+    config = _load(tmp_path, WHOLE.replace("maxWorkersPerJob: 3", "acceptJobs: false"))
+    with pytest.raises(GeofedError, match="takes no jobs"):
+        check_partition(config, _command())

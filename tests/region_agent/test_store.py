@@ -1,0 +1,168 @@
+"""What an agent must not forget, over a restart and over a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.small_disk import small_disk
+
+from geofed_pb.errors import GeofedError
+from region_agent.store import AgentStore
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "agent.db"
+
+
+def test_a_partition_is_there_after_a_restart(path: Path) -> None:
+    store = AgentStore(path)
+    store.took_start(1, "job-1", b"start", "key")
+    store.took_peers(2, "job-1", b"peers")
+    store.took_publish(3, "job-1")
+    store.keep_attempt("job-1", 4)
+    store.keep_attempt("job-1", 2)
+    store.keep_ports("job-1", 10, 20)
+    store.close()
+    (row,) = AgentStore(path).open_partitions()
+    assert (row.start, row.peers, row.publish, row.attempt) == (b"start", b"peers", True, 4)
+    assert (row.worker_port, row.exchange_port, row.token_key) == (10, 20, "key")
+    assert AgentStore(path).command_cursor() == 3
+
+
+def test_a_repeated_start_keeps_attempt_key_and_ports(path: Path) -> None:
+    store = AgentStore(path)
+    store.took_start(1, "job-1", b"old", "key")
+    store.keep_attempt("job-1", 4)
+    store.took_start(2, "job-1", b"new", "another key")
+    row = store.partition("job-1")
+    assert row is not None
+    assert (row.start, row.attempt, row.token_key) == (b"new", 4, "key")
+
+
+@pytest.mark.parametrize("command", ["took_start", "took_peers", "took_publish", "took_stop", "took"])
+def test_the_cursor_moves_with_the_command_or_not_at_all(path: Path, command: str) -> None:
+    store = AgentStore(path)
+    store.took_start(1, "job-1", b"start", "key")
+    store._db.execute("create trigger broken before insert on facts begin select raise(abort, 'no'); end")
+
+    def take() -> None:
+        if command == "took_start":
+            store.took_start(2, "job-2", b"x", "key")
+        elif command == "took_peers":
+            store.took_peers(2, "job-1", b"x")
+        elif command == "took_publish":
+            store.took_publish(2, "job-1")
+        elif command == "took_stop":
+            store.took_stop(2, "job-1", discard=True)
+        else:
+            store.took(2)
+
+    with pytest.raises(sqlite3.DatabaseError, match="no"):
+        take()
+    store.close()
+    again = AgentStore(path)
+    (row,) = again.open_partitions()
+    assert (row.job, row.peers, row.publish) == ("job-1", None, False)
+    assert again.command_cursor() == 1
+
+
+@pytest.mark.parametrize("discard", [False, True])
+def test_a_stop_is_remembered_until_it_is_carried_out(path: Path, discard: bool) -> None:
+    store = AgentStore(path)
+    store.took_start(1, "job-1", b"start", "key")
+    store.took_stop(2, "job-1", discard=discard)
+    store.add_to_meters("job-1", {"calls": 1.0})
+    store.close()
+    again = AgentStore(path)
+    assert again.open_partitions() == []
+    assert [(row.job, gone) for row, gone in again.stopped_partitions()] == [("job-1", discard)]
+    again.forget("job-1")
+    assert again.stopped_partitions() == []
+    assert again.partition("job-1") is None
+    assert again.meters("job-1") == {}
+
+
+def test_reports_keep_their_numbers(path: Path) -> None:
+    store = AgentStore(path)
+    for text in (b"a", b"b", b"c"):
+        assert store.add_report(text)
+    store.forget_reports(2)
+    store.close()
+    again = AgentStore(path)
+    assert again.reports_after(0) == [(3, b"c")]
+    again.forget_reports(3)
+    again.add_report(b"d")
+    assert again.reports_after(0) == [(4, b"d")]
+    assert again.reports_waiting() == 1
+    assert again.reports_after(4) == []
+
+
+def test_an_agent_that_lost_its_memory_numbers_its_reports_where_the_control_plane_is(path: Path) -> None:
+    store = AgentStore(path)
+    store.add_report(b"a")
+    store.add_report(b"b")
+    store.number_reports_after(7)
+    assert store.reports_after(0) == [(8, b"a"), (9, b"b")]
+    store.number_reports_after(3)
+    store.add_report(b"c")
+    assert [seq for seq, _ in store.reports_after(0)] == [8, 9, 10]
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 1e6)), max_size=20), st.integers(1, 5))
+def test_meters_add_up_over_restarts(
+    tmp_path_factory: pytest.TempPathFactory, amounts: list[tuple[str, float]], every: int
+) -> None:
+    path = tmp_path_factory.mktemp("meters") / "agent.db"
+    store = AgentStore(path)
+    expected: dict[str, float] = {}
+    for number, (name, amount) in enumerate(amounts):
+        store.add_to_meters("job", {name: amount})
+        expected[name] = expected.get(name, 0.0) + amount
+        if number % every == 0:
+            store.close()
+            store = AgentStore(path)
+    assert store.meters("job") == expected
+    assert store.meters("other") == {}
+    store.close()
+
+
+def test_an_open_invocation_is_found_after_a_crash_and_charged_once(path: Path) -> None:
+    store = AgentStore(path)
+    ended, open_ = store.invocation_begun("job-1", 100.0), store.invocation_begun("job-1", 101.0)
+    store.invocation_ended(ended, "job-1", {"calls": 1.0})
+    store.alive(105.5)
+    store.close()
+    again = AgentStore(path)
+    assert again.open_invocations() == [(open_, "job-1", 101.0)]
+    assert again.last_alive() == 105.5
+    again.invocation_ended(open_, "job-1", {"calls": 1.0})
+    assert again.open_invocations() == []
+    assert again.meters("job-1") == {"calls": 2.0}
+
+
+def test_what_happened_while_the_disk_was_full_is_written_when_there_is_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", bytes_=1 << 20) as folder:
+        store = AgentStore(folder / "agent.db")
+        ballast = folder / "ballast"
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 12))
+        stored = [store.add_report(b"x" * 4000) for _ in range(30)]
+        assert not stored[-1], "the disk was not full"
+        store.add_to_meters("job-1", {"calls": 1.0})
+        with pytest.raises(GeofedError) as raised:
+            store.took_start(1, "job-1", b"y" * 100_000, "key")
+        assert raised.value.code == "DISK_FULL"
+        assert store.command_cursor() == 0
+        ballast.unlink()
+        store.took_start(1, "job-1", b"start", "key")
+        assert store.reports_waiting() == 30
+        assert store.meters("job-1") == {"calls": 1.0}
+        store.close()
