@@ -8,34 +8,23 @@ threads besides it.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import queue
 import random
 import socket
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from region_agent.gateway.embedded import kernel
-from region_agent.gateway.embedded.replica_http import Answer, Event, ReplicaServer
+from region_agent.gateway.embedded.calls import CallQueue, Context, resolve_handler
+from region_agent.gateway.embedded.replica_http import ReplicaServer
 
-__all__ = ["Context", "ReplicaSpec", "main"]
+__all__ = ["ReplicaSpec", "main"]
 
 SOCKET_NAME = "s"
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a handler learns about where it runs."""
-
-    hostname: str
-    """Name of the replica."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +53,6 @@ class ReplicaSpec:
     """Emulated cold start."""
 
 
-Handler = Callable[[Event, Context], Any]
-
-
-@dataclass
-class _Call:
-    event: Event
-    answer: queue.SimpleQueue[Answer] = field(default_factory=queue.SimpleQueue)
-
-
 def main(control: socket.socket, parent_pid: int) -> int:
     """Become the replica that the control socket describes; returns the exit status."""
     spec = ReplicaSpec(**json.loads(_read_all(control)))
@@ -85,37 +65,13 @@ def main(control: socket.socket, parent_pid: int) -> int:
         time.sleep(spec.cold_start_s)
     _settle_libraries(spec.threads)
     sys.path.extend(path for path in spec.python_path if path not in sys.path)
-    handler = _resolve(spec.handler)
-    calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
-
-    def call(event: Event) -> Answer:
-        pending = _Call(event)
-        calls.put(pending)
-        return pending.answer.get()
-
-    server = ReplicaServer(listener, call, spec.max_inflight)
+    calls = CallQueue(resolve_handler(spec.handler), Context(spec.name))
+    server = ReplicaServer(listener, calls.call, spec.max_inflight)
     threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
-    context = Context(spec.name)
-    for number in range(1, spec.max_inflight):
-        threading.Thread(target=_work, args=(calls, handler, context), name=f"call-{number}", daemon=True).start()
     control.sendall(json.dumps({"ready": True, "isolation": isolation}).encode() + b"\n")
     control.close()
-    _work(calls, handler, context)
+    calls.work(spec.max_inflight)
     return 0
-
-
-def _work(calls: queue.SimpleQueue[_Call], handler: Handler, context: Context) -> None:
-    while True:
-        call = calls.get()
-        call.answer.put(_run(handler, call.event, context))
-
-
-def _run(handler: Handler, event: Event, context: Context) -> Answer:
-    try:
-        return Answer.of(handler(event, context))
-    except Exception as error:  # noqa: BLE001 - the handler is somebody else's code; its failure is an answer
-        traceback.print_exc()
-        return Answer(500, {"Content-Type": "text/plain"}, f"{type(error).__name__}: {error}".encode())
 
 
 def _read_all(control: socket.socket) -> bytes:
@@ -154,9 +110,3 @@ def _settle_libraries(threads: int) -> None:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(threads)
-
-
-def _resolve(reference: str) -> Handler:
-    module, _, function = reference.partition(":")
-    handler: Handler = getattr(importlib.import_module(module), function or "handle")
-    return handler

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from email.message import Message
 from http.server import BaseHTTPRequestHandler
@@ -77,6 +78,28 @@ class ReplicaServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         self.socket = listener
         self.call = call
         self.places = threading.BoundedSemaphore(max_inflight)
+        self.draining = False
+        """True once no further call is taken; the health paths say so."""
+        self._unanswered = 0
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """While a request is being answered."""
+        with self._changed:
+            self._unanswered += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._unanswered -= 1
+                self._changed.notify_all()
+
+    def drain(self, within_s: float) -> bool:
+        """Take no further call and wait until all are answered; False where the time was too short."""
+        self.draining = True
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._unanswered, within_s)
 
 
 class _Connection(BaseHTTPRequestHandler):
@@ -100,10 +123,13 @@ class _Connection(BaseHTTPRequestHandler):
             self.close_connection = True
             self._write(Answer(400, {}, str(error).encode()), started)
             return
-        self._write(self._answer(body), started)
+        with self.server.answering():
+            self._write(self._answer(body), started)
 
     def _answer(self, body: bytes) -> Answer:
         parts = urlsplit(self.path)
+        if self.server.draining:
+            return Answer(503, {"Retry-After": "1"}, b"draining")
         if parts.path == "/_/health":
             return Answer(200, {}, b"OK")
         ready = parts.path == "/_/ready"

@@ -204,7 +204,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Embedded]]:
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
     """One embedded gateway with the default configuration for all tests that leave it whole."""
-    embedded = Embedded(tmp_path_factory.mktemp("shared"))
+    embedded = Embedded(tmp_path_factory.mktemp("shared"), {"drain_timeout": "1s"})
     embedded.start()
     yield embedded
     embedded.kill()

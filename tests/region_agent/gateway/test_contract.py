@@ -23,6 +23,12 @@ pytestmark = pytest.mark.anyio
 SOON = timedelta(seconds=20)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _started(request: pytest.FixtureRequest) -> None:
+    """Start the shared gateway before the first test looks at what it might leave behind."""
+    request.getfixturevalue("embedded_session")
+
+
 async def test_deploy_list_get_delete(gateway) -> None:
     probe = await gateway.deploy(labels={**fixed_scale_labels(1), "team": "a"}, annotations={"topic": "t"})
     status = await gateway.client.get(probe.name)
