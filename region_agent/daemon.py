@@ -43,6 +43,7 @@ _LONGEST_LOG_LINE = 4000
 _LARGEST_LOG_BATCH_BYTES = 256 << 10
 _MOST_REPORTS_WAITING = 4096
 _RENEW_AGAIN_SECONDS = 30.0
+_CLOSING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,11 @@ class Agent:
                 task.result()
         finally:
             for task in tasks:
+                task.cancel()
+            if self._closing:
+                # What takes longer is done by the next start.
+                await asyncio.wait(self._closing, timeout=_CLOSING_SECONDS)
+            for task in self._closing:
                 task.cancel()
             await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
             await asyncio.gather(*(partition.close() for partition in self._partitions.values()))

@@ -66,6 +66,7 @@ _CALL_GRACE = timedelta(seconds=120)
 _TOKEN_GRACE = timedelta(seconds=300)
 _READY = timedelta(seconds=60)
 _METER_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,8 @@ class Partition:
         task = asyncio.create_task(self._guarded(work, failed))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # A task that is cancelled before its first step never comes to its work.
+        task.add_done_callback(lambda _: work.close())
 
     async def _guarded(self, work: Coroutine[Any, Any, None], failed: Callable[[GeofedError], Event]) -> None:
         try:
@@ -421,11 +424,23 @@ class Partition:
 
     async def _quit(self, action: Quit) -> None:
         await _cancelled(self._tasks - {asyncio.current_task()})
-        with contextlib.suppress(GeofedError):
-            await self._around.gateway.delete(self._function)
+        await self._delete_function()
         await asyncio.to_thread(shutil.rmtree, self._channel_address, ignore_errors=True)
         if action.discard:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    async def _delete_function(self) -> None:
+        """However long the gateway is away: a function that is left behind would cost money for ever."""
+        pause = 0.2
+        while True:
+            try:
+                await self._around.gateway.delete(self._function)
+                return
+            except GeofedError as error:
+                if not error.retryable:
+                    return
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
 
 
 async def _cancelled(tasks: Collection[asyncio.Task[Any] | None]) -> None:

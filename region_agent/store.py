@@ -157,9 +157,10 @@ class AgentStore:
         return [(row, False) for row in kept] + [(row, True) for row in discarded]
 
     def forget(self, job: str) -> None:
-        """A partition that was stopped is gone, and its account has been reported."""
+        """A partition that was stopped is gone, and its account has been reported; not if it has begun again."""
         with self._writing() as db:
-            for table in ("partitions", "meters", "invocations"):
+            gone = db.execute("delete from partitions where job = ? and stopped != 0", (job,)).rowcount
+            for table in ("meters", "invocations") if gone else ():
                 db.execute(f"delete from {table} where job = ?", (job,))
 
     def _partition_rows(self, where: str, *values: object) -> list[PartitionRow]:

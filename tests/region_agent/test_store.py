@@ -88,6 +88,17 @@ def test_a_stop_is_remembered_until_it_is_carried_out(path: Path, discard: bool)
     assert again.meters("job-1") == {}
 
 
+def test_a_partition_that_has_begun_again_is_not_forgotten(path: Path) -> None:
+    store = AgentStore(path)
+    store.took_start(1, "job-1", b"start", "key")
+    store.took_stop(2, "job-1", discard=True)
+    store.took_start(3, "job-1", b"again", "key")
+    store.add_to_meters("job-1", {"calls": 1.0})
+    store.forget("job-1")
+    assert [row.start for row in store.open_partitions()] == [b"again"]
+    assert store.meters("job-1") == {"calls": 1.0}
+
+
 def test_reports_keep_their_numbers(path: Path) -> None:
     store = AgentStore(path)
     for text in (b"a", b"b", b"c"):

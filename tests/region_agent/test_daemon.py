@@ -1,0 +1,92 @@
+"""What the daemon does beside its partitions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.pki import Authority
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import agent_pb2
+from region_agent import daemon
+from region_agent.config import RegionConfig
+from region_agent.daemon import Agent, _batches
+from region_agent.gateway import GatewayClient
+from region_agent.identity import Federation, Identity
+from region_agent.store import AgentStore
+
+
+def _line(text: str) -> agent_pb2.LogRecord:
+    return agent_pb2.LogRecord(job="job-1", source="worker 0", text=text)
+
+
+def test_log_batches_stay_below_what_a_message_may_hold() -> None:
+    lines = [_line(chr(8364) * 4000) for _ in range(500)]
+    batches = list(_batches(lines))
+    assert [line for batch in batches for line in batch] == lines
+    assert all(agent_pb2.LogBatch(records=batch).ByteSize() < 1 << 19 for batch in batches)
+    assert list(_batches([])) == []
+    assert list(_batches([_line("x")])) == [[_line("x")]]
+
+
+async def _until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110 - what is waited for knows of no event loop
+            await asyncio.sleep(0.005)
+
+
+def test_a_stop_that_a_crash_cut_short_is_carried_out_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RegionConfig.model_validate(
+        {
+            "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
+            "capacity": {"workers": 1}, "channel": {"path": str(tmp_path / "channel")},
+            "gateway": {"kind": "openfaas", "url": "http://127.0.0.1:9", "image": "i"},
+        }
+    )  # fmt: skip
+    tls = Authority().region("east")
+    Identity(tmp_path).store(Federation("east", "127.0.0.1:9", "test"), tls.key_pem, tls.certificate_pem, tls.ca_pem)
+    store = AgentStore(tmp_path / "agent.db")
+    start = agent_pb2.StartPartition(job="job-1", region="east", epoch=1)
+    store.took_start(1, "job-1", start.SerializeToString(), "key")
+    store.took_stop(2, "job-1", discard=True)
+    store.close()
+    for left in (tmp_path / "jobs" / "job-1" / "ps", tmp_path / "channel" / "job-1"):
+        left.mkdir(parents=True)
+
+    deleted: list[str] = []
+    gateway_is_back = False
+
+    async def delete(self: GatewayClient, name: str) -> None:
+        if not gateway_is_back:
+            raise GeofedError("GATEWAY_UNAVAILABLE", "x")
+        deleted.append(name)
+
+    async def run() -> AgentStore:
+        agent = Agent(config, tmp_path)
+        running = asyncio.create_task(agent.run())
+        await _until(lambda: agent._store.reports_waiting())
+        if gateway_is_back:
+            await _until(lambda: not agent._store.stopped_partitions())
+        agent.stopped.set()
+        await running
+        return AgentStore(tmp_path / "agent.db")
+
+    monkeypatch.setattr(GatewayClient, "delete", delete)
+    monkeypatch.setattr(daemon, "_CLOSING_SECONDS", 0.1)
+    store = asyncio.run(run())
+    assert [row.job for row, _ in store.stopped_partitions()] == ["job-1"]
+    store.close()
+    gateway_is_back = True
+    store = asyncio.run(run())
+    assert store.partition("job-1") is None
+    assert deleted == ["geofed-job-1"]
+    told = [agent_pb2.FromAgent.FromString(raw).partition for _, raw in store.reports_after(0)]
+    assert {(report.job, report.state) for report in told} == {("job-1", "stopped")}
+    store.close()
+    assert not (tmp_path / "jobs" / "job-1").exists()
+    assert not (tmp_path / "channel" / "job-1").exists()

@@ -1,0 +1,274 @@
+"""A partition with a real parameter server and a gateway that the test speaks for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from support.jobs import LINEAR_TASK, pack, write_samples
+from support.pki import Authority, write
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import agent_pb2
+from region_agent.config import RegionConfig
+from region_agent.identity import Identity
+from region_agent.partition import Partition, Surroundings
+from region_agent.partition_events import Happened, Stopped
+from region_agent.store import AgentStore
+from region_agent.worker.invocation import Invocation, Outcome
+from sync.framing import digest_of
+
+JOB = "job-1"
+
+
+class Gateway:
+    """Deploys nothing; what an invocation answers is the test's to say."""
+
+    def __init__(self) -> None:
+        self.calls: list[Invocation] = []
+        self.answers: list[Outcome | bytes | GeofedError] = []
+        self.deployed: list[str] = []
+        self.deleted = 0
+        self.delete_fails: list[GeofedError] = []
+        self.hold = asyncio.Event()
+
+    async def deploy(self, spec: Any) -> None:
+        self.deployed.append(spec.service)
+
+    async def scale(self, name: str, replicas: int) -> None: ...
+
+    async def wait_ready(self, name: str, replicas: int, timeout: timedelta) -> None: ...
+
+    async def delete(self, name: str) -> None:
+        if self.delete_fails:
+            raise self.delete_fails.pop(0)
+        self.deleted += 1
+
+    async def logs(self, name: str, follow: bool) -> AsyncIterator[Any]:
+        return
+        yield
+
+    async def invoke(self, name: str, body: bytes, *, timeout: timedelta) -> Any:
+        self.calls.append(Invocation.model_validate_json(body))
+        if not self.answers:
+            await self.hold.wait()
+        answer = self.answers.pop(0)
+        if isinstance(answer, GeofedError):
+            raise answer
+        return SimpleNamespace(status=200, body=answer if isinstance(answer, bytes) else answer.model_dump_json())
+
+
+def _servers() -> list[psutil.Process]:
+    """Parameter servers that this process has started."""
+    return [child for child in psutil.Process().children() if "sync.ps" in child.cmdline()]
+
+
+class Scene:
+    """A region around one partition."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        data = write_samples(folder / "data.npz", 20)
+        self.config = RegionConfig.model_validate(
+            {
+                "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
+                "capacity": {"workers": 2}, "policy": {"shipLogs": False},
+                "datasets": {"d": {"splits": {"train": {"uri": str(data), "samples": 20}}}},
+                "server": {"exchangeHost": "127.0.0.1"},
+            }
+        )  # fmt: skip
+        identity = Identity(folder)
+        write(Authority().region("east"), identity.folder)
+        self.store, self.gateway = AgentStore(folder / "agent.db"), Gateway()
+        self.reports: list[agent_pb2.PartitionReport] = []
+        self.happened: list[Happened] = []
+        self.lines: list[str] = []
+        self.bundle = pack({"task.py": LINEAR_TASK})
+        self.blobs = {digest_of([self.bundle]): self.bundle}
+        around = Surroundings(
+            config=self.config,
+            identity=identity,
+            store=self.store,
+            gateway=self.gateway,  # type: ignore[arg-type]
+            state_dir=folder,
+            channel_address=str(folder / "channel"),
+            image="image",
+            fetch_bundle=self._fetch,
+            publish_model=self._publish,
+            report=lambda message, durable: self.reports.append(message) if durable else None,
+            happened=lambda _, action: self.happened.append(action),
+            log=lambda job, source, line: self.lines.append(line),
+        )
+        start = agent_pb2.StartPartition(
+            job=JOB, region="east", epoch=1, regions=["east"],
+            task=agent_pb2.TaskRef(bundle_digest=digest_of([self.bundle]), module="task.py", dataset="d"),
+            plan=agent_pb2.PartitionPlan(
+                workers=1, batch=4, steps_per_round=1, rounds=1, memory_mb=512, slice_seconds=5.0,
+                channel="file", wan_policy="ma", codec="fp32",
+            ),
+        )  # fmt: skip
+        self.store.took_start(1, JOB, start.SerializeToString(), "a key of the right length for a test of it")
+        self.partition = Partition(around, start)
+
+    async def _fetch(self, digest: str) -> bytes:
+        return self.blobs[digest]
+
+    async def _publish(self, ps: Any) -> str:
+        return "sha256:model"
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        async with asyncio.timeout(20):
+            while not holds():  # noqa: ASYNC110 - what is waited for knows of no event loop
+                await asyncio.sleep(0.005)
+
+    async def training(self) -> None:
+        self.partition.begin()
+        await self.until(lambda: self.gateway.calls)
+
+    def server(self) -> psutil.Process:
+        (process,) = _servers()
+        return process
+
+
+def _play(act: Callable[[Scene], Awaitable[None]], folder: Path) -> None:
+    async def whole() -> None:
+        scene = Scene(folder)
+        try:
+            await act(scene)
+        finally:
+            await scene.partition.close()
+            scene.store.close()
+
+    asyncio.run(whole())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"not an outcome",
+        b'{"status": "perhaps"}',
+        Outcome(status="failed", code="FENCED"),
+        GeofedError("FUNCTION_FAILED", "x"),
+    ],
+)
+def test_a_worker_is_called_again_whatever_its_function_answered(
+    tmp_path: Path, answer: Outcome | bytes | GeofedError
+) -> None:
+    async def act(scene: Scene) -> None:
+        scene.gateway.answers = [answer]
+        await scene.training()
+        await scene.until(lambda: len(scene.gateway.calls) == 2)
+        assert [call.attempt for call in scene.gateway.calls] == [1, 2]
+        assert scene.partition.machine.state == "training"
+        assert scene.store.meters(JOB)["calls"] == 1.0
+
+    _play(act, tmp_path)
+
+
+def test_a_busy_function_is_asked_again_in_the_same_attempt(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        scene.gateway.answers = [GeofedError("FUNCTION_BUSY", "x"), Outcome(status="continue", resume_key="w/1/0/3")]
+        await scene.training()
+        await scene.until(lambda: len(scene.gateway.calls) == 3)
+        assert [(call.attempt, call.resume_key) for call in scene.gateway.calls] == [(1, ""), (1, ""), (1, "w/1/0/3")]
+        assert scene.happened == []
+
+    _play(act, tmp_path)
+
+
+def test_job_code_that_is_wrong_ends_the_partition_with_its_sentence(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        scene.gateway.answers = [Outcome(status="failed", code="TASK_FAILED", message="loss raised X at task.py:3")]
+        await scene.training()
+        await scene.partition.drained()
+        last = scene.reports[-1]
+        assert (last.state, last.error.code, last.condition) == ("failed", "TASK_FAILED", "loss raised X at task.py:3")
+        assert scene.gateway.deleted == 1
+        assert not (scene.folder / "channel" / JOB).exists()
+
+    _play(act, tmp_path)
+
+
+def test_no_key_of_the_region_is_in_an_invocation(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.training()
+        body = scene.gateway.calls[0].model_dump_json()
+        assert scene.store.partition(JOB).token_key not in body  # type: ignore[union-attr]
+        assert "PRIVATE KEY" not in body
+
+    _play(act, tmp_path)
+
+
+def test_a_killed_server_comes_back_under_its_ports_and_the_workers_stay(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.training()
+        before = scene.server()
+        address = scene.partition.machine.ps_address
+        os.kill(before.pid, signal.SIGKILL)
+        await scene.until(lambda: [h.kind for h in scene.happened] == ["ps-ended"])
+        assert scene.happened[0].text.endswith("the parameter server ended with signal SIGKILL")
+        await scene.until(lambda: scene.partition._ps is not None)
+        assert scene.server().pid != before.pid
+        assert scene.partition.machine.ps_address == address
+        assert len(scene.gateway.calls) == 1
+
+    _play(act, tmp_path)
+
+
+@pytest.mark.parametrize("moment", ["at once", "while the server starts", "while it trains"])
+def test_a_stop_at_any_moment_leaves_no_process_and_no_function(tmp_path: Path, moment: str) -> None:
+    async def act(scene: Scene) -> None:
+        scene.partition.begin()
+        if moment == "while the server starts":
+            await scene.until(_servers)
+        elif moment == "while it trains":
+            await scene.until(lambda: scene.gateway.calls)
+        scene.partition.feed(Stopped("cancelled", True))
+        await scene.partition.drained()
+        assert _servers() == []
+        assert scene.gateway.deleted == 1
+        assert not (scene.folder / "jobs" / JOB).exists()
+        assert scene.reports[-1].state == "stopped"
+
+    _play(act, tmp_path)
+
+
+def test_a_function_is_deleted_once_the_gateway_is_back(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        scene.gateway.delete_fails = [GeofedError("GATEWAY_UNAVAILABLE", "x")] * 2
+        await scene.training()
+        scene.partition.feed(Stopped("cancelled", False))
+        await scene.partition.drained()
+        assert scene.gateway.deleted == 1
+        assert (scene.folder / "jobs" / JOB).exists()
+
+    _play(act, tmp_path)
+
+
+def test_old_addresses_of_shards_are_signed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(scene: Scene) -> None:
+        scene.gateway.answers = [Outcome(status="continue"), Outcome(status="continue")]
+        signed: list[float] = []
+        original = scene.partition._sign_splits
+
+        async def sign(dataset: Any) -> None:
+            signed.append(time.monotonic())
+            await original(dataset)
+            # As if it had been long ago.
+            scene.partition._signed_at -= 1900
+
+        monkeypatch.setattr(scene.partition, "_sign_splits", sign)
+        await scene.training()
+        await scene.until(lambda: len(scene.gateway.calls) == 3)
+        assert len(signed) == 4
+
+    _play(act, tmp_path)
