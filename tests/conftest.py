@@ -35,11 +35,24 @@ def _nothing_is_left_behind() -> Iterator[None]:
     before = _traces()
     yield
     deadline = time.monotonic() + _GRACE_SECONDS
-    while left := {kind: now - before[kind] for kind, now in _traces().items() if now - before[kind]}:
+    while left := _left_since(before):
         if time.monotonic() > deadline:
             processes = [_describe(pid) for pid in left.get("processes", ())]
             raise AssertionError(f"left behind: {left} {processes}")
         time.sleep(0.05)
+
+
+def _left_since(before: dict[str, set[object]]) -> dict[str, set[object]]:
+    left = {kind: now - before[kind] for kind, now in _traces().items()}
+    # What a daemon of a longer-lived fixture has started is its own affair.
+    left["processes"] = {pid for pid in left["processes"] if not _ancestors(pid) & before["processes"]}
+    return {kind: found for kind, found in left.items() if found}
+
+
+def _ancestors(pid: object) -> set[object]:
+    with contextlib.suppress(psutil.Error):
+        return {parent.pid for parent in psutil.Process(int(str(pid))).parents()}
+    return set()
 
 
 def _traces() -> dict[str, set[object]]:

@@ -179,21 +179,27 @@ class JobMachine:
 
     def _published(self, event: Reported) -> None:
         if event.blob_bytes is None or not event.report.blob_digest:
-            if self.state.publishes >= MAX_PUBLISHES:
-                text = f"the model did not arrive whole from {event.region} after {MAX_PUBLISHES} attempts"
-                self._fail(event.at, Failure("DIGEST_MISMATCH", text))
-                return
-            part = self.state.partition(event.region)
-            if part is not None:
-                self._put(replace(part, state="finished"))
-            self.state = replace(self.state, publisher="")
-            self._ask_for_model()
+            self._not_published(event)
             return
         self.state = replace(
             self.state, blob_digest=event.report.blob_digest, blob_bytes=event.blob_bytes, publisher=""
         )
         self._stop_all("the job has succeeded")
         self._end(event.at, "succeeded", f"succeeded; the model is {event.report.blob_digest}")
+
+    def _not_published(self, event: Reported) -> None:
+        """A region believes to have handed the model in, but it is not here."""
+        part = self.state.partition(event.region)
+        if part is not None:
+            self._put(replace(part, state="finished"))
+        if event.region != self.state.publisher:
+            return
+        if self.state.publishes >= MAX_PUBLISHES:
+            text = f"the model did not arrive whole from {event.region} after {MAX_PUBLISHES} attempts"
+            self._fail(event.at, Failure("DIGEST_MISMATCH", text))
+            return
+        self.state = replace(self.state, publisher="")
+        self._ask_for_model()
 
     def _cancel_asked(self, event: CancelAsked) -> None:
         if self.state.phase == "cancelling":

@@ -7,6 +7,7 @@ import shutil
 import socket
 import sqlite3
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -42,22 +43,19 @@ def postgres_binaries() -> Path | None:
 
 
 @pytest.fixture(scope="session")
-def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def postgres_url() -> Iterator[str]:
     """A real server of one's own on a socket in a fresh folder."""
     binaries = postgres_binaries()
     if binaries is None:
         pytest.skip("PostgreSQL is not installed (Debian: postgresql)")
     as_user: list[str] = []
-    folder = tmp_path_factory.mktemp("pg")
+    # Not in pytest's folders: those are closed to others, and the server refuses to run as root.
+    folder = Path(tempfile.mkdtemp(prefix="geofed-pg-"))
     if os.geteuid() == 0:
-        # The server refuses root, and pytest's folders are closed to others.
         if shutil.which("setpriv") is None:
             pytest.skip("PostgreSQL refuses to run as root, and setpriv (util-linux) is missing")
         as_user = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"]
         shutil.chown(folder, "nobody", "nogroup")
-        for parent in [*folder.parents][: len(folder.relative_to(folder.anchor).parts) - 1]:
-            if parent.name.startswith("pytest-"):
-                parent.chmod(0o711)
     data = folder / "data"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -75,6 +73,7 @@ def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"postgresql://geofed@/postgres?host={folder}&port={port}"
     finally:
         call(str(binaries / "pg_ctl"), "-D", str(data), "-m", "immediate", "-w", "stop")
+        shutil.rmtree(folder)
 
 
 class Contract:

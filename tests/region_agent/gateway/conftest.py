@@ -281,3 +281,8 @@ async def gateway(request: pytest.FixtureRequest, anyio_backend: str) -> AsyncIt
     url = os.environ["GEOFED_TEST_GATEWAY_URL"]
     async with open_url(url, real_auth, Path(authority_file) if authority_file else None, image, None) as target:
         yield target
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _gateways_live_longer_than_a_test(shared: Embedded, embedded_session: object) -> None:
+    """Started before the first test looks at what is there, so that none of them counts as left behind."""
