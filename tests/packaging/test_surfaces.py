@@ -1,0 +1,81 @@
+"""What other rooms may use of a package is what it lists; a change of it is meant, or it is a mistake."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SURFACES = {
+    "deploy.emulator": {"CONTROL", "Emulator", "Link", "Profile", "load_profile", "profile_names"},
+    "region_agent.gateway": {
+        "BasicAuth",
+        "CallbackReceiver",
+        "CallbackResult",
+        "FunctionSpec",
+        "FunctionStatus",
+        "GatewayClient",
+        "LogLine",
+        "Response",
+        "RetryPolicy",
+        "fixed_scale_labels",
+        "timeout_env",
+    },
+    "scheduler": {
+        "Alternative",
+        "Capacity",
+        "Cost",
+        "Dataset",
+        "Declined",
+        "Demand",
+        "Estimate",
+        "Link",
+        "Partition",
+        "Plan",
+        "Prices",
+        "Range",
+        "Reason",
+        "Region",
+        "Snapshot",
+        "Split",
+        "estimate",
+        "plan",
+    },
+    "sync.channel": {"Channel", "FileChannel", "Usage", "open_channel"},
+    "sync.codec": {
+        "BFloat16",
+        "ChunkedTopK",
+        "Codec",
+        "ErrorFeedback",
+        "Float32",
+        "Int8Blocks",
+        "codec_named",
+        "codec_of",
+    },
+    "sync.collective": {"weighted_mean"},
+    "sync.flat": {"FlatModel"},
+    "sync.framing": {"Array", "Buffer", "Frame", "decode", "digest_of", "encode"},
+    "sync.layout": {"Layout", "Slot", "Vector"},
+    "sync.wan": {"Contribution", "DiLoCo", "ModelAverage", "Outer", "Policy", "policy_named"},
+}
+
+
+@pytest.mark.parametrize("name", sorted(SURFACES))
+def test_the_surface_is_frozen(name: str) -> None:
+    module = importlib.import_module(name)
+    assert set(module.__all__) == SURFACES[name]
+    visible = {
+        attribute
+        for attribute, value in vars(module).items()
+        if not attribute.startswith("_") and not hasattr(value, "__path__") and type(value).__name__ != "module"
+    }
+    borrowed = {a for a in visible - SURFACES[name] if getattr(vars(module)[a], "__module__", "") != name}
+    assert visible - borrowed <= SURFACES[name], "visible, but not listed"
+
+
+def test_no_package_is_called_proto() -> None:
+    """It would take the place of proto-plus, which every google-cloud package needs."""
+    assert not (ROOT / "proto" / "__init__.py").exists()
