@@ -1,0 +1,95 @@
+"""What the documentation names is there: files, commands, options, keys."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+from support.failures import command
+
+from control_plane.spec import load
+from region_agent.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("deploy/templates/*/README.md"))]
+COMMANDS = ("control-plane", "region-agent", "wan-emulator")
+TASK = "def model(config): ...\ndef dataset(uri, split, config): ...\ndef loss(model, batch): ...\n"
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_lead_to_files(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+    local = [target for target in targets if "://" not in target]
+    assert not [target for target in local if not (page.parent / target).exists()]
+
+
+def _calls(text: str) -> list[str]:
+    """Commands as they stand in blocks and in running text."""
+    whole = text.replace("\\\n", " ")
+    lines = re.findall(
+        r"^(?: {4}|source <\()?((?:control-plane|region-agent|wan-emulator)\b[^\n]*)", whole, re.MULTILINE
+    )
+    spans = re.findall(
+        r"`((?:control-plane|region-agent|wan-emulator) [^`]+)`", re.sub(r"```.*?```", "", whole, flags=re.S)
+    )
+    return [*lines, *spans]
+
+
+@lru_cache
+def _help(*words: str) -> str | None:
+    done = command(words[0], *words[1:], "--help")
+    return done.stdout if done.returncode == 0 else None
+
+
+def _wrong(call: str) -> str | None:
+    """What a command names that it does not have."""
+    bare = re.split(r"\s(?:#|\||[0-9]?>|&)|\)$", call)[0]
+    words = [word for word in shlex.split(bare.replace("…", "")) if word != "--debug"]
+    path = [words[0]]
+    text = _help(*path) or ""
+    for word in words[1:]:
+        if word.startswith("-") or not re.search(rf"^\W*{re.escape(word)}\b", text, re.MULTILINE):
+            break
+        path.append(word)
+        text = _help(*path) or ""
+    if len(words) > 1 and len(path) == 1 and not words[1].startswith("-"):
+        return f"{call}: there is no command {words[1]}"
+    options = [word.partition("=")[0] for word in words[len(path) :] if re.fullmatch(r"--?[a-z][\w-]*(=.*)?", word)]
+    missing = [option for option in options if not re.search(rf"(?<![\w-]){option}(?![\w-])", text)]
+    return f"{call}: {' '.join(path)} has no {', '.join(missing)}" if missing else None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_commands_and_options_are_there(page: Path) -> None:
+    assert not [wrong for call in _calls(page.read_text()) if (wrong := _wrong(call))]
+
+
+def _yaml(page: str) -> str:
+    (block,) = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
+    return str(block)
+
+
+def test_the_region_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
+    file = tmp_path / "region.yaml"
+    file.write_text(_yaml("region-file.md"))
+    config = load_config(file)
+    assert config.name == "frankfurt"
+    gateway = re.search(r"^    gateway:\n(?:     .*\n)+", (ROOT / "docs" / "production.md").read_text(), re.MULTILINE)
+    assert gateway is not None
+    other = "".join(line.removeprefix("    ") + "\n" for line in gateway[0].splitlines())
+    file.write_text(re.sub(r"^gateway:.*\n", other, _yaml("region-file.md"), flags=re.MULTILINE))
+    assert load_config(file).gateway.kind == "openfaas"
+
+
+def test_the_job_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(_yaml("job-file.md"))
+    (tmp_path / "task.py").write_text(TASK)
+    assert load(file, []).spec.metadata.name == "digits"
