@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 import uuid
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 _GRACE_SECONDS = 5.0
+_FOR_WANT_OF_A_PACKAGE = re.compile("not installed|missing|could not import")
 _RUN = uuid.uuid4().hex
 os.environ["GEOFED_TEST_RUN"] = _RUN
 
@@ -21,11 +23,12 @@ os.environ["GEOFED_TEST_RUN"] = _RUN
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     report = yield
-    if report.skipped and os.environ.get("CI") and not hasattr(report, "wasxfail"):
-        # On a machine that may install what it needs, a skip hides a missing install step.
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
-        report.outcome = "failed"
-        report.longrepr = f"skipped in CI: {reason}"
+    if report.skipped and os.environ.get("CI"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if _FOR_WANT_OF_A_PACKAGE.search(reason):
+            # On a machine that may install what it needs, such a skip hides a missing install step.
+            report.outcome = "failed"
+            report.longrepr = f"skipped in CI: {reason}"
     return report
 
 
