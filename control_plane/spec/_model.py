@@ -22,6 +22,8 @@ from pydantic.alias_generators import to_camel
 
 from control_plane._durations import format_duration, parse_duration
 
+LONGEST_SLICE = timedelta(minutes=10)
+
 
 def _auto_or_count(value: Any) -> int | Literal["auto"]:
     if value == "auto":
@@ -176,7 +178,14 @@ class Wan(_Section):
 class Function(_Section):
     memory_mb: AutoOrCount = "auto"
     slice: Duration = timedelta(seconds=30)
-    """An invocation ends at the first step boundary after this."""
+    """An invocation ends at the first step boundary after this; at most 10 minutes, as the workers' tokens live 15."""
+
+    @field_validator("slice")
+    @classmethod
+    def _within_a_tokens_life(cls, value: timedelta) -> timedelta:
+        if not timedelta(0) < value <= LONGEST_SLICE:
+            raise ValueError(f"give a duration of at most {format_duration(LONGEST_SLICE)}")
+        return value
 
 
 class Limits(_Section):

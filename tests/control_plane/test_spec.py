@@ -61,6 +61,7 @@ train:
   end: {steps: 4, epochs: 1}
 wan:
   codec: gzip
+function: {slice: 11m}
 """
     assert errors_of(job_file, text) == [
         "F:3:18: `metadata.name` must be a DNS label (lower-case letters, digits, hyphens), not 'Digits'",
@@ -69,6 +70,7 @@ wan:
         "F:7:3: unknown key `bacth` in train; did you mean `batch`?",
         "F:8:8: `train.end`: give exactly one of `epochs` and `steps`",
         "F:10:10: `wan.codec` must be 'auto', 'fp32', 'bf16', 'int8' or 'topk', not 'gzip'",
+        "F:11:19: `function.slice`: give a duration of at most 10m",
     ]
 
 
