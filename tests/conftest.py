@@ -80,8 +80,12 @@ def _marked() -> set[int]:
 
 
 def _children() -> set[int]:
-    found = psutil.Process().children(recursive=True)
-    return {child.pid for child in found if child.is_running() and child.status() != psutil.STATUS_ZOMBIE}
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE:
+                found.add(child.pid)
+    return found
 
 
 def _describe(pid: int) -> str:
