@@ -58,7 +58,7 @@ MNIST_SETTINGS = (
     "task.config.arch=lenet",
     "task.config.size=28",
     "task.config.lr=0.03",
-    "train.end.epochs=5",
+    "train.end.epochs=4",
     "wan.interval=60",
 )
 """Beside the template's own, which are for the digits."""
