@@ -39,6 +39,8 @@ def digits_sites(folder: Path, regions: Sequence[str], *, workers: int = 1, **mo
             "capacity": {"workers": workers, "memoryMb": 1024},
             "prices": PRICES,
             "datasets": {"digits": {"splits": splits}},
+            # A job that a test breaks off keeps its tensors for the agent's next start; they go with the test's folder.
+            "channel": {"kind": "file", "path": str(folder / "channels" / name)},
             **more,
         }
         sites.append(RegionSite(name, config))
