@@ -77,7 +77,8 @@ class LinkConfig(_Section):
     """What the operator knows of the way to another region."""
 
     rtt_ms: NotNegative
-    mbps: Positive
+    mbps: NotNegative
+    """0: there is no direct path; the regions' updates are passed on by others."""
 
 
 class StoreConfig(_Section):
@@ -133,7 +134,7 @@ class ServerConfig(_Section):
     worker_host: str = "127.0.0.1"
     """For this region's workers."""
     ports: Annotated[tuple[Port, Port], AfterValidator(_two_or_more)] | None = None
-    """First and last port for parameter servers, each of which takes two; default: any free ones."""
+    """First and last port for parameter servers, each of which takes three, or two if need be; default: any."""
 
 
 class RegionConfig(_Section):

@@ -49,6 +49,7 @@ from region_agent.partition_events import (
     WorkerEnded,
 )
 from region_agent.partition_machine import PartitionMachine
+from region_agent.partition_news import News
 from region_agent.partition_report import PartitionMeter, report_of, view_of
 from region_agent.ps_process import PsProcess, free_ports
 from region_agent.shards import SIGNATURE_LIFE, shard_files
@@ -116,6 +117,7 @@ class Partition:
         """Of the addresses in the splits, which are good for a limited time."""
         self._status = sync_pb2.PsStatus()
         self.meter = PartitionMeter(around.store, start.job)
+        self._news = News()
         self._tasks: set[asyncio.Task[None]] = set()
         self._wanted_config: ConfigurePs | None = None
 
@@ -266,10 +268,11 @@ class Partition:
 
     async def _while_ps_runs(self, ps: PsProcess) -> GeofedError:
         """Listen to it until it ends; returns why."""
-        self._around.store.keep_ports(self.job, ps.ports["worker"], ps.ports["exchange"])
+        self._around.store.keep_ports(self.job, ps.ports["worker"], ps.ports["exchange"], ps.ports.get("bulk", 0))
         self._row = self._around.store.partition(self.job) or self._row
         self._ps = ps
         self.meter.server_started(time.monotonic())
+        self._news.server_started()
         tasks = {asyncio.create_task(self._watch(ps)), (ended := asyncio.create_task(ps.ended()))}
         self.feed(PsReady(f"{self._around.config.advertise}:{ps.ports['exchange']}"))
         try:
@@ -284,13 +287,16 @@ class Partition:
     def _without_ports(self, error: GeofedError) -> Any:
         """A port that somebody else has taken is not asked for again."""
         if error.code == "PORT_IN_USE":
-            self._around.store.keep_ports(self.job, 0, 0)
+            self._around.store.keep_ports(self.job, 0, 0, 0)
         return self._around.store.partition(self.job) or self._row
 
     def _ps_config(self, action: StartPs) -> PsConfig:
         plan, server, identity = self.start.plan, self._around.config.server, self._around.identity
-        kept = (self._row.worker_port, self._row.exchange_port)
-        worker_port, exchange_port = free_ports(server.exchange_host, server.ports, kept)
+        kept = (self._row.worker_port, self._row.exchange_port, self._row.bulk_port)
+        worker_port, exchange_port, bulk_port = free_ports(server.exchange_host, server.ports, kept)
+        if bulk_port is None:
+            text = "server.ports has no free port for bulk streams: large updates take the exchange port, and longer"
+            self._around.log(self.job, "ps", text)
         return PsConfig(
             job=self.job,
             region=self.start.region,
@@ -303,12 +309,15 @@ class Partition:
             evaluate_every=plan.evaluate_every,
             wan_policy=plan.wan_policy,
             wan_settings=dict(plan.wan_settings),
+            shares=dict(plan.shares),
+            neighbours=tuple((pair.a, pair.b) for pair in plan.neighbours),
             codec=plan.codec,
             channel=plan.channel,
             channel_address=self._channel_address,
             state_dir=self._folder / "ps",
             worker_listen=f"{server.worker_host}:{worker_port}",
             exchange_listen=f"{server.exchange_host}:{exchange_port}",
+            bulk_port=bulk_port,
             ready_file=self._folder / "ps-ready.json",
             token_key=self._row.token_key,
             ca_file=identity.ca_file,
@@ -321,6 +330,8 @@ class Partition:
         try:
             async for status in ps.watch():
                 self._status = status
+                for told in self._news.of(status):
+                    self._around.happened(self.job, told)
                 if time.monotonic() - metered > _METER_SECONDS or status.phase == "finished":
                     metered = time.monotonic()
                     self.meter.server_said(status, metered)

@@ -40,6 +40,7 @@ class PartitionMeter:
         """Take over what the server's own counters have grown by."""
         counters = {f"sent_bytes:{region}": float(count) for region, count in status.sent_bytes.items()}
         counters |= {f"received_bytes:{region}": float(count) for region, count in status.received_bytes.items()}
+        counters |= {f"refused:{region}": float(count) for region, count in status.refused.items()}
         counters["wait_seconds"] = status.wait_seconds
         grown = {name: value - self._counted.get(name, 0.0) for name, value in counters.items()}
         self._counted = counters
@@ -95,6 +96,14 @@ def report_of(
         compute_seconds=compute,
         wait_seconds=meters.get("wait_seconds", 0.0),
         applied_updates=status.applied_updates,
+        link_rtt_ms=status.link_rtt_ms,
+        link_mbps=status.link_mbps,
+        link_streams=status.link_streams,
+        links_down=status.links_down,
+        staleness=status.staleness,
+        refused=_by_region(meters, "refused:"),
+        interval=status.interval,
+        codec=status.codec,
     )
 
 

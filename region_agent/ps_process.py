@@ -153,22 +153,29 @@ class PsProcess:
             self._log(line)
 
 
-def free_ports(host: str, within: tuple[int, int] | None, kept: tuple[int, int]) -> tuple[int, int]:
-    """Ports for a server's workers and for its peers: those that it had, else free ones within a range.
+def free_ports(host: str, within: tuple[int, int] | None, kept: tuple[int, int, int]) -> tuple[int, int, int | None]:
+    """Ports for a server's workers, its peers and their bulk streams: those that it had, else free ones in a range.
 
-    Without a range they are 0, which has the system choose. Raises ``GeofedError("PORT_IN_USE")`` where the range has
-    no two free ports; one that is taken between this look and the server's start is looked for anew by the next start.
+    Without a range they are 0, which has the system choose. A range with two free ports leaves none, None, for bulk
+    streams. Raises ``GeofedError("PORT_IN_USE")`` where it has fewer; a port that is taken between this look and the
+    server's start is looked for anew by the next start.
     """
-    if within is None or (all(within[0] <= port <= within[1] for port in kept)):
+    if within is None:
         return kept
-    found: list[int] = []
-    for port in range(within[0], within[1] + 1):
-        with contextlib.suppress(OSError), _listening(host, port):
-            found.append(port)
-        if len(found) == 2:
-            return found[0], found[1]
-    text = f"server.ports {within[0]}-{within[1]} holds {len(found)} free ports, a parameter server takes two"
-    raise GeofedError("PORT_IN_USE", text, hint="widen server.ports in the region's file, or end another job")
+    first, last = within
+    found = [port for port in kept if first <= port <= last]
+    if len(found) < 2 or found[:2] != list(kept[:2]):
+        found = []
+    for port in range(first, last + 1):
+        if len(found) == 3:
+            break
+        if port not in found:
+            with contextlib.suppress(OSError), _listening(host, port):
+                found.append(port)
+    if len(found) < 2:
+        text = f"server.ports {first}-{last} holds {len(found)} free ports, a parameter server takes two at least"
+        raise GeofedError("PORT_IN_USE", text, hint="widen server.ports in the region's file, or end another job")
+    return found[0], found[1], found[2] if len(found) == 3 else None
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -18,7 +18,8 @@ _SCHEMA = """
 create table if not exists facts (name text primary key, value text not null);
 create table if not exists partitions (
     job text primary key, start blob not null, peers blob, attempt integer not null, publish integer not null,
-    worker_port integer not null, exchange_port integer not null, token_key text not null, stopped integer not null);
+    worker_port integer not null, exchange_port integer not null, token_key text not null, stopped integer not null,
+    bulk_port integer not null default 0);
 create table if not exists reports (seq integer primary key autoincrement, message blob not null);
 create table if not exists meters (
     job text not null, name text not null, value real not null, primary key (job, name));
@@ -42,6 +43,7 @@ class PartitionRow:
     publish: bool
     worker_port: int
     exchange_port: int
+    bulk_port: int
     token_key: str
 
 
@@ -57,6 +59,10 @@ class AgentStore:
         self._db.execute("pragma journal_mode = wal")
         self._db.execute("pragma synchronous = full")
         self._db.executescript(_SCHEMA)
+        columns = {name for _, name, *_ in self._db.execute("pragma table_info(partitions)")}
+        if "bulk_port" not in columns:
+            # An older agent has made the table.
+            self._db.execute("alter table partitions add column bulk_port integer not null default 0")
 
     def close(self) -> None:
         self._db.close()
@@ -112,7 +118,8 @@ class AgentStore:
     def took_start(self, seq: int, job: str, start: bytes, token_key: str) -> None:
         with self._writing() as db:
             db.execute(
-                "insert into partitions values (?, ?, null, 0, 0, 0, 0, ?, 0)"
+                "insert into partitions (job, start, attempt, publish, worker_port, exchange_port, token_key, stopped)"
+                " values (?, ?, 0, 0, 0, 0, ?, 0)"
                 " on conflict (job) do update set start = excluded.start, stopped = 0",
                 (job, start, token_key),
             )
@@ -164,7 +171,7 @@ class AgentStore:
                 db.execute(f"delete from {table} where job = ?", (job,))
 
     def _partition_rows(self, where: str, *values: object) -> list[PartitionRow]:
-        fields = "job, start, peers, attempt, publish, worker_port, exchange_port, token_key"
+        fields = "job, start, peers, attempt, publish, worker_port, exchange_port, bulk_port, token_key"
         with self._lock:
             found = self._db.execute(f"select {fields} from partitions {where} order by job", values).fetchall()
         return [
@@ -177,11 +184,11 @@ class AgentStore:
         with self._writing() as db:
             db.execute("update partitions set attempt = max(attempt, ?) where job = ?", (attempt, job))
 
-    def keep_ports(self, job: str, worker_port: int, exchange_port: int) -> None:
+    def keep_ports(self, job: str, worker_port: int, exchange_port: int, bulk_port: int) -> None:
         with self._writing() as db:
             db.execute(
-                "update partitions set worker_port = ?, exchange_port = ? where job = ?",
-                (worker_port, exchange_port, job),
+                "update partitions set worker_port = ?, exchange_port = ?, bulk_port = ? where job = ?",
+                (worker_port, exchange_port, bulk_port, job),
             )
 
     # Reports to the control plane

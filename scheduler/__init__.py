@@ -1,6 +1,7 @@
 """Every decision of geofed, as pure functions over dataclasses: no I/O, no clock, nothing of the other rooms."""
 
 from scheduler._estimate import estimate
+from scheduler._link import LinkTable, Path, link_table
 from scheduler._model import (
     Alternative,
     Capacity,
@@ -20,6 +21,14 @@ from scheduler._model import (
     Split,
 )
 from scheduler._plan import plan
+from scheduler._topology import (
+    Topologies,
+    Topology,
+    choose_topology,
+    evaluate_topology,
+    rechosen,
+    weigh_topologies,
+)
 
 __all__ = [
     "Alternative",
@@ -30,7 +39,9 @@ __all__ = [
     "Demand",
     "Estimate",
     "Link",
+    "LinkTable",
     "Partition",
+    "Path",
     "Plan",
     "Prices",
     "Range",
@@ -38,6 +49,13 @@ __all__ = [
     "Region",
     "Snapshot",
     "Split",
+    "Topologies",
+    "Topology",
+    "choose_topology",
     "estimate",
+    "evaluate_topology",
+    "link_table",
     "plan",
+    "rechosen",
+    "weigh_topologies",
 ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 __all__ = ["CODEC_BYTES_PER_SECOND", "SIZE_FACTOR", "update_bytes"]
 
-SIZE_FACTOR = {"fp32": 1.0, "bf16": 0.5, "int8": 0.251, "topk": 0.0072}
+SIZE_FACTOR = {"fp32": 1.0, "bf16": 0.5, "int8": 0.251, "ternary": 0.052, "topk": 0.0072}
 """Bytes of an encoded update over those in float32."""
-CODEC_BYTES_PER_SECOND = {"fp32": float("inf"), "bf16": 200e6, "int8": 300e6, "topk": 200e6}
+CODEC_BYTES_PER_SECOND = {"fp32": float("inf"), "bf16": 200e6, "int8": 300e6, "ternary": 100e6, "topk": 200e6}
 """float32 bytes encoded and decoded in a second by one core, error feedback included; on the low side."""
 FRAME_BYTES = 256
 """Prefix, table and alignment of an update's frame."""

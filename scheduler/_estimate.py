@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 
 from scheduler._codec import CODEC_BYTES_PER_SECOND, update_bytes
+from scheduler._link import LinkTable, line_bytes, link_table, pace
 from scheduler._model import Cost, Estimate, Partition, Plan, Range, Region, Snapshot
+from scheduler._topology import Topology, evaluate_topology
 
 PRIOR_SAMPLES_PER_SECOND = 1000.0
 """One worker, when nobody has stated or measured anything: a small CNN on one core."""
 PRIOR_MODEL_BYTES = 1_000_000
-PRIOR_RTT_MS = 150.0
-PRIOR_MBPS = 100.0
 PRIOR_START_SECONDS = 5.0
 """From the answer to the first step: deploy, fork, load code and data."""
-PROTOCOL_OVERHEAD = 1.05
-"""Bytes on the line over bytes of the message: framing, TLS, HTTP/2, acknowledgements."""
-FIRST_WINDOW_BYTES = 14_600
-"""What TCP sends before the first acknowledgement: ten segments (RFC 6928)."""
-UNASKED_BYTES = 1 << 20
-"""Up to this size an update is sent without an offer before it."""
 MERGE_SECONDS = 0.004
 """One step's merge among the workers of a partition, for a small model on one machine."""
-CONTROL_BYTES_PER_ROUND = 4_000
-"""Of one parameter server to each peer: offers, answers, keep-alives."""
 
 _SPREAD = {"measured": (0.75, 1.4), "stated": (0.5, 2.0), "prior": (0.2, 5.0)}
 """How far time may stray from what is expected, by what the expectation rests on."""
@@ -38,29 +31,32 @@ def worker_speed(region: Region, snapshot: Snapshot) -> float:
 def estimate(plan: Plan, snapshot: Snapshot) -> Estimate:
     """Predict a plan.
 
-    A round takes as long as its slowest region: compute, then the exchange over its slowest link (synchronous
-    model averaging over a full mesh: every region sends its update to every other one).
+    A round takes as long as its slowest region: compute, then the exchange over the plan's neighbours, where every
+    region waits for the updates of all others; in the background the longer of both, and one exchange at the end.
     """
     regions = {region.name: region for region in snapshot.regions}
-    names = [part.region for part in plan.partitions]
+    taking_part = [regions[part.region] for part in plan.partitions]
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
-    first, later = update_bytes(model_bytes, "fp32"), update_bytes(model_bytes, plan.codec)
+    first = update_bytes(model_bytes, "fp32")
     basis = _basis(plan, regions, snapshot)
-    compute = max(_round_compute_seconds(part) for part in plan.partitions)
-    pairs = [(regions[a], b) for a in names for b in names if a != b]
-    exchange = exchange_seconds(pairs, model_bytes, plan.codec)
+    compute = max(round_compute_seconds(part) for part in plan.partitions)
+    table = link_table(taking_part)
+    topology = topology_of(plan, table, update_bytes(model_bytes, plan.codec))
+    exchange = exchange_seconds(topology, model_bytes, plan.codec)
     # The model that all begin with travels once, whole, before the first round.
-    contact = max((_first_contact_seconds(source, to) for source, to in pairs), default=0.0)
-    contact += exchange_seconds(pairs, model_bytes, "fp32")
+    begun_by = plan.partitions[0].region
+    way = _ways_from(begun_by, topology, table, first)
+    contact = 3 * max((table[link].rtt_seconds for link in _directed(topology)), default=0.0)
+    if len(taking_part) > 1:
+        contact += coding_seconds(model_bytes, "fp32") + max(at for at, _ in way.values())
     start = snapshot.start_seconds if snapshot.start_seconds is not None else PRIOR_START_SECONDS
-    seconds = start + contact + plan.rounds * (compute + exchange)
-    per_round = later * PROTOCOL_OVERHEAD + CONTROL_BYTES_PER_ROUND
-    link_bytes = {
-        f"{a}>{b}": int(plan.rounds * per_round + (first * PROTOCOL_OVERHEAD if a == names[0] else 0))
-        for a in names
-        for b in names
-        if a != b
-    }
+    rounds = plan.rounds * (compute + exchange)
+    if plan.background:
+        rounds = plan.rounds * max(compute, exchange) + exchange
+    seconds = start + contact + rounds
+    link_bytes = {link: plan.rounds * sent for link, sent in topology.bytes_per_round_by_link.items()}
+    for to, (_, source) in way.items():
+        link_bytes[f"{source}>{to}"] += int(line_bytes(first))
     items = tuple(
         cost for part in plan.partitions for cost in _bill(part, plan, regions[part.region], seconds, start, link_bytes)
     )
@@ -78,6 +74,23 @@ def estimate(plan: Plan, snapshot: Snapshot) -> Estimate:
     )
 
 
+def waiting_usd_per_second(parts: Sequence[Partition], regions: Mapping[str, Region]) -> float:
+    """What the regions of a plan cost while they wait for each other."""
+    usd = 0.0
+    for part in parts:
+        prices = regions[part.region].prices
+        if prices is not None:
+            usd += part.workers * part.memory_mb / 1024 * prices.function_usd_per_gb_second
+            usd += prices.server_usd_per_hour / 3600
+    return usd
+
+
+def speeds_known(names: Iterable[str], snapshot: Snapshot) -> bool:
+    """Whether every region's speed was measured or stated."""
+    stated = {region.name for region in snapshot.regions if region.capacity.samples_per_second}
+    return all(name in snapshot.speeds or name in stated for name in names)
+
+
 def _basis(plan: Plan, regions: dict[str, Region], snapshot: Snapshot) -> str:
     names = [part.region for part in plan.partitions]
     if all(name in snapshot.speeds for name in names) and snapshot.model_bytes:
@@ -87,44 +100,54 @@ def _basis(plan: Plan, regions: dict[str, Region], snapshot: Snapshot) -> str:
     return "prior"
 
 
-def _round_compute_seconds(part: Partition) -> float:
+def round_compute_seconds(part: Partition) -> float:
     merging = MERGE_SECONDS if part.workers > 1 else 0.0
     return part.steps_per_round * (part.batch / part.samples_per_second + merging)
 
 
-def exchange_seconds(pairs: Sequence[tuple[Region, str]], model_bytes: int, codec: str) -> float:
+def coding_seconds(model_bytes: int, codec: str) -> float:
+    """An update coded and decoded."""
+    return model_bytes / CODEC_BYTES_PER_SECOND[codec]
+
+
+def exchange_seconds(topology: Topology, model_bytes: int, codec: str) -> float:
     """Until every region has every update of a round, coded and decoded; 0 for a single region."""
-    if not pairs:
-        return 0.0
-    coding = model_bytes / CODEC_BYTES_PER_SECOND[codec]
-    size = update_bytes(model_bytes, codec)
-    return coding + max(_exchange_seconds(source, to, size) for source, to in pairs)
+    return coding_seconds(model_bytes, codec) + topology.seconds if topology.links else 0.0
 
 
-def _exchange_seconds(source: Region, destination: str, update_bytes: int) -> float:
-    """One update over one link, until the other side has it; links are taken to be independent.
+def topology_of(plan: Plan, table: LinkTable, update_bytes: int) -> Topology:
+    """The plan's topology over the links as they are; a plan that names no neighbours is of a mesh.
 
-    The congestion window, which has shrunk since the round before, doubles with each round trip until the update is
-    through or the line is full; the last flight needs one way only. A large update is offered first and sent when the
-    answer is there.
+    Raises ValueError where two neighbours have no direct path.
     """
-    rtt, rate = _link(source, destination)
-    line_bytes = update_bytes * PROTOCOL_OVERHEAD
-    flights = max(1.0, math.log2(1 + min(line_bytes, rate * rtt) / FIRST_WINDOW_BYTES))
-    offer = 1.0 if update_bytes > UNASKED_BYTES else 0.0
-    return rtt * (offer + flights - 0.5) + line_bytes / rate
+    names = [part.region for part in plan.partitions]
+    kind, _, hubs = plan.topology.partition(" via ")
+    links = plan.neighbours or tuple(combinations(sorted(names), 2))
+    planned = Topology(kind, tuple(hubs.split(", ")) if hubs else (), links, 0.0, 0.0)
+    found = evaluate_topology(planned, table, update_bytes)
+    if found is None:
+        raise ValueError(f"the plan's neighbours have no direct path: {plan.neighbours}")
+    return found
 
 
-def _first_contact_seconds(source: Region, destination: str) -> float:
-    """TCP and TLS with certificates of both sides, before the first update."""
-    return 3 * _link(source, destination)[0]
+def _directed(topology: Topology) -> list[tuple[str, str]]:
+    return [way for a, b in topology.links for way in ((a, b), (b, a))]
 
 
-def _link(source: Region, destination: str) -> tuple[float, float]:
-    """Round trip in seconds and rate in bytes/s."""
-    link = next((known for known in source.links if known.destination == destination), None)
-    rtt_ms, mbps = (link.rtt_ms, link.mbps) if link else (PRIOR_RTT_MS, PRIOR_MBPS)
-    return rtt_ms / 1e3, mbps * 1e6 / 8
+def _ways_from(source: str, topology: Topology, table: LinkTable, update_bytes: int) -> dict[str, tuple[float, str]]:
+    """When one message from `source` is at each other region, and from which neighbour it comes (Dijkstra)."""
+    took = {link: pace(table[link], update_bytes).total_seconds for link in _directed(topology)}
+    queue, reached = [(0.0, source, "")], dict[str, tuple[float, str]]()
+    while queue:
+        at, region, before = heapq.heappop(queue)
+        if region in reached:
+            continue
+        reached[region] = at, before
+        for (a, b), seconds in took.items():
+            if a == region and b not in reached:
+                heapq.heappush(queue, (at + seconds, b, a))
+    del reached[source]
+    return reached
 
 
 def _bill(

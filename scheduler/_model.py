@@ -64,6 +64,7 @@ class Link:
     destination: str
     rtt_ms: float
     mbps: float
+    """0: there is no direct path."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,11 @@ class Demand:
     wan_policy: str | None = None
     wan_settings: dict[str, float] = field(default_factory=dict)
     """Of the policy, where the job file sets them."""
+    exchange: str | None = None
+    """"synchronous" or "background"; None: the plan says."""
     codec: str | None = None
+    topology: str | None = None
+    """A kind: "mesh", "star", "tree", "ring", "two-level"; None: the plan says."""
     evaluate_every: int = 0
     """Rounds between evaluations; 0: only after the last."""
     minimise: str = "cost"
@@ -206,6 +211,7 @@ class Plan:
     wan_policy: str
     codec: str
     topology: str
+    """"mesh", "partial-mesh", "star via HUB", "tree", "ring" or "two-level via HUB, HUB"."""
     slice_seconds: float
     seed: int
     evaluate_every: int
@@ -214,7 +220,29 @@ class Plan:
     """The verdict for each shard, by region."""
     alternatives: tuple[Alternative, ...] = ()
     wan_settings: dict[str, float] = field(default_factory=dict)
-    """Of the policy."""
+    """Of policy and exchange."""
+
+    @property
+    def background(self) -> bool:
+        """Whether training goes on while updates travel."""
+        return bool(self.wan_settings.get("background"))
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What each region contributes to the mean of a round, by its samples; their sum is 1."""
+        samples = {part.region: part.workers * part.batch * part.steps_per_round for part in self.partitions}
+        total = sum(samples.values())
+        return {region: count / total for region, count in samples.items()}
+
+    neighbours: tuple[tuple[str, str], ...] = ()
+    """Regions that exchange directly, as sorted pairs; what the others need is passed on. Empty: all pairs."""
+    exchange_seconds: float = 0.0
+    """Expected, of one round: from the end of its compute until every region has every update, coding included."""
+
+    def neighbours_of(self, region: str) -> tuple[str, ...]:
+        """The regions that one exchanges with directly, sorted."""
+        pairs = self.neighbours or tuple((region, part.region) for part in self.partitions)
+        return tuple(sorted({name for pair in pairs if region in pair for name in pair} - {region}))
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from scheduler._estimate import PRIOR_MODEL_BYTES, estimate, exchange_seconds, worker_speed
+from scheduler._estimate import estimate, worker_speed
 from scheduler._model import Declined, Demand, Estimate, Partition, Plan, Range, Reason, Region, Snapshot
+from scheduler._wan import choose_wan
 
 DEFAULT_INTERVAL_STEPS = 20
 """Local steps between WAN exchanges where the job file says `auto` (the H = 20 of wan-sync measurements)."""
+POLICY_INTERVAL_STEPS = {"bsp": 1, "asgd": 1, "asp": 1, "asgd-ga": 4}
+"""Of policies that have one of their own; 4 is the smaller of the accumulation frequencies of Cloudless-Training."""
 DEFAULT_MEMORY_MB = 1024
-WORTH_CODING = 0.9
-"""An update is coded only if that takes a tenth off the exchange."""
 
 
 def plan(snapshot: Snapshot, demand: Demand) -> Plan | Declined:
@@ -34,6 +35,9 @@ def plan(snapshot: Snapshot, demand: Demand) -> Plan | Declined:
     if reasons:
         return Declined(tuple(reasons))
     partitions, rounds, interval = _steps(partitions, demand)
+    wan = choose_wan(candidates, partitions, snapshot, demand, rounds)
+    if isinstance(wan, Declined):
+        return wan
     chosen = Plan(
         partitions=tuple(partitions),
         rounds=rounds,
@@ -41,29 +45,21 @@ def plan(snapshot: Snapshot, demand: Demand) -> Plan | Declined:
         collective=demand.collective or "server-reduce",
         channel=demand.channel or "file",
         wan_policy=demand.wan_policy or "ma",
-        wan_settings=demand.wan_settings,
-        codec=demand.codec or _codec(candidates, snapshot),
-        topology="mesh",
+        wan_settings=wan.settings,
+        codec=wan.codec,
+        topology=wan.topology.name,
+        neighbours=wan.topology.links,
+        exchange_seconds=wan.exchange_seconds,
         slice_seconds=demand.slice_seconds,
         seed=demand.seed,
         evaluate_every=demand.evaluate_every,
         estimate=_NOTHING,
         residency={region.name: _verdict(region, demand) for region in candidates},
+        alternatives=wan.alternatives,
     )
     chosen = replace(chosen, estimate=estimate(chosen, snapshot))
     too_much = _beyond_limits(chosen, demand)
     return Declined(too_much) if too_much else chosen
-
-
-def _codec(regions: list[Region], snapshot: Snapshot) -> str:
-    """float32, or 8-bit blocks with error feedback where they make a round's exchange notably shorter.
-
-    What saves more (top-k) changes how training converges, and is for the user to choose.
-    """
-    pairs = [(a, b.name) for a in regions for b in regions if a is not b]
-    model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
-    plain, coded = (exchange_seconds(pairs, model_bytes, codec) for codec in ("fp32", "int8"))
-    return "int8" if coded < plain * WORTH_CODING else "fp32"
 
 
 def _candidates(snapshot: Snapshot, demand: Demand) -> tuple[list[Region], list[Reason]]:
@@ -188,7 +184,8 @@ def _steps(partitions: list[Partition], demand: Demand) -> tuple[list[Partition]
     per_epoch = [max(1, math.ceil(part.samples / (part.batch * part.workers))) for part in partitions]
     longest = max(per_epoch)
     total = demand.steps if demand.steps is not None else max(1, round((demand.epochs or 1.0) * longest))
-    interval = min(demand.interval or DEFAULT_INTERVAL_STEPS, total)
+    usual = POLICY_INTERVAL_STEPS.get(demand.wan_policy or "", DEFAULT_INTERVAL_STEPS)
+    interval = min(demand.interval or usual, total)
     rounds = math.ceil(total / interval)
     interval = math.ceil(total / rounds)
     stepped = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import torch
 
@@ -9,6 +11,9 @@ from geofed_pb.errors import GeofedError
 from sync.layout import Layout, Slot, Vector
 
 __all__ = ["FlatModel"]
+
+# Vectors out of frames are read-only, which torch has no notion of; nothing here writes to them.
+warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
 
 _EXACT_INTEGERS = 1 << 24
 """Above this, float32 does not hold every integer."""
@@ -36,9 +41,10 @@ class FlatModel:
         if odd := next((name for name, t in (trained | rest).items() if t.is_complex()), None):
             raise GeofedError("TASK_INVALID", f"{odd} of the model is complex; keep its two parts as real tensors")
 
-    def vector(self) -> Vector:
-        """A copy of the whole state, shape (layout.size,)."""
-        out = np.empty(self.layout.size, np.float32)
+    def vector(self, out: Vector | None = None) -> Vector:
+        """A copy of the whole state, shape (layout.size,); into ``out``, where one is given."""
+        if out is None:
+            out = np.empty(self.layout.size, np.float32)
         with torch.no_grad():
             self._copy_out(torch.from_numpy(out), 0, self._all)
         return out
@@ -46,6 +52,18 @@ class FlatModel:
     def load(self, vector: Vector) -> None:
         """Put a whole state into the module."""
         self._copy_in(vector, 0, self._all)
+
+    def add(self, change: Vector) -> None:
+        """Add a change of the whole state to it; what is not a floating-point number is rounded."""
+        flat, at = _as_tensor(change), 0
+        with torch.no_grad():
+            for tensor in self._all:
+                part = flat[at : at + tensor.numel()].reshape(tensor.shape)
+                if tensor.is_floating_point():
+                    tensor += part.to(tensor.device, tensor.dtype)
+                else:
+                    tensor.copy_((tensor + part.to(tensor.device)).round())
+                at += tensor.numel()
 
     def gradient(self) -> Vector:
         """Gradients of the trainable head (zero where there is none), followed by the rest of the state."""
@@ -92,8 +110,8 @@ class FlatModel:
 
 
 def _as_tensor(vector: Vector) -> torch.Tensor:
-    """Vectors out of frames are read-only, which torch has no notion of; those are copied."""
-    return torch.from_numpy(vector if vector.flags.writeable else vector.copy())
+    """A view that is only read."""
+    return torch.from_numpy(vector)
 
 
 def _beyond_float32(tensor: torch.Tensor) -> bool:

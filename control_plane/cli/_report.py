@@ -60,6 +60,8 @@ def description_text(view: Data) -> str:
     parts = [job_head(view)]
     if view["plan"]:
         parts.append("PLAN\n" + plan_text(view["plan"]))
+    if view["links"]:
+        parts.append("WAN LINKS\n" + wan_table(view["links"]))
     if view["result"]:
         parts.append("RESULT\n" + result_text(view))
     else:
@@ -80,6 +82,7 @@ def plan_text(plan: Data) -> str:
         [
             ("rounds", f"{plan['rounds']}, one after {plan['interval']} local steps"),
             ("merge", f"{plan['collective']} in a region, {plan['wan_policy']} between regions, {plan['codec']}"),
+            ("exchange", _exchange(plan)),
             ("time", _range(estimate["seconds"], seconds_text)),
             ("WAN bytes", _range(estimate["wan_bytes"], bytes_text)),
             ("money", _range(estimate["usd"], usd_text)),
@@ -107,6 +110,15 @@ def plan_text(plan: Data) -> str:
         weighed = [f"{other['text']}: {other['why_not']}" for other in plan["alternatives"]]
         parts.append("also weighed:\n" + "\n".join(weighed))
     return "\n\n".join(part for part in parts if part)
+
+
+def _exchange(plan: Data) -> str:
+    """The topology and what a round's exchange over it takes; plans of before do not say."""
+    seconds = plan.get("exchange_seconds", 0.0)
+    took = f", {seconds_text(seconds)} a round" if seconds else ""
+    mesh = plan["topology"] == "mesh"
+    pairs = "" if mesh else ", ".join(f"{a}-{b}" for a, b in plan.get("neighbours", []))
+    return f"{plan['topology']}{took}" + (f" ({pairs})" if pairs else "")
 
 
 def result_text(view: Data) -> str:
@@ -166,6 +178,29 @@ def link_table(sent: dict[str, int], predicted: Data) -> str:
         [
             [link.replace(">", " > "), f"{count:,}", *([f"{expected.get(link, 0):,}"] if expected else [])]
             for link, count in sorted(sent.items())
+        ],
+    )
+
+
+def wan_table(links: list[Data]) -> str:
+    """The links as they stand."""
+    return columns(
+        ["LINK", "STATE", "RTT MS", "MBIT/S", "STREAMS", "CODEC", "STEPS", "SENT", "RECEIVED", "STALE", "REFUSED"],
+        [
+            [
+                f"{link['source']} > {link['destination']}",
+                link["state"],
+                "-" if link["rtt_ms"] is None else f"{link['rtt_ms']:.1f}",
+                "-" if link["goodput_mbps"] is None else f"{link['goodput_mbps']:.1f}",
+                link["streams"] or "-",
+                link["codec"] or "-",
+                link["interval_steps"] or "-",
+                bytes_text(link["sent_bytes"]),
+                bytes_text(link["received_bytes"]),
+                f"{link['staleness_rounds']:.1f}",
+                link["refused_updates"],
+            ]
+            for link in links
         ],
     )
 

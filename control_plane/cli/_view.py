@@ -34,6 +34,7 @@ def job_view(job: control_pb2.Job) -> Data:
         "rounds": job.rounds,
         "usd": sum(charge.usd for part in job.partitions for charge in part.money),
         "partitions": [_partition_view(part) for part in job.partitions],
+        "links": [_link_view(link) for link in job.links],
         "spec": _loaded(job.spec_json),
         "plan": _loaded(job.plan_json),
         "result": _loaded(job.result_json),
@@ -67,6 +68,24 @@ def _partition_view(part: control_pb2.PartitionStatus) -> Data:
         "usd": sum(charge.usd for charge in part.money),
         "condition": part.condition,
         "last_contact": time_text(part.last_contact),
+    }
+
+
+def _link_view(link: control_pb2.WanLink) -> Data:
+    """How updates go from one region to another; what was not measured is None."""
+    return {
+        "source": link.source,
+        "destination": link.destination,
+        "state": link.state,
+        "rtt_ms": link.rtt_ms or None,
+        "goodput_mbps": link.goodput_mbps or None,
+        "streams": link.streams,
+        "codec": link.codec,
+        "interval_steps": link.interval,
+        "sent_bytes": link.sent_bytes,
+        "received_bytes": link.received_bytes,
+        "staleness_rounds": link.staleness,
+        "refused_updates": link.refused,
     }
 
 

@@ -32,6 +32,7 @@ from control_plane.core._events import (
     Tick,
 )
 from control_plane.core._job import MAX_PUBLISHES, JobMachine, condition_of
+from control_plane.core._links import WanLink, wan_links
 from control_plane.core._region import RegionMachine, RegionState
 from control_plane.core._state import TERMINAL, Charge, Failure, JobState, Partition, Peer, Report
 
@@ -71,11 +72,13 @@ __all__ = [
     "SendStop",
     "TellJobs",
     "Tick",
+    "WanLink",
     "condition_of",
     "job_state_from_json",
     "job_state_to_json",
     "region_state_from_json",
     "region_state_to_json",
+    "wan_links",
 ]
 
 _JOB = TypeAdapter(JobState)

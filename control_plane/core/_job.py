@@ -151,12 +151,13 @@ class JobMachine:
     def _finish_if_all_done(self, at: float) -> None:
         if self.state.phase == "running" and all(part.state == "finished" for part in self.state.partitions):
             digests = {part.region: part.report.model_digest for part in self.state.partitions if part.report}
-            if len(set(digests.values())) != 1:
+            if len(set(digests.values())) != 1 and self.state.exact:
                 told = ", ".join(f"{region} {digest or 'none'}" for region, digest in digests.items())
                 self._fail(at, Failure("INTERNAL", f"the regions ended with different models: {told}"))
                 return
             self.state = replace(self.state, model_digest=next(iter(digests.values())))
-            self._enter("finishing", "all regions are done and hold the same model", {"model": self.state.model_digest})
+            hold = "the same model" if self.state.exact else "every update"
+            self._enter("finishing", f"all regions are done and hold {hold}", {"model": self.state.model_digest})
         if self.state.phase == "finishing":
             self._ask_for_model()
 
@@ -182,7 +183,11 @@ class JobMachine:
             self._not_published(event)
             return
         self.state = replace(
-            self.state, blob_digest=event.report.blob_digest, blob_bytes=event.blob_bytes, publisher=""
+            self.state,
+            model_digest=event.report.model_digest or self.state.model_digest,
+            blob_digest=event.report.blob_digest,
+            blob_bytes=event.blob_bytes,
+            publisher="",
         )
         self._stop_all("the job has succeeded")
         self._end(event.at, "succeeded", f"succeeded; the model is {event.report.blob_digest}")

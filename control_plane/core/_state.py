@@ -60,6 +60,14 @@ class Report:
     compute_seconds: float = 0.0
     wait_seconds: float = 0.0
     applied_updates: int = 0
+    link_rtt_ms: dict[str, float] = field(default_factory=dict)
+    link_mbps: dict[str, float] = field(default_factory=dict)
+    link_streams: dict[str, int] = field(default_factory=dict)
+    links_down: tuple[str, ...] = ()
+    staleness: dict[str, float] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
+    interval: int = 0
+    codec: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,8 +113,11 @@ class JobState:
     started_at: float = 0.0
     """First training step; 0: not yet."""
     finished_at: float = 0.0
+    exact: bool = True
+    """All regions must end with the same bits. In the background they merge the same updates in another order, so that
+    the last bits differ."""
     model_digest: str = ""
-    """Of the flat final model, once all regions agree on it."""
+    """Of the flat final model: the regions', or where they need not agree to the bit, the publisher's."""
     publisher: str = ""
     """The region that was asked to hand the model in."""
     publish_epoch: int = 0

@@ -9,17 +9,38 @@ from typing import Any
 import grpc
 import grpc.aio
 from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from control_plane.core import WanLink, wan_links
 from control_plane.service._federation import ACTIVE, Federation
 from geofed_pb.errors import GeofedError
 
 REGION_PHASES = ("invited", "live", "unreachable", "lost")
+LINK_GAUGES: tuple[tuple[str, str, Callable[[WanLink], float | None]], ...] = (
+    ("geofed_link_up", "0 where the last try to speak to the destination failed", lambda link: link.state != "down"),
+    ("geofed_link_rtt_seconds", "Round trip", lambda link: link.rtt_ms / 1e3 or None),
+    (
+        "geofed_link_goodput_bytes_per_second",
+        "Payload rate of the last update",
+        lambda link: link.goodput_mbps * 1e6 / 8 or None,
+    ),
+    ("geofed_link_sent_bytes", "Sent, as the source counts", lambda link: link.sent_bytes),
+    ("geofed_link_received_bytes", "Received, as the destination counts", lambda link: link.received_bytes),
+    (
+        "geofed_link_staleness_rounds",
+        "Mean age of the source's updates when they were merged",
+        lambda link: link.staleness,
+    ),
+    ("geofed_link_interval_steps", "Steps of the source's open round", lambda link: link.interval or None),
+    ("geofed_link_streams", "That carried the last update; 0: the exchange port did", lambda link: link.streams),
+    ("geofed_link_refused_updates", "That did not pass the destination's guard", lambda link: link.refused),
+)
+"""Name, meaning and value of what is told of each link; None: not measured."""
 
 
 class Meter(grpc.aio.ServerInterceptor, Collector):
-    """Counts calls as they end, and shows the federation. Labels are bounded: regions and phases, never jobs."""
+    """Counts calls as they end, and shows the federation. Labels are bounded: regions, phases, and jobs that go on."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
@@ -38,6 +59,7 @@ class Meter(grpc.aio.ServerInterceptor, Collector):
     def collect(self) -> Iterator[Metric]:
         """What the federation is like now."""
         yield from self._job_metrics()
+        yield from self._link_metrics()
         yield from self._region_metrics()
 
     def describe(self) -> Iterator[Metric]:
@@ -69,6 +91,19 @@ class Meter(grpc.aio.ServerInterceptor, Collector):
             sent.add_metric(list(link), count)
         yield rounds
         yield sent
+
+    def _link_metrics(self) -> Iterator[Metric]:
+        links = [(job, link) for job, entry in self._federation.jobs.items() for link in wan_links(entry.state)]
+        for name, text, value in LINK_GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=["job", "source", "destination"])
+            for job, link in links:
+                if (measured := value(link)) is not None:
+                    gauge.add_metric([job, link.source, link.destination], measured)
+            yield gauge
+        info = InfoMetricFamily("geofed_link", "How a link is used now", labels=["job", "source", "destination"])
+        for job, link in links:
+            info.add_metric([job, link.source, link.destination], {"codec": link.codec, "state": link.state})
+        yield info
 
     def _region_metrics(self) -> Iterator[Metric]:
         federation = self._federation

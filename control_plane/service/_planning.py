@@ -68,6 +68,7 @@ def first_state(job: str, at: float, spec: JobSpec, plan: Plan, regions: dict[st
         job=job,
         lost_limit_seconds=spec.limits.lost_region.total_seconds(),
         created_at=at,
+        exact=not plan.background,
         partitions=tuple(
             replace(part, since=at, link="unreachable" if regions[part.region].state.phase != "live" else "live")
             for part in parts

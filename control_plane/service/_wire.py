@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from control_plane.core import (
@@ -19,6 +20,7 @@ from control_plane.core import (
     SendPublish,
     SendStart,
     condition_of,
+    wan_links,
 )
 from control_plane.spec import JobSpec
 from control_plane.store import EventRow, JobRow, LogRow
@@ -53,6 +55,14 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
         compute_seconds=message.compute_seconds,
         wait_seconds=message.wait_seconds,
         applied_updates=message.applied_updates,
+        link_rtt_ms=dict(message.link_rtt_ms),
+        link_mbps=dict(message.link_mbps),
+        link_streams=dict(message.link_streams),
+        links_down=tuple(message.links_down),
+        staleness=dict(message.staleness),
+        refused=dict(message.refused),
+        interval=message.interval,
+        codec=message.codec,
     )
 
 
@@ -109,6 +119,9 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             channel=plan.channel,
             wan_policy=plan.wan_policy,
             wan_settings=plan.wan_settings,
+            topology=plan.topology,
+            neighbours=[agent_pb2.RegionPair(a=a, b=b) for a, b in plan.neighbours],
+            shares=plan.shares,
             codec=plan.codec,
             evaluate_every=plan.evaluate_every,
         ),
@@ -134,6 +147,7 @@ def job_message(row: JobRow, state: JobState, plan: Plan, contacts: dict[str, fl
             _partition(part, contacts.get(part.region, 0.0), workers.get(part.region, 0)) for part in state.partitions
         ],
         rounds=plan.rounds,
+        links=[control_pb2.WanLink(**asdict(link)) for link in wan_links(state)],
     )
     if state.error is not None:
         message.error.CopyFrom(error_message(state.error))

@@ -5,8 +5,13 @@ from __future__ import annotations
 from datetime import datetime
 
 from control_plane._durations import parse_duration
-from control_plane.spec._model import JobSpec
+from control_plane.spec._model import JobSpec, Wan
 from scheduler import Demand
+
+SIGNIFICANCE = 0.01
+"""Gaia's initial threshold (NSDI 2017, section 4.1)."""
+COMPENSATION_STRENGTH = 0.04
+"""Of DC-ASGD's term, as its paper has it for the adaptive form (arXiv 1609.08326, section 6.1)."""
 
 
 def to_demand(spec: JobSpec, job: str, now: datetime) -> Demand:
@@ -27,13 +32,31 @@ def to_demand(spec: JobSpec, job: str, now: datetime) -> Demand:
         collective=_fixed(spec.collective),
         channel=_fixed(spec.channel),
         wan_policy=_fixed(spec.wan.policy),
-        wan_settings=spec.wan.outer.model_dump() if spec.wan.outer else {},
+        wan_settings=_settings(spec.wan),
+        exchange=_fixed(spec.wan.exchange),
         codec=_fixed(spec.wan.codec),
+        topology=_fixed(spec.wan.topology),
         evaluate_every=spec.train.evaluate_every,
         minimise=spec.objective.minimise,
         deadline_seconds=_seconds_left(spec.objective.deadline, now),
         budget_usd=spec.objective.budget,
     )
+
+
+def _settings(wan: Wan) -> dict[str, float]:
+    """What the job file sets of policy and exchange, as numbers by name."""
+    found = dict(wan.outer.model_dump()) if wan.outer else {}
+    plain = {"fragments": 1, "quorum": 1, "lead": 0, "guard": 100.0}
+    found |= {name: float(getattr(wan, name)) for name, default in plain.items() if getattr(wan, name) != default}
+    if wan.grace:
+        found["grace_seconds"] = wan.grace.total_seconds()
+    if wan.staleness == "damping":
+        found["damping"] = 1.0
+    if wan.staleness == "compensation":
+        found["compensation"] = COMPENSATION_STRENGTH
+    if wan.policy == "asp":
+        found["significance"] = wan.significance or SIGNIFICANCE
+    return found
 
 
 def _fixed(value: str) -> str | None:

@@ -158,20 +158,51 @@ class Outer(_Section):
 
 
 class Wan(_Section):
-    policy: Literal["auto", "ma", "diloco"] = "auto"
-    """`ma`: synchronous model averaging every `interval` steps. `diloco`: the same, with an outer optimiser."""
+    policy: Literal["auto", "ma", "diloco", "bsp", "asgd", "asgd-ga", "asp"] = "auto"
+    """`ma`: model averaging every `interval` steps. `diloco`: the same, with an outer optimiser. `bsp`: the exact mean
+    after every step. `asgd`, `asgd-ga`: every region's steps are made in every region. `asp`: Gaia's filter."""
     outer: Outer | None = None
     """The outer optimiser of `diloco`."""
+    exchange: Literal["auto", "synchronous", "background"] = "auto"
+    """`synchronous`: a round ends when all updates are here. `background`: training goes on while they travel. `auto`:
+    in the background, unless waiting costs less than a twentieth of the time."""
     interval: AutoOrCount = "auto"
     """Local steps between WAN exchanges of the region that makes the most."""
-    codec: Literal["auto", "fp32", "bf16", "int8", "topk"] = "auto"
+    codec: Literal["auto", "fp32", "bf16", "int8", "ternary", "topk"] = "auto"
     """How an update becomes bytes; what a lossy one holds back is sent with the next update. `auto`: fp32, or int8
-    where that shortens the exchange."""
+    where that shortens the exchange; in the background also ternary, where neither keeps up."""
+    topology: Literal["auto", "mesh", "star", "tree", "ring", "two-level"] = "auto"
+    """Which regions exchange directly; the others' updates are passed on. `auto`: the fastest by the link table, or a
+    cheaper one that is as fast, give or take."""
+    fragments: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Parts of the model of which one is sent in each round, in turn."""
+    quorum: Annotated[int, Field(ge=1)] = 1
+    """Regions, this one included, whose new updates a merge waits for within `grace`; in the background."""
+    grace: Duration | None = None
+    """How long a merge waits for its quorum; none: it does not."""
+    lead: Annotated[int, Field(ge=0)] = 0
+    """Rounds that a region may be ahead of the slowest; 0: any number; in the background."""
+    staleness: Literal["none", "damping", "compensation"] = "none"
+    """What is done about late updates: `damping` divides by 1 + staleness, `compensation` is DC-ASGD."""
+    significance: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Of `asp`: relative change below which a coordinate waits; none: 0.01."""
+    guard: Annotated[float, Field(ge=0)] = 100.0
+    """An update whose norm is more than this many times its region's usual one is refused; 0: none is."""
 
     @model_validator(mode="after")
-    def _outer_belongs_to_diloco(self) -> Wan:
+    def _fits_together(self) -> Wan:
         if self.outer is not None and self.policy != "diloco":
             raise ValueError("`outer` goes with `policy: diloco`")
+        if self.policy in ("bsp", "asgd", "asp") and self.interval not in ("auto", 1):
+            raise ValueError(f"`policy: {self.policy}` exchanges after every step: leave `interval` out")
+        if self.policy == "bsp" and self.exchange == "background":
+            raise ValueError("`policy: bsp` is synchronous")
+        if self.significance is not None and self.policy != "asp":
+            raise ValueError("`significance` goes with `policy: asp`")
+        if self.exchange == "synchronous":
+            late = {"quorum": self.quorum > 1, "grace": self.grace, "lead": self.lead, "staleness": self.staleness}
+            if odd := [name for name, value in late.items() if value not in (False, None, 0, "none")]:
+                raise ValueError(f"`{odd[0]}` goes with `exchange: background`")
         return self
 
 

@@ -2,8 +2,9 @@
 
 A worker attaches to its parameter server, goes on from the round that the server names, and makes steps: its own
 batch, gradients merged with the other workers of the partition, one optimiser step that is the same in all of them.
-At the end of a round it hands over the model, waits for the federation's, and goes on from that. When its slice of
-time is over it leaves what it needs in the channel and returns; the next invocation takes it up at the same step.
+At the end of a round it hands over the model, waits for the federation's, and goes on from that; with background
+exchange it makes the next step meanwhile, and then adds the correction that it is given. When its slice of time is over
+it leaves what it needs in the channel and returns; the next invocation takes it up at the same step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import random
 import time
 import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import worker_pb2
 from region_agent.worker.data import BatchStream, evaluation_batches, move
 from region_agent.worker.invocation import Invocation, Outcome
-from region_agent.worker.optimizer_state import dump_state, load_state
+from region_agent.worker.optimizer_state import State, dump_state, load_state
 from region_agent.worker.ps_client import PsClient, SliceOver
 from region_agent.worker.task import Task, task_errors
 from sync import framing
@@ -30,6 +32,9 @@ from sync.flat import FlatModel
 from sync.layout import Vector
 
 __all__ = ["WorkerLoop"]
+
+_STATE_SECONDS = 10.0
+"""With background exchange the optimiser's state is handed over this often: only a new attempt asks for it."""
 
 
 @dataclass
@@ -44,6 +49,16 @@ class _Round:
     @property
     def loss(self) -> float:
         return self.loss_sum / self.samples if self.samples else 0.0
+
+
+@dataclass
+class _Ended:
+    """A round whose end is told to the server while the next one has begun."""
+
+    request: worker_pb2.BoundaryRequest
+    sums: _Round
+    reply: Future[tuple[worker_pb2.BoundaryReply, Vector | None]]
+    """With the correction, if there is one."""
 
 
 class WorkerLoop:
@@ -70,12 +85,19 @@ class WorkerLoop:
         self._completed = 0
         """Rounds whose federated model this worker goes on from."""
         self._step = 0
+        self._until = 0
+        """Where the open round ends."""
+        self._background = False
+        self._ended: _Ended | None = None
+        self._state_given = 0.0
+        self._snapshot: Vector | None = None
+        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="boundary")
         self._round = _Round()
         self._outcome_steps, self._outcome_samples, self._compute_seconds = 0, 0, 0.0
 
     def run(self) -> Outcome:
         """Train until the job's end or the slice's."""
-        with PsClient(self._call, self._slice_ends) as server:
+        with PsClient(self._call, self._slice_ends) as server, self._beside:
             try:
                 finished = self._train(server)
             except SliceOver:
@@ -98,23 +120,80 @@ class WorkerLoop:
         if start.evaluate:
             self._evaluate(server)
         while not finished:
-            target = (self._completed + 1) * self._call.steps_per_round
-            while not awaited and self._step < target:
+            while not awaited and self._step < self._until:
                 if self._slice_over():
                     return False
                 self._make_step(server, self._step + 1)
+                if self._ended is not None:
+                    self._hear_of_round(server)
+            if self._background and not awaited and self._step < self._call.rounds * self._call.steps_per_round:
+                self._begin_end_of_round(server, self._completed + 1)
+                continue
             reply = self._end_round(server, self._completed + 1, known=awaited)
-            self._load_model(reply.model_key)
-            if awaited and reply.state_key:
+            self._go_on(reply)
+            if awaited and reply.state_key and not self._background:
                 self._load_optimizer(self._require(reply.state_key))
             awaited, finished = False, reply.finished
             self._completed, self._round = reply.round, _Round()
-            self._step = self._completed * self._call.steps_per_round
+            if not self._background:
+                self._step = self._completed * self._call.steps_per_round
             if reply.evaluate:
                 self._evaluate(server)
             if self._slice_over() and not finished:
                 return False
         return True
+
+    def _go_on(self, reply: worker_pb2.BoundaryReply) -> None:
+        if reply.model_key:
+            self._load_model(reply.model_key)
+        elif reply.correction_key:
+            self._flat.add(self._correction(reply.correction_key))
+        self._until = reply.until_step
+
+    def _correction(self, key: str) -> Vector:
+        return np.asarray(self._require(key).tensors["correction"], np.float32)
+
+    # The end of a round, with background exchange
+
+    def _begin_end_of_round(self, server: PsClient, sequence: int) -> None:
+        """Take the model of now and hand it over beside the next step."""
+        self._snapshot = self._flat.vector(self._snapshot)
+        request, state = self._boundary_of(sequence, self._snapshot), None
+        if self._call.worker == 0 and time.monotonic() - self._state_given > _STATE_SECONDS:
+            self._state_given = time.monotonic()
+            tensors, numbers = dump_state(self._optimizer)
+            # The next step changes what they are views of.
+            state = {name: np.array(array) for name, array in tensors.items()}, numbers
+        reply = self._beside.submit(self._tell_end, server, request, self._snapshot, state)
+        self._ended = _Ended(request, self._round, reply)
+        self._round = _Round()
+        # Until the answer says where the next round ends, it has one step.
+        self._until = self._step + 1
+
+    def _tell_end(
+        self, server: PsClient, request: worker_pb2.BoundaryRequest, vector: Vector, state: State | None
+    ) -> tuple[worker_pb2.BoundaryReply, Vector | None]:
+        self._put_end(request, vector, state)
+        return self._ask_end(server, request)
+
+    def _ask_end(
+        self, server: PsClient, request: worker_pb2.BoundaryRequest
+    ) -> tuple[worker_pb2.BoundaryReply, Vector | None]:
+        reply = server.boundary(request)
+        # Copied here, beside a step, so that the step's end does not wait for the pages.
+        return reply, np.array(self._correction(reply.correction_key)) if reply.correction_key else None
+
+    def _hear_of_round(self, server: PsClient) -> None:
+        """One step after the end of a round, in all workers of the partition: its answer counts from here on."""
+        if self._ended is None:
+            return
+        reply, correction = self._ended.reply.result()
+        if correction is not None:
+            self._flat.add(correction)
+        self._until = reply.until_step
+        self._completed, self._ended = reply.round, None
+        if reply.evaluate:
+            self._evaluate(server)
 
     def _slice_over(self) -> bool:
         # However short the slice, an invocation makes a step: a chain of them must come to its end.
@@ -128,8 +207,11 @@ class WorkerLoop:
         request = worker_pb2.AttachRequest(layout_json=self._flat.layout.to_json(), initial_key=initial_key)
         start = server.attach(request)
         self._channel.delete(initial_key)
-        self._attached, self._completed = True, start.round
-        if not self._resume(start):
+        self._attached, self._completed, self._until = True, start.round, start.until_step
+        self._background = start.background
+        if not self._resume(server, start) and not (start.background and start.boundary):
+            if not start.model_key:
+                raise GeofedError("FENCED", "what the last slice left has gone from the channel")
             self._step = start.step
             self._load_model(start.model_key)
             if start.state_key:
@@ -140,29 +222,35 @@ class WorkerLoop:
         """Hand the round's model over and wait for the federation's; ``known``: it was handed over before."""
         request = worker_pb2.BoundaryRequest(round=sequence, step=self._step)
         if not known:
-            request = self._hand_over(sequence)
+            vector = self._flat.vector()
+            request = self._boundary_of(sequence, vector)
+            # All workers hold the same model and optimiser state, so one hands them over for all.
+            self._put_end(request, vector, dump_state(self._optimizer) if self._call.worker == 0 else None)
         reply = server.boundary(request)
-        self._channel.delete_tree(f"b/{self._call.attempt}/{sequence - 1}")
+        if not self._background:
+            self._channel.delete_tree(f"b/{self._call.attempt}/{sequence - 1}")
         return reply
 
-    def _hand_over(self, sequence: int) -> worker_pb2.BoundaryRequest:
-        vector = self._flat.vector()
-        request = worker_pb2.BoundaryRequest(
+    def _boundary_of(self, sequence: int, vector: Vector) -> worker_pb2.BoundaryRequest:
+        place = f"b/{self._call.attempt}/{sequence}"
+        # A worker alone has nobody to differ from.
+        digest = framing.digest_of([vector.data.cast("B")]) if self._call.workers > 1 else "alone"
+        return worker_pb2.BoundaryRequest(
             round=sequence,
             step=self._step,
-            digest=framing.digest_of([vector.data.cast("B")]),
+            digest=digest,
+            model_key=f"{place}/model" if self._call.worker == 0 else "",
             samples=self._round.samples,
             loss=self._round.loss,
             compute_seconds=self._round.compute_seconds,
         )
-        if self._call.worker == 0:
-            # All workers hold the same model and optimiser state, so one hands them over for all.
-            place = f"b/{self._call.attempt}/{sequence}"
-            tensors, numbers = dump_state(self._optimizer)
-            self._channel.put(f"{place}/model", framing.encode({"model": vector}))
-            self._channel.put(f"{place}/state", framing.encode(tensors, numbers))
-            request.model_key, request.state_key = f"{place}/model", f"{place}/state"
-        return request
+
+    def _put_end(self, request: worker_pb2.BoundaryRequest, vector: Vector, state: State | None) -> None:
+        if request.model_key:
+            self._channel.put(request.model_key, framing.encode({"model": vector}))
+        if state is not None:
+            request.state_key = f"{request.model_key.removesuffix('model')}state"
+            self._channel.put(request.state_key, framing.encode(*state))
 
     # Steps
 
@@ -222,13 +310,10 @@ class WorkerLoop:
         if not self._attached:
             return self._call.resume_key
         tensors, numbers = dump_state(self._optimizer)
-        facts = {
-            "round": self._completed,
-            "step": self._step,
-            "samples": self._round.samples,
-            "loss_sum": self._round.loss_sum,
-            "compute_seconds": self._round.compute_seconds,
-        }
+        facts = {"round": self._completed, "step": self._step, **_sums("", self._round)}
+        if self._ended is not None:
+            # The slice ends in the wait for an answer, which the next one will ask for again.
+            facts |= {"ended_step": self._ended.request.step, **_sums("ended_", self._ended.sums)}
         key = f"w/{self._call.attempt}/{self._call.worker}/{self._step}"
         prefixed = {f"o/{name}": array for name, array in tensors.items()}
         facts |= {f"o/{name}": value for name, value in numbers.items()}
@@ -242,22 +327,46 @@ class WorkerLoop:
             self._channel.delete(self._call.resume_key)
         return ""
 
-    def _resume(self, start: worker_pb2.AttachReply) -> bool:
+    def _resume(self, server: PsClient, start: worker_pb2.AttachReply) -> bool:
         """Take up what the last slice left, unless the federation has a newer model: then that one counts."""
         left = self._channel.get(self._call.resume_key) if self._call.resume_key else None
         if left is None or start.boundary or start.finished:
             return False
         frame = framing.decode(left)
         facts = frame.facts
-        if int(facts["round"]) != start.round:
+        behind = start.round - int(facts["round"])
+        # With background exchange the model is not the federation's; only the answer to the last end was missed.
+        missed = self._background and behind == 1 and (facts.get("ended_step") or facts["step"]) == start.step
+        if behind and not missed:
             return False
         self._step = int(facts["step"])
-        self._round = _Round(facts["samples"], facts["loss_sum"], facts["compute_seconds"])
+        self._round = _read_sums("", facts)
         self._flat.load(np.asarray(frame.tensors["model"], np.float32))
         tensors = {name.removeprefix("o/"): array for name, array in frame.tensors.items() if name.startswith("o/")}
         numbers = {name.removeprefix("o/"): value for name, value in facts.items() if name.startswith("o/")}
         load_state(self._optimizer, tensors, numbers)
+        if missed:
+            if "ended_step" not in facts:
+                self._round = _Round()
+            if start.correction_key:
+                self._flat.add(self._correction(start.correction_key))
+        elif "ended_step" in facts:
+            self._tell_end_again(server, facts)
         return True
+
+    def _tell_end_again(self, server: PsClient, facts: dict[str, float]) -> None:
+        """The last slice had handed the model over, but the server has not taken it."""
+        sums, open_round = _read_sums("ended_", facts), self._round
+        step, self._step, self._round = self._step, int(facts["ended_step"]), sums
+        key = f"b/{self._call.attempt}/{self._completed + 1}/model"
+        value = self._channel.get(key) if self._call.worker == 0 or self._call.workers > 1 else None
+        if value is None:
+            raise GeofedError("FENCED", f"{key} has gone from the channel: a newer attempt has taken over")
+        vector: Vector = np.asarray(framing.decode(value).tensors["model"], np.float32)
+        request = self._boundary_of(self._completed + 1, vector)
+        self._step, self._round = step, open_round
+        self._ended = _Ended(request, sums, self._beside.submit(self._ask_end, server, request))
+        self._hear_of_round(server)
 
     def _require(self, key: str) -> framing.Frame:
         value = self._channel.get(key)
@@ -271,6 +380,15 @@ class WorkerLoop:
 
     def _load_optimizer(self, frame: framing.Frame) -> None:
         load_state(self._optimizer, frame.tensors, frame.facts)
+
+
+def _sums(prefix: str, sums: _Round) -> dict[str, float]:
+    names = ("samples", "loss_sum", "compute_seconds")
+    return {f"{prefix}{name}": float(getattr(sums, name)) for name in names}
+
+
+def _read_sums(prefix: str, facts: dict[str, float]) -> _Round:
+    return _Round(facts[f"{prefix}samples"], facts[f"{prefix}loss_sum"], facts[f"{prefix}compute_seconds"])
 
 
 def _seed(*numbers: int) -> None:

@@ -11,10 +11,13 @@ import torch
 from geofed_pb.errors import GeofedError
 from sync import framing
 
-__all__ = ["dump_state", "load_state"]
+__all__ = ["State", "dump_state", "load_state"]
+
+State = tuple[dict[str, framing.Array], dict[str, float]]
+"""Tensors and numbers, by name."""
 
 
-def dump_state(optimizer: torch.optim.Optimizer) -> tuple[dict[str, framing.Array], dict[str, float]]:
+def dump_state(optimizer: torch.optim.Optimizer) -> State:
     """Tensors and numbers of the state, named ``index/key``; hyper-parameters are the task module's to set again."""
     tensors: dict[str, framing.Array] = {}
     numbers: dict[str, float] = {}

@@ -12,6 +12,8 @@ from sync.layout import Vector
 __all__ = ["ChunkedTopK"]
 
 _LEAST, _MOST = -126, 120
+_ROWS_AT_ONCE = 32
+"""Chunks that are worked on together: what arises on the way stays in the cache."""
 
 
 class ChunkedTopK:
@@ -25,9 +27,22 @@ class ChunkedTopK:
     _CHUNK, _KEEP = 4096, 64
 
     def encode(self, vector: Vector) -> Tensors:
+        slab = self._CHUNK * _ROWS_AT_ONCE
+        keep = min(self._KEEP, vector.size) or 1
+        parts = [self._encode_slab(vector[at : at + slab], keep) for at in range(0, vector.size, slab)]
+        parts = parts or [self._encode_slab(vector, keep)]
+        counts, places, levels, exponents = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return {
+            "counts": counts,
+            "places": _pack12(places.astype(np.uint16, copy=False)),
+            "levels": _pack2(levels.astype(np.uint8, copy=False)),
+            "exponents": exponents.astype(np.int8, copy=False),
+        }
+
+    def _encode_slab(self, vector: Vector, keep: int) -> tuple[npt.NDArray[np.generic], ...]:
+        """Counts, places, levels and exponents of some chunks."""
         chunks = _in_rows(vector, self._CHUNK)
         size = np.abs(chunks)
-        keep = min(self._KEEP, vector.size) or 1
         places = np.argpartition(size, self._CHUNK - keep, axis=1)[:, -keep:]
         places.sort(axis=1)
         rows = np.arange(len(chunks))[:, None]
@@ -36,12 +51,7 @@ class ChunkedTopK:
         unit = _powers(exponents, _LEAST, _MOST)[:, None]
         sent = magnitude >= unit / 2
         levels = (2 * (chosen < 0) + (magnitude >= 2 * unit)).astype(np.uint8)
-        return {
-            "counts": sent.sum(axis=1).astype(np.uint8),
-            "places": _pack12(places[sent].astype(np.uint16)),
-            "levels": _pack2(levels[sent]),
-            "exponents": exponents,
-        }
+        return sent.sum(axis=1).astype(np.uint8), places[sent].astype(np.uint16), levels[sent], exponents
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         rows = -(-size // self._CHUNK)

@@ -10,9 +10,9 @@ import numpy as np
 from geofed_pb.errors import GeofedError
 from sync.layout import Vector
 
-__all__ = ["weighted_mean"]
+__all__ = ["weighted_mean", "weighted_sum"]
 
-_BLOCK = 1 << 18
+_BLOCK = 1 << 16
 """Elements summed at a time, so that the float64 sums stay in the cache."""
 
 
@@ -22,19 +22,33 @@ def weighted_mean(vectors: Sequence[Vector], weights: Sequence[float]) -> Vector
     Vectors have equal shapes (n,), weights are samples; a weight of zero leaves its vector out. Raises
     ``GeofedError("FRAME_INVALID")`` where shapes differ or no weight is positive.
     """
-    if len({vector.shape for vector in vectors}) != 1 or len(vectors) != len(weights):
-        raise GeofedError("FRAME_INVALID", "vectors to merge differ in shape or number")
     total = float(sum(weights))
     if not (math.isfinite(total) and total > 0) or min(weights) < 0:
         raise GeofedError("FRAME_INVALID", f"weights to merge by must be positive: {list(weights)}")
-    if len(vectors) == 1:
+    if len(vectors) == len(weights) == 1:
         return vectors[0].copy()
+    return _summed(vectors, weights, total)
+
+
+def weighted_sum(vectors: Sequence[Vector], factors: Sequence[float]) -> Vector:
+    """sum(f_i * x_i), as `weighted_mean` sums; shapes (n,), at least one vector."""
+    return _summed(vectors, factors, 1.0)
+
+
+def _summed(vectors: Sequence[Vector], factors: Sequence[float], divisor: float) -> Vector:
+    if len({vector.shape for vector in vectors}) != 1 or len(vectors) != len(factors):
+        raise GeofedError("FRAME_INVALID", "vectors to merge differ in shape or number")
     out = np.empty_like(vectors[0])
-    used = [(vector, weight) for vector, weight in zip(vectors, weights, strict=True) if weight > 0]
+    used = [(vector, factor) for vector, factor in zip(vectors, factors, strict=True) if factor != 0]
+    block, product = np.empty(_BLOCK), np.empty(_BLOCK)
     for start in range(0, out.size, _BLOCK):
-        part = slice(start, start + _BLOCK)
-        block = np.zeros(out[part].shape, np.float64)
-        for vector, weight in used:
-            block += vector[part].astype(np.float64) * weight
-        out[part] = block / total
+        part = slice(start, min(start + _BLOCK, out.size))
+        sums, term = block[: part.stop - start], product[: part.stop - start]
+        sums.fill(0.0)
+        for vector, factor in used:
+            np.multiply(vector[part], factor, out=term, dtype=np.float64)
+            sums += term
+        if divisor != 1.0:
+            sums /= divisor
+        out[part] = sums
     return out

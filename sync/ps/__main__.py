@@ -25,13 +25,15 @@ from geofed_pb.v1 import sync_pb2_grpc, worker_pb2_grpc
 from sync.channel import open_channel
 from sync.codec import codec_named
 from sync.ps.config import PsConfig, read_config
-from sync.ps.engine import open_engine
+from sync.ps.engine import Engine
 from sync.ps.events import Configured
+from sync.ps.exchange import ExchangeService, Links
 from sync.ps.link import Tls
 from sync.ps.machine import Setup
-from sync.ps.server import AdminService, ExchangeService, Links, WorkerService
-from sync.ps.storage import write_durably
-from sync.wan import policy_named
+from sync.ps.server import AdminService, WorkerService
+from sync.ps.storage import Storage, write_durably
+from sync.ps.works import Works
+from sync.wan import ExchangeSettings, policy_named
 
 _PR_SET_PDEATHSIG = 1
 _STOP_GRACE_SECONDS = 2.0
@@ -39,6 +41,7 @@ _STOP_GRACE_SECONDS = 2.0
 
 async def serve(config: PsConfig) -> None:
     """Run one partition's parameter server until it is told to stop."""
+    settings, _ = ExchangeSettings.of(config.wan_settings)
     setup = Setup(
         region=config.region,
         regions=tuple(sorted(config.regions)),
@@ -46,25 +49,35 @@ async def serve(config: PsConfig) -> None:
         rounds=config.rounds,
         steps_per_round=config.steps_per_round,
         evaluate_every=config.evaluate_every,
+        # A region alone has nothing to wait for.
+        background=bool(settings.background) and len(config.regions) > 1,
+        quorum=int(settings.quorum),
+        lead=int(settings.lead),
     )
     identity = functools.partial(_identity, config)
     identity()
     channel = open_channel(config.channel, config.channel_address)
     policy = policy_named(config.wan_policy, config.wan_settings)
-    engine = open_engine(setup, config.state_dir, channel, policy, codec_named(config.codec))
+    storage = Storage(config.state_dir, setup)
+    works = Works(setup, storage, channel, policy, codec_named(config.codec), settings, dict(config.shares))
+    engine = Engine(works, settings)
     links = Links(engine, config, identity)
     admin = AdminService(engine, config, links)
     engine.feed(Configured(config.epoch, config.attempt, ()))
     workers, exchange = grpc.aio.server(options=server_options()), grpc.aio.server(options=server_options())
     worker_pb2_grpc.add_WorkerPortServicer_to_server(WorkerService(engine, config), workers)
-    sync_pb2_grpc.add_ExchangeServicer_to_server(ExchangeService(engine, config, links), exchange)
+    service = ExchangeService(engine, config, links)
+    sync_pb2_grpc.add_ExchangeServicer_to_server(service, exchange)
     sync_pb2_grpc.add_PsAdminServicer_to_server(admin, exchange)
     ports = {
         "worker": _listen(workers, config.worker_listen, _credentials(identity, mutual=False)),
         "exchange": _listen(exchange, config.exchange_listen, _credentials(identity, mutual=True)),
     }
+    if config.bulk_port is not None:
+        ports["bulk"] = _open_bulk(service, config, identity)
     await workers.start()
     await exchange.start()
+    links.start()
     write_durably(config.ready_file, [json.dumps(ports).encode()])
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -117,6 +130,14 @@ def _only_one(state_dir: Path) -> Iterator[None]:
         yield
 
 
+def _open_bulk(service: ExchangeService, config: PsConfig, identity: Callable[[], Tls]) -> int:
+    host, port = config.exchange_listen.rpartition(":")[0], config.bulk_port or 0
+    try:
+        return service.open_bulk(host, port, identity)
+    except OSError:
+        raise GeofedError("PORT_IN_USE", f"cannot listen on {host}:{port}") from None
+
+
 def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials) -> int:
     try:
         return server.add_secure_port(address, credentials)
@@ -124,7 +145,21 @@ def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCrede
         raise GeofedError("PORT_IN_USE", f"cannot listen on {address}") from None
 
 
+def _keep_memory() -> None:
+    """Have freed memory used again instead of given back.
+
+    Every merge takes and frees arrays of the model's size. Mapped anew each time, as glibc does with large ones, their
+    pages are cleared and faulted in again, which costs up to five times what is done with them.
+    """
+    mmap_max, trim_threshold, arena_max, top_pad = -4, -1, -8, -2  # names of malloc.h
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        for name, value in ((mmap_max, 0), (trim_threshold, (1 << 31) - 1), (arena_max, 1), (top_pad, 1 << 26)):
+            libc.mallopt(name, value)
+
+
 def main() -> int:
+    _keep_memory()
     parser = argparse.ArgumentParser(prog="python -m sync.ps", description="parameter server of one partition")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--die-with-parent", action="store_true", help="end when the starting process ends")

@@ -27,7 +27,11 @@ class PsConfig(BaseModel):
     evaluate_every: int = Field(ge=0)
     wan_policy: str
     wan_settings: dict[str, float] = {}
-    """Of the policy."""
+    """Of the policy and the exchange."""
+    shares: dict[str, float] = {}
+    """What each region contributes to the mean where not all updates come together; their sum is 1. Empty: equal."""
+    neighbours: tuple[tuple[str, str], ...] = ()
+    """Pairs of regions that exchange directly; empty: all do."""
     codec: str = "fp32"
     """Of our updates; each update says in its frame which one it was made with."""
     channel: str
@@ -35,8 +39,10 @@ class PsConfig(BaseModel):
     state_dir: Path
     worker_listen: str
     exchange_listen: str
+    bulk_port: int | None = Field(default=0, ge=0, le=65535)
+    """Beside the exchange port, for large updates; 0: the system chooses, None: they go through the exchange port."""
     ready_file: Path
-    """Written once both ports listen: {"worker": port, "exchange": port}."""
+    """Written once all ports listen: {"worker": port, "exchange": port, "bulk": port}, the last one if there is any."""
     token_key: str
     """Key that the agent signs the workers' tokens with."""
     ca_file: Path

@@ -7,20 +7,18 @@ thread, in the order in which the machine asked for it, and comes back as an eve
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
-import numpy as np
 
 from geofed_pb.errors import GeofedError
-from sync import framing
-from sync.channel import Channel
-from sync.codec import Codec, ErrorFeedback, Float32, codec_of
-from sync.collective import weighted_mean
-from sync.layout import Layout, Vector
+from sync.codec import codec_named
+from sync.layout import Layout
+from sync.ps.background import Background
 from sync.ps.events import (
     Action,
     Answer,
@@ -30,73 +28,54 @@ from sync.ps.events import (
     Event,
     Failed,
     Forget,
+    GraceOver,
     Keep,
-    Kept,
-    Manifest,
+    Log,
     Merge,
-    Merged,
     Prepare,
-    Prepared,
     Refuse,
     Reply,
+    Restart,
     Ship,
+    StartGrace,
 )
-from sync.ps.machine import Machine, Recovered, Setup
-from sync.ps.storage import Storage
-from sync.wan import Contribution, Outer, Policy
+from sync.ps.machine import Machine
+from sync.ps.steering import Steering
+from sync.ps.synchronous import Synchronous
+from sync.ps.works import Works, merged_key
+from sync.wan import ExchangeSettings, LinkSample
 
 __all__ = ["Engine", "merged_key"]
 
 _log = logging.getLogger("geofed.ps")
-_ATTEMPT_KINDS = ("init", "g", "b", "w")
-"""Channel folders whose next part is the attempt."""
-
-
-def merged_key(attempt: int, step: int) -> str:
-    """Channel key of a step's merged gradient."""
-    return f"g/{attempt}/{step}/merged"
+_NICE = 10
+"""Of the thread that codes and merges: training on the same machine goes first."""
 
 
 class Engine:
-    """Machine, storage and channel of one partition, together."""
+    """Machine and works of one partition, together."""
 
-    def __init__(self, setup: Setup, storage: Storage, channel: Channel, policy: Policy, codec: Codec) -> None:
-        self.storage, self.channel = storage, channel
-        self._policy = policy
-        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ps-disk")
-        recovered = storage.recover()
-        prepared = max((manifest.sequence for manifest in recovered.outbox), default=recovered.sequence)
-        # A region alone sends nothing, so it has nothing to gain from a lossy codec.
-        codec = codec if len(setup.regions) > 1 else Float32()
-        self._feedback = ErrorFeedback(codec, storage.residual(max(prepared, recovered.sequence)))
-        self.machine = Machine(setup, self._publish_recovered(recovered))
+    def __init__(self, works: Works, exchange: ExchangeSettings | None = None) -> None:
+        self.works, self.storage, self.channel = works, works.storage, works.channel
+        exchange = exchange or ExchangeSettings()
+        self._grace_seconds = exchange.grace_seconds
+        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ps-disk", initializer=_step_back)
+        kind = Background if works.setup.background else Synchronous
+        self.machine: Machine = kind(works.setup, works.recover())
+        setup = works.setup
+        self.steering = Steering(exchange, works.codec_name, setup.steps_per_round, setup.steps)
+        self.links: Callable[[], Mapping[str, LinkSample]] = dict
+        """What the links to the peers have carried of late."""
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._next_call = 1
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
-        self._cleared_attempts = 0
         self.version = 0
         self.on_ship: Callable[[Ship], None] = lambda _: None
         self.wan_wait_seconds = 0.0
         self._exchange_since: float | None = None
         self.failed: GeofedError | None = None
         self.broken = asyncio.Event()
-
-    def _publish_recovered(self, recovered: Recovered) -> Recovered:
-        """Put the durable model back into the channel, which may have been emptied."""
-        if self.storage.model is None:
-            return recovered
-        model_key, state_key = self._publish(recovered.sequence, self.storage.model)
-        return Recovered(**{**recovered.__dict__, "model_key": model_key, "state_key": state_key})
-
-    def _publish(self, sequence: int, model: Vector) -> tuple[str, str]:
-        model_key, state_key = f"model/{sequence}", ""
-        self.channel.put(model_key, framing.encode({"model": model}))
-        state = self.storage.state(sequence)
-        if state is not None:
-            state_key = f"state/{sequence}"
-            self.channel.put(state_key, [state])
-        return model_key, state_key
 
     # Events in
 
@@ -155,16 +134,11 @@ class Engine:
             case Refuse():
                 error = GeofedError(action.code, action.text)
                 self._answer(action.call, lambda future: future.set_exception(error))
-            case Merge():
-                self._start(self._in_thread(self._merge, action))
-            case Prepare():
-                self._start(self._in_thread(self._prepare, action))
-            case Apply():
-                self._start(self._in_thread(self._apply, action))
-            case Keep():
-                self._start(self._in_thread(self._keep, action))
-            case Forget():
-                self._start(self._in_thread(self._forget, action))
+            case Merge() | Log() | Prepare() | Apply() | Restart() | Keep() | Forget():
+                self._start(self._in_thread(action))
+            case StartGrace():
+                over = GraceOver(action.sequence)
+                asyncio.get_running_loop().call_later(self._grace_seconds, self.feed, over)
             case Ship():
                 self.on_ship(action)
             case Failed():
@@ -180,9 +154,10 @@ class Engine:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _in_thread(self, work: Callable[..., Event | None], action: Action) -> None:
+    async def _in_thread(self, action: Action) -> None:
         try:
-            event = await asyncio.get_running_loop().run_in_executor(self._disk, work, action)
+            loop = asyncio.get_running_loop()
+            event = await loop.run_in_executor(self._disk, self.works.do, action, self.machine.attempt)
         except GeofedError as error:
             self.fail(error)
             return
@@ -192,6 +167,18 @@ class Engine:
             return
         if event is not None:
             self.feed(event)
+            if isinstance(event, Applied):
+                self._steer(event.apply.sequence)
+
+    def _steer(self, sequence: int) -> None:
+        """Let the controller see the round, and do as it says from the next one on."""
+        machine, model = self.machine, self.works.model
+        if not self.steering.active or not isinstance(machine, Background) or model is None:
+            return
+        coding = self.works.coding_bytes_per_second
+        self.steering.round_over(sequence, machine.step_seconds, model.nbytes, self.links(), coding)
+        machine.interval = self.steering.interval_steps
+        self.works.codec_wanted = codec_named(self.steering.codec)
 
     def fail(self, error: GeofedError) -> None:
         """Nothing durable is touched any more; the process tells why and ends."""
@@ -203,97 +190,6 @@ class Engine:
                 future.set_exception(error)
         self.notify()
 
-    def _merge(self, action: Merge) -> Merged:
-        vectors = [self._vector(key, "gradient") for key, _ in action.parts]
-        weights = [samples for _, samples in action.parts]
-        merged = weighted_mean(vectors, weights)
-        key = merged_key(action.attempt, action.step)
-        self.channel.put(key, framing.encode({"gradient": merged}, {"samples": sum(weights)}))
-        if action.step > 1:
-            # All workers have pushed this step, so none of them still reads the one before.
-            self.channel.delete_tree(f"g/{action.attempt}/{action.step - 1}")
-        return Merged(action.attempt, action.step, key, sum(weights))
-
-    def _vector(self, key: str, name: str) -> Vector:
-        value = self.channel.get(key)
-        if value is None:
-            raise GeofedError("INTERNAL", f"{key} has gone from the channel")
-        vector = framing.decode(value).tensors[name]
-        return np.asarray(vector, np.float32)
-
-    def _prepare(self, action: Prepare) -> Prepared:
-        model = self._vector(action.model_key, "model")
-        if not np.isfinite(model).all():
-            text = f"the model is not finite after round {action.sequence}"
-            raise GeofedError("TASK_FAILED", text, hint="training diverged: lower the learning rate")
-        base = self.storage.model
-        codec: Codec = Float32()
-        if base is None:
-            # The model that all begin with travels whole.
-            tensors = codec.encode(model)
-        else:
-            codec = self._feedback.codec
-            tensors, _ = self._feedback.encode(model - base)
-            if self._feedback.residual is not None:
-                self.storage.keep_residual(action.sequence, self._feedback.residual)
-        facts = {"sequence": action.sequence, "weight": action.weight, "codec": codec.mark}
-        pieces = framing.encode(tensors, facts)
-        if action.state_key:
-            state = self.channel.get(action.state_key)
-            if state is not None:
-                self.storage.keep_state(action.sequence, state)
-        region = self.machine.setup.region
-        total = sum(piece.nbytes for piece in pieces)
-        digest = framing.digest_of(pieces)
-        manifest = Manifest(region, action.epoch, action.sequence, digest, total, action.weight)
-        self.storage.keep_update(manifest, pieces)
-        return Prepared(manifest)
-
-    def _apply(self, action: Apply) -> Applied:
-        contributions = [self._contribution(manifest) for manifest in action.manifests]
-        base = self.storage.model
-        if base is None:
-            outer = Outer(contributions[0].delta)
-        else:
-            outer = self._policy.merge(base, contributions, self.storage.memory)
-        facts = {
-            "sequence": action.sequence,
-            "step": action.step,
-            "samples": action.samples,
-            "applied": action.applied,
-        }
-        digest = self.storage.keep_checkpoint(action.sequence, outer, facts)
-        model_key, state_key = self._publish(action.sequence, outer.model)
-        self._clear_channel(action.sequence)
-        return Applied(action, digest, model_key, state_key)
-
-    def _clear_channel(self, sequence: int) -> None:
-        """Forget what no worker reads any more: older models, and all that fenced attempts have left."""
-        for kind in ("model", "state"):
-            self.channel.delete(f"{kind}/{sequence - 2}")
-        attempt = self.machine.attempt
-        for old in range(self._cleared_attempts + 1, attempt):
-            for kind in _ATTEMPT_KINDS:
-                self.channel.delete_tree(f"{kind}/{old}")
-        self._cleared_attempts = max(self._cleared_attempts, attempt - 1)
-
-    def _contribution(self, manifest: Manifest) -> Contribution:
-        data = self.storage.update(manifest)
-        frame = framing.decode(data)
-        # The first model may arrive before the first worker has said what it looks like.
-        size = self.storage.layout.size if self.storage.layout else frame.tensors["delta"].size
-        delta = codec_of(int(frame.facts.get("codec", -1))).decode(frame.tensors, size)
-        if not np.isfinite(delta).all():
-            raise GeofedError("FRAME_INVALID", f"update {manifest.sequence} of {manifest.region} is not finite")
-        return Contribution(manifest.region, manifest.weight, delta)
-
-    def _keep(self, action: Keep) -> Kept:
-        self.storage.keep_metrics(action)
-        return Kept(action)
-
-    def _forget(self, action: Forget) -> None:
-        self.storage.forget(action.inbox_up_to, action.outbox_up_to)
-
     async def keep_layout(self, layout: Layout) -> None:
         await asyncio.get_running_loop().run_in_executor(self._disk, self.storage.keep_layout, layout)
 
@@ -304,6 +200,6 @@ class Engine:
         self._disk.shutdown()
 
 
-def open_engine(setup: Setup, state_dir: Path, channel: Channel, policy: Policy, codec: Codec) -> Engine:
-    """Recover a partition from its folder, or begin it."""
-    return Engine(setup, Storage(state_dir, setup), channel, policy, codec)
+def _step_back() -> None:
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -21,8 +21,11 @@ __all__ = [
     "Event",
     "Failed",
     "Forget",
+    "GraceOver",
     "Keep",
     "Kept",
+    "Log",
+    "Logged",
     "Manifest",
     "Merge",
     "Merged",
@@ -35,7 +38,10 @@ __all__ = [
     "ReduceArrived",
     "Refuse",
     "Reply",
+    "Restart",
+    "Restarted",
     "Ship",
+    "StartGrace",
     "Stored",
     "Verdict",
 ]
@@ -48,11 +54,20 @@ class Manifest:
     region: str
     epoch: int
     sequence: int
-    """The WAN round; 0 is the model that the job begins with."""
+    """The region's WAN round; 0 is the model that the job begins with."""
     digest: str
     total_bytes: int
     weight: float
     """Samples behind it."""
+    seen: tuple[tuple[str, int], ...] = ()
+    """The last round of every other region that was in the model when this one was made, sorted; unseen: left out."""
+    last: bool = False
+    """The region makes no more."""
+
+    @property
+    def saw(self) -> dict[str, int]:
+        """`seen` by region."""
+        return dict(self.seen)
 
 
 @dataclass(frozen=True)
@@ -84,6 +99,8 @@ class Configured:
     attempt: int
     """0: unchanged."""
     peers: tuple[Peer, ...]
+    neighbours: tuple[tuple[str, str], ...] = ()
+    """Pairs of regions that exchange directly; the others' updates are passed on. Empty: every pair does."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +156,13 @@ class BoundaryArrived:
 
 
 @dataclass(frozen=True)
+class Logged:
+    """The end of a round is in the log."""
+
+    log: Log
+
+
+@dataclass(frozen=True)
 class Prepared:
     """Our update of a round is durable here."""
 
@@ -154,10 +178,28 @@ class Stored:
 
 @dataclass(frozen=True)
 class PeerHas:
-    """A peer holds our update durably."""
+    """A peer holds an update durably."""
 
     region: str
     sequence: int
+    origin: str = ""
+    """Whose update it is; empty: ours."""
+
+
+@dataclass(frozen=True)
+class GraceOver:
+    """The time to wait for a quorum has passed."""
+
+    sequence: int
+
+
+@dataclass(frozen=True)
+class Restarted:
+    """The model that a new attempt begins with is in the channel."""
+
+    attempt: int
+    model_key: str
+    state_key: str
 
 
 @dataclass(frozen=True)
@@ -169,6 +211,10 @@ class Applied:
     """Of the flat model."""
     model_key: str
     state_key: str
+    correction_key: str = ""
+    """Channel key of what leads the workers to the model; empty: nothing does, they load it whole."""
+    refused: tuple[tuple[str, str], ...] = ()
+    """Regions whose update did not pass the guard, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -203,9 +249,12 @@ Event = (
     | ReduceArrived
     | Merged
     | BoundaryArrived
+    | Logged
     | Prepared
     | Stored
     | PeerHas
+    | GraceOver
+    | Restarted
     | Applied
     | Evaluated
     | Kept
@@ -229,6 +278,12 @@ class AttachAnswer:
     """This round's update is on its way already: wait for its end, train nothing."""
     finished: bool
     evaluate: bool
+    until_step: int = 0
+    """Where the open round ends."""
+    correction_key: str = ""
+    """What a worker adds that ended the last round and missed the answer."""
+    background: bool = False
+    """Only a worker that has kept its place can go on within an attempt: the model is not where the others are."""
 
 
 @dataclass(frozen=True)
@@ -241,13 +296,18 @@ class ReduceAnswer:
 
 @dataclass(frozen=True)
 class BoundaryAnswer:
-    """The federation's model after a round."""
+    """How a worker goes on after a round."""
 
     sequence: int
     model_key: str
+    """The model to load; empty: it keeps its own."""
     state_key: str
     evaluate: bool
     finished: bool
+    until_step: int = 0
+    """Where the next round ends."""
+    correction_key: str = ""
+    """What it adds to its own model; empty: nothing."""
 
 
 @dataclass(frozen=True)
@@ -291,6 +351,21 @@ class Merge:
 
 
 @dataclass(frozen=True)
+class Log:
+    """Make durable that a round has ended, and with which model; then say `Logged`."""
+
+    sequence: int
+    model_key: str
+    state_key: str
+    weight: float
+    step: int
+    correction_key: str
+    """What the workers add to it before they go on."""
+    until_step: int
+    """Where the round ends that they then begin."""
+
+
+@dataclass(frozen=True)
 class Prepare:
     """Make our update of a round durable in the outbox; then say `Prepared`."""
 
@@ -300,11 +375,14 @@ class Prepare:
     state_key: str
     weight: float
     step: int
+    correction_key: str = ""
+    seen: tuple[tuple[str, int], ...] = ()
+    last: bool = False
 
 
 @dataclass(frozen=True)
 class Ship:
-    """See that a peer gets our updates, from this one on, until it has them; say `PeerHas` for each."""
+    """See that a peer gets updates, until it has them; say `PeerHas` for each."""
 
     peer: Peer
     manifests: tuple[Manifest, ...]
@@ -312,15 +390,42 @@ class Ship:
 
 @dataclass(frozen=True)
 class Apply:
-    """Merge the round's updates into the model, make model and watermark durable; then say `Applied`."""
+    """Merge updates into the model, make model and watermarks durable; then say `Applied`."""
 
     sequence: int
+    """Rounds of ours in the model once this is done."""
     manifests: tuple[Manifest, ...]
-    """Ours included, sorted by region."""
+    """Sorted by region and sequence."""
     step: int
     samples: float
     applied: int
     """Remote updates in the model once this is done."""
+    version: int = 0
+    """Merges made once this is done; with synchronous exchange the same as the sequence."""
+    watermarks: tuple[tuple[str, int], ...] = ()
+    """The last update of every other region in the model once this is done, sorted."""
+    staleness: tuple[int, ...] = ()
+    """Of each of the manifests: rounds that we have made since the last one of ours that it saw; empty: none."""
+    lasts: tuple[str, ...] = ()
+    """Other regions whose last update is in the model once this is done, sorted."""
+    whole: bool = True
+    """The workers load the model; otherwise they are given a correction."""
+    complete: bool = False
+    """Nothing more will come."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A new attempt begins the open round from the model: put it into the channel; then say `Restarted`."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class StartGrace:
+    """Say `GraceOver` for the round after the grace window."""
+
+    sequence: int
 
 
 @dataclass(frozen=True)
@@ -334,10 +439,10 @@ class Keep:
 
 @dataclass(frozen=True)
 class Forget:
-    """Updates up to here are in the model before the last, and ours (outbox) are durable at every peer too."""
+    """Updates up to these, by region, are needed by nobody any more."""
 
-    inbox_up_to: int
-    outbox_up_to: int
+    up_to: tuple[tuple[str, int], ...]
+    """Sorted; ours are those of the outbox."""
 
 
 @dataclass(frozen=True)
@@ -348,7 +453,7 @@ class Failed:
     text: str
 
 
-Action = Reply | Refuse | Merge | Prepare | Ship | Apply | Keep | Forget | Failed
+Action = Reply | Refuse | Merge | Log | Prepare | Ship | Apply | Restart | StartGrace | Keep | Forget | Failed
 
 
 @dataclass(frozen=True)
@@ -370,3 +475,9 @@ class Progress:
     metrics_sequence: int = 0
     samples_per_second: float = 0.0
     """Of one worker, computing, in the last round."""
+    staleness: dict[str, float] = field(default_factory=dict)
+    """Mean over each peer's last updates, in rounds of ours."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Updates that did not pass the guard, by region."""
+    interval: int = 0
+    """Steps of the open round."""

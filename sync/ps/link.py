@@ -1,13 +1,15 @@
-"""The sending side of the WAN: one courier for each peer, which carries our updates there until they are durable."""
+"""The sending side of the WAN: one courier for each peer, which carries updates there until they are durable."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import mmap
 import random
+import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,10 @@ import grpc.aio
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, channel, error_of, region_name
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
+from sync.ps.bulk import BulkWay, Unreached
 from sync.ps.events import Manifest, Peer
+from sync.transport.ranges import Ranges, pieces
+from sync.transport.sockets import Tls
 
 __all__ = ["Courier", "LinkMeter", "Tls", "manifest_to_proto"]
 
@@ -25,15 +30,9 @@ _log = logging.getLogger("geofed.ps.link")
 _UNASKED_BYTES = CHUNK_BYTES
 _BACKOFF_FIRST_SECONDS = 0.2
 _BACKOFF_MOST_SECONDS = 3.0
-
-
-@dataclass(frozen=True)
-class Tls:
-    """The identity a parameter server shows and trusts."""
-
-    ca_pem: bytes
-    certificate_pem: bytes
-    key_pem: bytes
+_COLLECT_AGAIN_SECONDS = 5.0
+_BULK_AGAIN_SECONDS = 60.0
+"""How long large updates go through the exchange port after the bulk port could not be reached."""
 
 
 @dataclass
@@ -41,15 +40,22 @@ class LinkMeter:
     """What one directed link has carried, counted where it is written."""
 
     sent_bytes: int = 0
+    """Chunks and offers, those sent again included."""
+    payload_bytes: int = 0
+    """Of updates that are durable at the peer."""
     rtt_ms: float = 0.0
-    """Of the last offer, its answer included."""
+    """Of the kernel for the bulk streams, else of the last offer, its answer included."""
     mbps: float = 0.0
     """Payload rate of the last update."""
+    streams: int = 0
+    """That carried the last update; 0: it went through the exchange port."""
     failures: int = 0
     up: bool = True
     """Whether the last attempt to speak to the peer succeeded."""
     fault: str = ""
     """Why the last attempt did not succeed, where ``up`` is false."""
+    slow_way: str = ""
+    """Why large updates take a slower way than they could; empty: they do not."""
 
 
 def manifest_to_proto(job: str, manifest: Manifest) -> sync_pb2.UpdateManifest:
@@ -61,30 +67,40 @@ def manifest_to_proto(job: str, manifest: Manifest) -> sync_pb2.UpdateManifest:
         digest=manifest.digest,
         total_bytes=manifest.total_bytes,
         weight=manifest.weight,
+        seen=dict(manifest.seen),
+        last=manifest.last,
     )
 
 
 class Courier:
-    """Carries updates to one peer, one after the other, and tells when each is durable there.
+    """Carries updates of any region to one peer, one after the other, and tells when each is durable there.
 
-    A cut link is tried again for ever, with back-off; a transfer is given up only after ``stall_seconds`` without
-    progress, and goes on at the offset that the peer then names.
+    A cut link is tried again for ever, with back-off; a transfer is given up only after ``stall`` seconds without
+    progress, and then goes on with what the peer lacks. Large updates take the bulk streams, those that the peer has
+    dialled where it cannot be reached from here.
     """
 
     def __init__(
         self,
         job: str,
         identity: Callable[[], Tls],
-        path_of: Callable[[int], Path],
-        arrived: Callable[[str, int], None],
+        path_of: Callable[[Manifest], Path],
+        arrived: Callable[[str, Manifest], None],
         stall: float,
         broke: Callable[[], None] = lambda: None,
+        dial_back: Callable[[str, tuple[str, int], int], None] = lambda region, address, streams: None,
+        bulk_port: Callable[[], int] = lambda: 0,
     ) -> None:
+        """``dial_back`` has streams dialled to a peer that asks for it; ``bulk_port`` is ours, for the peer to dial."""
         self._job, self._identity, self._path_of, self._arrived = job, identity, path_of, arrived
         self._stall_seconds, self._broke = stall, broke
+        self._dial_back = dial_back
         self.meter = LinkMeter()
+        self._bulk = BulkWay(job, identity, stall, self._count_sent, bulk_port)
+        self._bulk_refused_until = 0.0
         self._peer: Peer | None = None
-        self._waiting: dict[int, Manifest] = {}
+        self._met = asyncio.Event()
+        self._waiting: dict[tuple[int, str], Manifest] = {}
         self._news = asyncio.Event()
         self._trusted = False
         """The last update went through at its first try."""
@@ -92,84 +108,178 @@ class Courier:
         self._shown: tuple[str, Tls] | None = None
         """Address and identity that the channel was opened with."""
 
-    def ship(self, peer: Peer, manifests: tuple[Manifest, ...]) -> None:
-        """Take over updates to carry; a new address or epoch is used from the next try on."""
+    def meet(self, peer: Peer) -> None:
+        """Know the peer; a new address or epoch is used from the next try on."""
         self._peer = peer
-        self._waiting |= {manifest.sequence: manifest for manifest in manifests}
+        self._bulk.meet(peer)
+        self._met.set()
+
+    def ship(self, peer: Peer, manifests: tuple[Manifest, ...]) -> None:
+        """Take over updates to carry."""
+        self.meet(peer)
+        self._waiting |= {(manifest.sequence, manifest.region): manifest for manifest in manifests}
         self._news.set()
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Of updates that are not durable at the peer yet."""
+        return sum(manifest.total_bytes for manifest in self._waiting.values())
+
+    def use_streams(self, count: int | None) -> None:
+        """Carry large updates over so many streams; None: as many as pay."""
+        self._bulk.streams.fix(count)
 
     async def run(self) -> None:
         """Work until cancelled."""
         backoff = _BACKOFF_FIRST_SECONDS
-        try:
-            while True:
-                await self._news.wait()
-                if not self._waiting:
-                    self._news.clear()
-                    continue
-                sequence = min(self._waiting)
-                try:
-                    settled = await self._carry(self._waiting[sequence])
-                except (grpc.RpcError, GeofedError, OSError) as error:
-                    settled = False
-                    self._note_failure(error)
-                if settled:
-                    del self._waiting[sequence]
-                    self._arrived(self._require_peer().region, sequence)
-                    backoff = _BACKOFF_FIRST_SECONDS
-                else:
-                    await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
-                    backoff = min(backoff * 2, _BACKOFF_MOST_SECONDS)
-        finally:
-            await self._close()
+        while True:
+            await self._news.wait()
+            if not self._waiting:
+                self._news.clear()
+                continue
+            key = min(self._waiting)
+            manifest = self._waiting[key]
+            settled = False
+            try:
+                with _moved_peer():
+                    settled = await self._carry(manifest)
+            except FileNotFoundError:
+                # Forgotten: the peer's own updates have told that it has this one, whose acknowledgement was lost.
+                self._waiting.pop(key, None)
+                continue
+            except (grpc.RpcError, GeofedError, OSError) as error:
+                await self._note_failure(error)
+            if settled:
+                self._waiting.pop(key, None)
+                self.meter.payload_bytes += manifest.total_bytes
+                self._arrived(self._require_peer().region, manifest)
+                backoff = _BACKOFF_FIRST_SECONDS
+            else:
+                await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+                backoff = min(backoff * 2, _BACKOFF_MOST_SECONDS)
+
+    async def close(self) -> None:
+        """Once `run` and `collect` are cancelled."""
+        await self._bulk.close()
+        await self._close_channel()
 
     def _require_peer(self) -> Peer:
         if self._peer is None:
             raise GeofedError("INTERNAL", "a courier without a peer")
         return self._peer
 
-    def _note_failure(self, error: Exception) -> None:
+    def _count_sent(self, count: int) -> None:
+        self.meter.sent_bytes += count
+
+    async def _note_failure(self, error: Exception) -> None:
         peer = self._require_peer()
         told = error_of(error) if isinstance(error, grpc.RpcError) else error
         if self.meter.up:
             _log.warning("link to %s is down: %s", peer.region, told)
         self.meter.up, self.meter.fault = False, str(told) or type(told).__name__
         self.meter.failures += 1
+        self._trusted = False
+        if not isinstance(error, grpc.RpcError):
+            # After a cut a new connection is there sooner than an old one comes to itself.
+            await self._close_channel()
         self._broke()
 
-    async def _carry(self, manifest: Manifest) -> bool:
-        """Offer one update and send what is missing; True once it is durable there.
+    # One update
 
-        While the link is good a small update is sent unasked: the round trip of the offer would cost more than the
-        bytes that a peer may have already.
+    async def _carry(self, manifest: Manifest) -> bool:
+        """Carry one update; True once it is durable at the peer.
+
+        While the link is good an update is sent unasked: the round trip of the offer would cost more than the bytes
+        that a peer may have already.
         """
-        stub = await self._stub()
-        proto = manifest_to_proto(self._job, manifest)
-        if self._trusted and manifest.total_bytes <= _UNASKED_BYTES:
-            self._trusted = False
-            reply = await self._send(stub, manifest, proto, 0)
-        else:
-            begun = time.monotonic()
-            reply = await stub.Offer(proto, timeout=self._stall_seconds)
-            self.meter.rtt_ms = (time.monotonic() - begun) * 1e3
-            self.meter.sent_bytes += proto.ByteSize()
-            self.meter.up = True
-            if reply.verdict == sync_pb2.OfferReply.VERDICT_WANT:
-                reply = await self._send(stub, manifest, proto, reply.have_bytes)
+        try:
+            reply = await self._carry_directly(manifest)
+        except (grpc.RpcError, Unreached, GeofedError) as error:
+            if not (self._bulk.is_collected and _is_unavailable(error)):
+                raise
+            with self._mapped(manifest) as view:
+                reply = await self._bulk.send_collected(manifest_to_proto(self._job, manifest), view)
+            self.meter.slow_way = "the peer dials, since it cannot be reached from here"
+            self._note_bulk()
         if reply.verdict == sync_pb2.OfferReply.VERDICT_FENCED:
-            raise GeofedError("FENCED", f"{self._require_peer().region} knows a newer epoch of this region")
+            raise GeofedError("FENCED", f"{self._require_peer().region} knows a newer epoch of {manifest.region}")
+        self._bulk.learn(reply)
+        self.meter.up = True
         self._trusted = bool(reply.verdict == sync_pb2.OfferReply.VERDICT_HAVE)
         return self._trusted
 
+    async def _carry_directly(self, manifest: Manifest) -> sync_pb2.OfferReply:
+        proto = manifest_to_proto(self._job, manifest)
+        large = manifest.total_bytes > _UNASKED_BYTES
+        trusted, self._trusted = self._trusted, False
+        if self._bulk.by_collecting:
+            # A path that was cut one way stays so; it is tried again when the peer's streams end.
+            raise Unreached("the peer could not be reached the last time")
+        bulk = large and time.monotonic() >= self._bulk_refused_until
+        with self._mapped(manifest) as view:
+            if trusted and bulk and self._bulk.knows_the_way:
+                reply = await self._bulk.send(proto, view, have=())
+                self._note_bulk()
+                return reply
+            if trusted and not large:
+                return await self._send(manifest, proto, view, ())
+            reply = await self._offer(proto)
+            if reply.verdict != sync_pb2.OfferReply.VERDICT_WANT:
+                return reply
+            self._bulk.learn(reply)
+            have = tuple((item.begin, item.end) for item in reply.have)
+            if bulk and self._bulk.knows_the_way:
+                try:
+                    reply = await self._bulk.send(proto, view, have)
+                except Unreached as error:
+                    self._fall_back(error)
+                else:
+                    self._note_bulk()
+                    return reply
+            return await self._send(manifest, proto, view, have)
+
+    async def _offer(self, proto: sync_pb2.UpdateManifest) -> sync_pb2.OfferReply:
+        begun = time.monotonic()
+        reply: sync_pb2.OfferReply = await (await self._stub()).Offer(proto, timeout=self._stall_seconds)
+        self.meter.rtt_ms = (time.monotonic() - begun) * 1e3
+        self.meter.sent_bytes += proto.ByteSize()
+        self.meter.up = True
+        return reply
+
+    def _note_bulk(self) -> None:
+        self.meter.mbps, self.meter.streams = self._bulk.mbps, self._bulk.used_streams
+        self.meter.rtt_ms = self._bulk.rtt_seconds * 1e3 or self.meter.rtt_ms
+        if not self._bulk.by_collecting:
+            self.meter.slow_way = ""
+
+    def _fall_back(self, error: Exception) -> None:
+        """Large updates go through the exchange port for a while."""
+        peer = self._require_peer()
+        self._bulk_refused_until = time.monotonic() + _BULK_AGAIN_SECONDS
+        self.meter.slow_way = f"one stream, since the bulk port cannot be reached: {error}"
+        _log.warning("large updates to %s take %s", peer.region, self.meter.slow_way)
+        self._broke()
+
+    @contextlib.contextmanager
+    def _mapped(self, manifest: Manifest) -> Iterator[memoryview]:
+        with self._path_of(manifest).open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), manifest.total_bytes, prot=mmap.PROT_READ)
+        # Not closed here: a connection may still hold a piece of it; the last one to let go frees it.
+        yield memoryview(mapped)
+
+    # Through the exchange port
+
     async def _send(
-        self, stub: sync_pb2_grpc.ExchangeStub, manifest: Manifest, proto: sync_pb2.UpdateManifest, offset: int
+        self,
+        manifest: Manifest,
+        proto: sync_pb2.UpdateManifest,
+        view: memoryview,
+        have: tuple[tuple[int, int], ...],
     ) -> sync_pb2.OfferReply:
         progress = _Progress()
-        begun, first = time.monotonic(), offset
-        # Opened here and not by the stream: what goes wrong inside a stream cancels this task.
-        with self._path_of(manifest.sequence).open("rb") as file:
-            view = memoryview(mmap.mmap(file.fileno(), manifest.total_bytes, prot=mmap.PROT_READ))
-        call = stub.Send(self._chunks(view, proto, offset, progress))
+        missing = Ranges(have).missing(0, manifest.total_bytes)
+        begun = time.monotonic()
+        call = (await self._stub()).Send(self._chunks(view, proto, missing, progress))
         watch = asyncio.ensure_future(progress.stalled(self._stall_seconds))
         try:
             await asyncio.wait({watch, asyncio.ensure_future(call.code())}, return_when=asyncio.FIRST_COMPLETED)
@@ -180,25 +290,29 @@ class Courier:
             watch.cancel()
             call.cancel()
         seconds = time.monotonic() - begun
-        self.meter.mbps = (manifest.total_bytes - first) * 8 / 1e6 / max(seconds, 1e-6)
+        self.meter.mbps = sum(end - begin for begin, end in missing) * 8 / 1e6 / max(seconds, 1e-6)
+        self.meter.streams = 0
         return reply
 
     async def _chunks(
-        self, view: memoryview, proto: sync_pb2.UpdateManifest, offset: int, progress: _Progress
+        self,
+        view: memoryview,
+        proto: sync_pb2.UpdateManifest,
+        missing: list[tuple[int, int]],
+        progress: _Progress,
     ) -> AsyncIterator[sync_pb2.UpdateChunk]:
         head: sync_pb2.UpdateManifest | None = proto
-        while offset < len(view) or head is not None:
-            data = bytes(view[offset : offset + CHUNK_BYTES])
-            yield sync_pb2.UpdateChunk(manifest=head, offset=offset, data=data)
+        for offset, length in list(pieces(missing, CHUNK_BYTES)) or [(0, 0)]:
+            yield sync_pb2.UpdateChunk(manifest=head, offset=offset, data=bytes(view[offset : offset + length]))
             # The stream takes the next chunk only when the one before has left: flow control is the progress.
-            self.meter.sent_bytes += len(data)
+            self.meter.sent_bytes += length
             progress.made()
-            head, offset = None, offset + len(data)
+            head = None
 
     async def _stub(self) -> sync_pb2_grpc.ExchangeStub:
         peer, tls = self._require_peer(), self._identity()
         if self._channel is None or self._shown != (peer.address, tls):
-            await self._close()
+            await self._close_channel()
             self._channel = channel(
                 peer.address,
                 ca_pem=tls.ca_pem,
@@ -209,10 +323,58 @@ class Courier:
             self._shown = (peer.address, tls)
         return sync_pb2_grpc.ExchangeStub(self._channel)
 
-    async def _close(self) -> None:
-        if self._channel is not None:
-            await self._channel.close(None)
-            self._channel = None
+    async def _close_channel(self) -> None:
+        gone, self._channel = self._channel, None
+        if gone is not None:
+            await gone.close(None)
+
+    # Where one side cannot reach the other
+
+    async def collect(self) -> None:
+        """Hold a call open at the peer, by which it can ask us to dial; works until cancelled."""
+        await self._met.wait()
+        while True:
+            with contextlib.suppress(grpc.RpcError), _moved_peer():
+                calls = (await self._stub()).Collect(sync_pb2.CollectRequest(job=self._job))
+                async for call in calls:
+                    peer = self._require_peer()
+                    if 0 < call.bulk_port < 1 << 16 and 0 < call.streams <= 16:
+                        self._dial_back(peer.region, (_host(peer.address), call.bulk_port), call.streams)
+            await asyncio.sleep(_COLLECT_AGAIN_SECONDS)
+
+    async def calls(self) -> AsyncIterator[sync_pb2.CollectCall]:
+        """For the peer that collects from us: what it is to dial."""
+        async for call in self._bulk.calls():
+            yield call
+
+    def adopt(self, ticket: bytes, line: ssl.SSLSocket) -> None:
+        """Take over a stream that the peer has dialled."""
+        self._bulk.adopt(ticket, line)
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
+def _is_cancelled() -> bool:
+    """Whether this task itself is to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+@contextlib.contextmanager
+def _moved_peer() -> Iterator[None]:
+    """A call that ends because its channel is closed is no reason to end as well."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        if _is_cancelled():
+            raise
+
+
+def _is_unavailable(error: Exception) -> bool:
+    told = error_of(error) if isinstance(error, grpc.RpcError) else error
+    return isinstance(told, Unreached) or (isinstance(told, GeofedError) and told.code == "UNAVAILABLE")
 
 
 class _Progress:

@@ -3,44 +3,51 @@
 ::
 
     layout.json                  of the flat model, written before anything else
-    checkpoint-SEQ-DIGEST.frame  model and WAN policy's memory after round SEQ; the newest whole one counts
+    checkpoint-V-DIGEST.frame    the replica's numbers and the watermarks after merge V; the newest whole one counts
+    log-V.jsonl                  ends of rounds and merges since merge V, one line each; background exchange only
     state-SEQ.frame              the workers' optimiser state at the end of round SEQ
-    residual-SEQ.frame           what a lossy codec has held back of our changes, up to our update of round SEQ
+    residual-SEQ.frame           what a lossy codec has held back of our changes, up to our update of round SEQ;
+                                 synchronous exchange only, otherwise it is in the checkpoint
     metrics.json                 of the last evaluation
     inbox/REGION/SEQ.{frame,json}  another region's update; durable once its .json is there
     outbox/SEQ.{frame,json}        ours, the same
 
-Every file is written beside its place, flushed with fsync, renamed, and the folder flushed. A round's state and
-updates are durable before its checkpoint, and are deleted only after the next one.
+Every file is written beside its place, flushed with fsync, renamed, and the folder flushed; a line of the log is
+flushed with fsync before what it tells is acted upon. A round's state and updates are durable before its checkpoint,
+and are deleted only after the next one. With synchronous exchange every merge makes a checkpoint; in the background
+the log is enough to make a merge again, so that checkpoints are made as often as they cost a tenth of the time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
 from sync import framing
-from sync.layout import Layout, Vector
-from sync.ps.events import Keep, Manifest
+from sync.layout import Layout
+from sync.ps.events import Apply, Keep, Log, Manifest, Restart
 from sync.ps.machine import Recovered, Setup
-from sync.wan import Outer
+from sync.ps.replica import Numbers
 
-__all__ = ["PartialUpdate", "Storage", "disk_full_is_told", "write_durably"]
+__all__ = ["Entry", "Storage", "correction_key", "disk_full_is_told", "write_durably"]
 
 _KEPT_CHECKPOINTS = 2
-_MEMORY = "memory/"
-"""Before the names of what the WAN policy remembers, in a checkpoint."""
+_MEMORY, _MARK, _LAST = "memory/", "mark/", "last/"
+"""Before the names, in a checkpoint: of what policy and guard remember, of watermarks, of regions that are done."""
+
+Entry = Log | Apply | Restart
+"""A line of the log."""
 
 
 class Storage:
@@ -50,13 +57,14 @@ class Storage:
         self._folder, self._setup = folder, setup
         for part in (folder, folder / "inbox", folder / "outbox"):
             part.mkdir(parents=True, exist_ok=True)
-        self.model: Vector | None = None
-        self.memory: Mapping[str, Vector] = {}
-        """What the WAN policy remembers, as of the model."""
         self.layout: Layout | None = None
+        self._marks: dict[int, dict[str, int]] = {}
+        """Watermarks of the checkpoints that are kept, ours included, by version."""
+        self._log: int | None = None
+        """Descriptor of the log's newest file."""
 
-    def recover(self) -> Recovered:
-        """Read back what was durable when the process ended.
+    def recover(self) -> tuple[Recovered, Numbers | None, list[Entry]]:
+        """Read back what was durable when the process ended: as of the last checkpoint, and what the log has since.
 
         A checkpoint that is damaged is made again from the one before it and the round's updates, which are kept that
         long. Raises ``GeofedError("STATE_INVALID")`` where that is not possible either.
@@ -68,7 +76,7 @@ class Storage:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise GeofedError("STATE_INVALID", f"{self._folder} is damaged: {error}") from None
 
-    def _recover(self) -> Recovered:
+    def _recover(self) -> tuple[Recovered, Numbers | None, list[Entry]]:
         inbox = tuple(_manifests(sorted(self._folder.glob("inbox/*/*.json"))))
         outbox = tuple(_manifests(sorted(self._folder.glob("outbox/*.json"))))
         with contextlib.suppress(FileNotFoundError):
@@ -80,25 +88,46 @@ class Storage:
             layout_digest=self.layout.digest if self.layout else "", inbox=inbox, outbox=outbox, metrics=metrics
         )
         damaged: list[int] = []
-        for sequence, path in sorted(self._checkpoints(), reverse=True):
+        numbers: Numbers | None = None
+        for version, path in sorted(self._checkpoints(), reverse=True):
             if (frame := _whole(path)) is None:
-                damaged.append(sequence)
+                damaged.append(version)
                 continue
-            self.model = np.array(frame.tensors["model"], np.float32)
-            remembered = {name: frame.tensors[name] for name in frame.tensors if name.startswith(_MEMORY)}
-            self.memory = {name.removeprefix(_MEMORY): np.array(v, np.float32) for name, v in remembered.items()}
-            facts = frame.facts
-            base = replace(
-                base,
-                sequence=sequence,
-                step=int(facts["step"]),
-                samples=facts["samples"],
-                applied=int(facts["applied"]),
-                model_digest=framing.digest_of([self.model.data.cast("B")]),
-            )
-            break
-        self._require_updates(base, damaged)
-        return base
+            self._marks[version] = marks = _named(frame, _MARK)
+            if numbers is None:
+                base, numbers = self._of_checkpoint(base, frame, version, marks)
+        if not self._setup.background:
+            self._require_updates(base, damaged)
+            return base, numbers, []
+        entries = self._entries(base.version)
+        self._open_log(max([base.version, *(int(path.stem.split("-")[1]) for path in self._logs())]))
+        return base, numbers, entries
+
+    def _of_checkpoint(
+        self, base: Recovered, frame: framing.Frame, version: int, marks: dict[str, int]
+    ) -> tuple[Recovered, Numbers]:
+        facts, model = frame.facts, np.array(frame.tensors["model"], np.float32)
+        remembered = {name: frame.tensors[name] for name in frame.tensors if name.startswith(_MEMORY)}
+        sequence = int(facts["sequence"])
+        numbers = Numbers(
+            model,
+            np.array(frame.tensors["start"], np.float32) if "start" in frame.tensors else model,
+            np.array(frame.tensors["residual"], np.float64) if "residual" in frame.tensors else None,
+            {name.removeprefix(_MEMORY): np.array(v, np.float32) for name, v in remembered.items()},
+        )
+        recovered = replace(
+            base,
+            sequence=sequence,
+            version=version,
+            step=int(facts["step"]),
+            samples=facts["samples"],
+            applied=int(facts["applied"]),
+            model_digest=framing.digest_of([model.data.cast("B")]),
+            marks=tuple(sorted((name, mark) for name, mark in marks.items() if name != self._setup.region)),
+            lasts=tuple(sorted(_named(frame, _LAST))),
+            ended=_ended_of(facts) if self._setup.background and sequence > 0 else None,
+        )
+        return recovered, numbers
 
     def _require_updates(self, base: Recovered, damaged: list[int]) -> None:
         """Damaged rounds can be made again only while all of their updates are here."""
@@ -130,11 +159,11 @@ class Storage:
         """Make the optimiser state at the end of a round durable."""
         write_durably(self._folder / f"state-{sequence}.frame", [state])
 
-    def state(self, sequence: int) -> bytes | None:
-        """Optimiser state at the end of a round, if one was kept."""
-        with contextlib.suppress(FileNotFoundError):
-            return (self._folder / f"state-{sequence}.frame").read_bytes()
-        return None
+    def newest_state(self, sequence: int) -> bytes | None:
+        """Optimiser state at the end of a round, or of the last one before it that was kept."""
+        kept = [int(path.stem.split("-")[1]) for path in self._folder.glob("state-*.frame")]
+        found = max((number for number in kept if number <= sequence), default=None)
+        return None if found is None else (self._folder / f"state-{found}.frame").read_bytes()
 
     def keep_residual(self, sequence: int, residual: npt.NDArray[np.float64]) -> None:
         """Make durable what the codec has held back once our update of a round is made; before the update itself."""
@@ -147,21 +176,94 @@ class Storage:
             return np.array(frame.tensors["residual"], np.float64)
         return None
 
-    def keep_checkpoint(self, sequence: int, outer: Outer, facts: dict[str, float]) -> str:
-        """Make a round's model, the policy's memory and the watermark durable; returns the model's digest."""
-        model = np.array(outer.model)
+    def keep_checkpoint(self, numbers: Numbers, apply: Apply, ended: Log | None = None) -> str:
+        """Make a merge's numbers and watermarks durable; returns the model's digest.
+
+        ``ended``: the last round that has ended, with background exchange.
+        """
+        model = np.array(numbers.model)
         digest = framing.digest_of([model.data.cast("B")])
-        name = f"checkpoint-{sequence}-{digest.removeprefix('sha256:')}.frame"
-        remembered = {f"{_MEMORY}{name}": vector for name, vector in outer.memory.items()}
-        checked = {**facts, "memory_crc": _crc(remembered)}
-        write_durably(self._folder / name, framing.encode({"model": model, **remembered}, checked))
-        self.model, self.memory = model, outer.memory
-        for old, path in self._checkpoints():
-            if old <= sequence - _KEPT_CHECKPOINTS:
-                path.unlink(missing_ok=True)
-                for kind in ("state", "residual"):
-                    (self._folder / f"{kind}-{old}.frame").unlink(missing_ok=True)
+        name = f"checkpoint-{apply.version}-{digest.removeprefix('sha256:')}.frame"
+        rest: dict[str, framing.Array] = {f"{_MEMORY}{name}": vector for name, vector in numbers.memory.items()}
+        if self._setup.background:
+            rest |= {"start": numbers.start} | ({} if numbers.residual is None else {"residual": numbers.residual})
+        marks = dict(apply.watermarks) | {self._setup.region: apply.sequence}
+        facts = {"sequence": apply.sequence, "step": apply.step, "samples": apply.samples, "applied": apply.applied}
+        facts |= {f"{_MARK}{region}": mark for region, mark in marks.items()}
+        facts |= {f"{_LAST}{region}": 1 for region in apply.lasts}
+        if ended is not None:
+            correction = int(ended.correction_key.rpartition("/")[2] or -1)
+            facts |= {"ended_step": ended.step, "until_step": ended.until_step, "correction": correction}
+        write_durably(
+            self._folder / name, framing.encode({"model": model, **rest}, {**facts, "memory_crc": _crc(rest)})
+        )
+        self._marks[apply.version] = marks
+        if self._setup.background:
+            self._open_log(apply.version)
+        for old in sorted(self._marks)[:-_KEPT_CHECKPOINTS]:
+            self._forget_checkpoint(old)
         return digest
+
+    def _forget_checkpoint(self, version: int) -> None:
+        sequence = self._marks.pop(version).get(self._setup.region, version)
+        for old, path in self._checkpoints():
+            if old <= version:
+                path.unlink(missing_ok=True)
+        for path in self._logs():
+            if int(path.stem.split("-")[1]) <= version:
+                path.unlink(missing_ok=True)
+        # Not every round hands its optimiser's state over: the newest one stays.
+        states = sorted(int(path.stem.split("-")[1]) for path in self._folder.glob("state-*.frame"))
+        newest = max((number for number in states if number <= sequence + 1), default=0)
+        for kind, last in (("state", min(newest - 1, sequence)), ("residual", sequence)):
+            for path in self._folder.glob(f"{kind}-*.frame"):
+                if int(path.stem.split("-")[1]) <= last:
+                    path.unlink(missing_ok=True)
+
+    def durable_sequence(self) -> int:
+        """Rounds of ours that every kept checkpoint holds: what lies before them is not needed to make them again."""
+        return min((marks.get(self._setup.region, -1) for marks in self._marks.values()), default=-1)
+
+    # The log
+
+    def log(self, entry: Entry) -> None:
+        """Make a line durable."""
+        if self._log is None:
+            raise GeofedError("INTERNAL", "the log is not open")
+        kind = {Log: "end", Apply: "merge", Restart: "restart"}[type(entry)]
+        body = json.dumps({kind: asdict(entry)}, separators=(",", ":"))
+        line = f"{zlib.crc32(body.encode()):08x} {body}\n".encode()
+        with disk_full_is_told(self._folder):
+            os.write(self._log, line)
+            os.fdatasync(self._log)
+
+    def _logs(self) -> list[Path]:
+        return sorted(self._folder.glob("log-*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
+
+    def _open_log(self, version: int) -> None:
+        if self._log is not None:
+            os.close(self._log)
+        path = self._folder / f"log-{max(0, version)}.jsonl"
+        self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        _flush_folder(self._folder)
+
+    def _entries(self, version: int) -> list[Entry]:
+        """What was logged after a merge; a line that the process died in ends it."""
+        found: list[Entry] = []
+        for path in self._logs():
+            if int(path.stem.split("-")[1]) < version:
+                continue
+            lines = path.read_bytes().split(b"\n")
+            whole = 0
+            for line in lines[:-1]:
+                crc, _, body = line.partition(b" ")
+                if f"{zlib.crc32(body):08x}".encode() != crc:
+                    break
+                found.append(_entry(json.loads(body)))
+                whole += len(line) + 1
+            if whole < path.stat().st_size:
+                os.truncate(path, whole)
+        return found
 
     def update_path(self, region: str, sequence: int) -> Path:
         """Where the bytes of a durable update are."""
@@ -176,58 +278,20 @@ class Storage:
             raise GeofedError("STATE_INVALID", f"update {manifest.sequence} of {manifest.region} was damaged on disk")
         return data
 
-    def incoming(self, manifest: Manifest) -> PartialUpdate:
-        """The part of another region's update that is here already."""
-        return PartialUpdate(self._folder / "inbox" / manifest.region, manifest)
-
-    def forget(self, inbox_up_to: int, outbox_up_to: int) -> None:
-        """Delete updates that nobody needs any more."""
-        for pattern, up_to in (("inbox/*/*.*", inbox_up_to), ("outbox/*.*", outbox_up_to)):
-            for path in self._folder.glob(pattern):
+    def forget(self, up_to: Mapping[str, int]) -> None:
+        """Delete updates that nobody needs any more, nor a kept checkpoint to make the merges after it again."""
+        kept = self._marks.values()
+        for region, wanted in up_to.items():
+            last = min([wanted, *(marks.get(region, -1) for marks in kept)])
+            folder = self._folder / "outbox" if region == self._setup.region else self._folder / "inbox" / region
+            for path in folder.glob("*.*"):
                 # A name that begins with a dot is a file that another thread is writing.
-                if not path.name.startswith(".") and int(path.name.split(".")[0]) <= up_to:
+                if not path.name.startswith(".") and int(path.name.split(".")[0]) <= last:
                     path.unlink(missing_ok=True)
 
     @staticmethod
     def _keep_manifest(path: Path, manifest: Manifest) -> None:
         write_durably(path, [json.dumps(asdict(manifest)).encode()])
-
-
-class PartialUpdate:
-    """Another region's update while it arrives; survives the process, so that a cut resumes at its offset."""
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.manifest = manifest
-        self._folder = folder
-        self._path = folder / f"{manifest.sequence}.{manifest.digest.removeprefix('sha256:')[:16]}.part"
-
-    @property
-    def have_bytes(self) -> int:
-        with contextlib.suppress(FileNotFoundError):
-            return min(self._path.stat().st_size, self.manifest.total_bytes)
-        return 0
-
-    def append(self, offset: int, data: bytes) -> None:
-        """Write a chunk; raises ``GeofedError`` where it does not continue what is here, or the disk is full."""
-        if offset != self.have_bytes or offset + len(data) > self.manifest.total_bytes:
-            raise GeofedError("FRAME_INVALID", f"chunk at {offset}, expected at {self.have_bytes}")
-        with disk_full_is_told(self._path), self._path.open("ab") as file:
-            file.write(data)
-
-    def complete(self) -> None:
-        """Verify the bytes and make them durable; damaged ones are dropped and must be sent again."""
-        with self._path.open("rb") as file:
-            digest = "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
-        if digest != self.manifest.digest:
-            self._path.unlink()
-            raise GeofedError(
-                "DIGEST_MISMATCH", f"update {self.manifest.sequence} of {self.manifest.region} was damaged"
-            )
-        with self._path.open("rb") as file, disk_full_is_told(self._path):
-            os.fsync(file.fileno())
-        os.replace(self._path, self._folder / f"{self.manifest.sequence}.frame")
-        Storage._keep_manifest(self._folder / f"{self.manifest.sequence}.json", self.manifest)
 
 
 def write_durably(path: Path, pieces: Sequence[framing.Buffer]) -> None:
@@ -240,11 +304,15 @@ def write_durably(path: Path, pieces: Sequence[framing.Buffer]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _flush_folder(path.parent)
+
+
+def _flush_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 @contextlib.contextmanager
@@ -266,8 +334,8 @@ def _whole(path: Path) -> framing.Frame | None:
     except (GeofedError, KeyError, ValueError):
         return None
     whole = digest.removeprefix("sha256:") == path.stem.rpartition("-")[2]
-    remembered = {name: array for name, array in frame.tensors.items() if name.startswith(_MEMORY)}
-    return frame if whole and frame.facts.get("memory_crc") == _crc(remembered) else None
+    rest = {name: array for name, array in frame.tensors.items() if name != "model"}
+    return frame if whole and frame.facts.get("memory_crc") == _crc(rest) else None
 
 
 def _crc(tensors: Mapping[str, framing.Array]) -> int:
@@ -280,4 +348,37 @@ def _crc(tensors: Mapping[str, framing.Array]) -> int:
 def _manifests(paths: list[Path]) -> Iterator[Manifest]:
     for path in paths:
         if path.with_suffix(".frame").exists():
-            yield Manifest(**json.loads(path.read_text()))
+            yield _manifest(json.loads(path.read_text()))
+
+
+def _manifest(values: dict[str, Any]) -> Manifest:
+    seen = tuple((str(region), int(sequence)) for region, sequence in values.get("seen", ()))
+    return Manifest(**{**values, "seen": seen})
+
+
+def _entry(values: dict[str, Any]) -> Entry:
+    if "end" in values:
+        return Log(**values["end"])
+    if "restart" in values:
+        return Restart(**values["restart"])
+    merge = values["merge"]
+    pairs = tuple((region, mark) for region, mark in merge["watermarks"])
+    manifests = tuple(_manifest(manifest) for manifest in merge["manifests"])
+    known = {"watermarks": pairs, "manifests": manifests}
+    return Apply(**{**merge, **known, "lasts": tuple(merge["lasts"]), "staleness": tuple(merge["staleness"])})
+
+
+def _named(frame: framing.Frame, prefix: str) -> dict[str, int]:
+    return {name.removeprefix(prefix): int(value) for name, value in frame.facts.items() if name.startswith(prefix)}
+
+
+def _ended_of(facts: Mapping[str, float]) -> Log:
+    """The last round before a checkpoint, as far as anyone still asks for it."""
+    step, until, correction = int(facts["ended_step"]), int(facts["until_step"]), int(facts["correction"])
+    key = correction_key(correction) if correction >= 0 else ""
+    return Log(int(facts["sequence"]), "", "", 0.0, step, key, until)
+
+
+def correction_key(version: int) -> str:
+    """Channel key of what leads the workers to the model after a merge."""
+    return f"correction/{version}"

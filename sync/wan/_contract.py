@@ -13,30 +13,44 @@ __all__ = ["Contribution", "Outer", "Policy"]
 
 @dataclass(frozen=True)
 class Contribution:
-    """One region's update of one round."""
+    """One region's update."""
 
     region: str
     weight: float
     """Samples behind it."""
     delta: Vector
     """Model after the round's local steps minus the model before them, shape (n,)."""
+    staleness: int = 0
+    """Rounds that the receiving region has completed since the last one of its own that the sender had seen."""
+    drift: Vector | None = None
+    """How far the receiving region's model has moved in that time, shape (n,); None where nobody asks for it."""
 
 
 @dataclass(frozen=True)
 class Outer:
-    """What a policy makes of a round."""
+    """What a policy makes of the updates that it was given."""
 
     model: Vector
     memory: Mapping[str, Vector] = field(default_factory=dict)
-    """What it must remember until the next round; stored with the model, in one piece."""
+    """What it must remember until the next time; stored with the model, in one piece."""
 
 
 class Policy(Protocol):
-    """How the updates of a round become the next model.
+    """How updates become the next model.
 
-    Every region computes it for itself, so it must depend neither on the order of the contributions nor on the
-    machine: elementwise float32 and float64 operations only, bit for bit the same everywhere.
+    With synchronous exchange every region computes the same for itself, so it must depend neither on the order of the
+    contributions nor on the machine: elementwise float32 and float64 operations only, bit for bit the same everywhere.
     """
 
-    def merge(self, base: Vector, contributions: Sequence[Contribution], memory: Mapping[str, Vector]) -> Outer:
-        """The model after the round; ``memory`` is what the round before left, empty in the first."""
+    def merge(
+        self,
+        base: Vector,
+        contributions: Sequence[Contribution],
+        memory: Mapping[str, Vector],
+        total: float | None = None,
+    ) -> Outer:
+        """The next model; ``memory`` is what the time before left, empty in the first.
+
+        ``total``: the samples that a round of the whole federation has, where only some of its updates are here; None:
+        they are all here.
+        """

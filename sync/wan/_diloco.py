@@ -1,5 +1,5 @@
 """DiLoCo: an outer optimiser with Nesterov momentum over the regions' mean change (Douillard et al. 2023,
-arXiv 2311.08105, algorithm 1; synchronous)."""
+arXiv 2311.08105, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class DiLoCo:
     """With d the mean of the deltas: v = momentum * v + d; model = base + lr * (d + momentum * v).
 
     With lr 1 and momentum 0 it is model averaging. It pays over many rounds of many local steps; in the first rounds
-    the momentum is not yet what it will be.
+    the momentum is not yet what it will be. Exchanged in the background, d is the region's own fresh term and those
+    remote ones that have arrived (eager updates, arXiv 2502.12996); what a term adds to the model in the end does not
+    depend on when it came, since the filter is linear.
     """
 
     def __init__(self, lr: float = 0.7, momentum: float = 0.9) -> None:
@@ -29,8 +31,14 @@ class DiLoCo:
             )
         self._lr, self._momentum = np.float32(lr), np.float32(momentum)
 
-    def merge(self, base: Vector, contributions: Sequence[Contribution], memory: Mapping[str, Vector]) -> Outer:
-        delta = mean_delta(contributions)
+    def merge(
+        self,
+        base: Vector,
+        contributions: Sequence[Contribution],
+        memory: Mapping[str, Vector],
+        total: float | None = None,
+    ) -> Outer:
+        delta = mean_delta(contributions, total)
         velocity = delta if "velocity" not in memory else self._momentum * memory["velocity"] + delta
         step = self._lr * (delta + self._momentum * velocity)
         return Outer(base + step.astype(np.float32, copy=False), {"velocity": velocity})

@@ -69,7 +69,7 @@ function: {slice: 11m}
         "F:6:1: `train.batch` is required",
         "F:7:3: unknown key `bacth` in train; did you mean `batch`?",
         "F:8:8: `train.end`: give exactly one of `epochs` and `steps`",
-        "F:10:10: `wan.codec` must be 'auto', 'fp32', 'bf16', 'int8' or 'topk', not 'gzip'",
+        "F:10:10: `wan.codec` must be 'auto', 'fp32', 'bf16', 'int8', 'ternary' or 'topk', not 'gzip'",
         "F:11:19: `function.slice`: give a duration of at most 10m",
     ]
 

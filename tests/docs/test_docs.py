@@ -14,7 +14,7 @@ from control_plane.spec import load
 from region_agent.config import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("deploy/templates/*/README.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("deploy/templates/*/README.md"))]
 COMMANDS = ("control-plane", "region-agent", "wan-emulator")
 TASK = "def model(config): ...\ndef dataset(uri, split, config): ...\ndef loss(model, batch): ...\n"
 

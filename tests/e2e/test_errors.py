@@ -223,7 +223,7 @@ def test_ports_speak_tls_only_and_a_region_that_is_gone_is_named(shared: Running
     job = shared.submit(*settings)
     shared.wait_round(job, 1)
     servers = [_listening(process.pid) for region in ("bergen", "oslo") for process in _servers(shared, region)]
-    assert [len(ports) for ports in servers] == [2, 2]
+    assert [len(ports) for ports in servers] == [3, 3]
     assert all(PORTS[0] <= port <= PORTS[1] for port in servers[0]), "server.ports of bergen"
     for port in (*servers[0], *servers[1], *_listening(shared.federation.processes["control-plane"].pid)):
         assert _plaintext(port) in (b"", None), f"port {port} has answered in plaintext"

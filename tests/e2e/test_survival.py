@@ -7,8 +7,12 @@ from support.running import Running, check_succeeded, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-LONG = ("train.end.epochs=24", "wan.interval=10", "train.evaluateEvery=0", "function.slice=3s")
-"""Rounds enough to kill something in the middle, and slices short enough for invocations to follow each other."""
+
+@pytest.fixture(params=["synchronous", "background"])
+def long(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Rounds enough to kill something in the middle, and slices short enough for invocations to follow each other."""
+    settings = ("train.end.epochs=24", "wan.interval=10", "train.evaluateEvery=0", "function.slice=3s")
+    return (*settings, f"wan.exchange={request.param}")
 
 
 def test_a_job_runs_to_its_model_and_its_account(running: Running) -> None:
@@ -26,8 +30,8 @@ def test_a_job_runs_to_its_model_and_its_account(running: Running) -> None:
         assert result["predicted"][what]["low"] <= result["predicted"][what]["high"]
 
 
-def test_a_killed_control_plane_finds_the_job_running_and_finishes_it(running: Running) -> None:
-    job = running.submit(*LONG)
+def test_a_killed_control_plane_finds_the_job_running_and_finishes_it(running: Running, long: tuple[str, ...]) -> None:
+    job = running.submit(*long)
     running.wait_round(job, 3)
     running.federation.kill("control-plane")
     running.federation.start_control_plane()
@@ -35,8 +39,8 @@ def test_a_killed_control_plane_finds_the_job_running_and_finishes_it(running: R
     check_succeeded(running.wait_end(job))
 
 
-def test_a_killed_worker_is_replaced(running: Running) -> None:
-    job = running.submit(*LONG)
+def test_a_killed_worker_is_replaced(running: Running, long: tuple[str, ...]) -> None:
+    job = running.submit(*long)
     running.wait_round(job, 3)
     zygote = running.descendants("shanghai", "zygote")
     workers = [child for parent in zygote for child in parent.children()] or running.descendants("shanghai", "replica")
@@ -46,8 +50,8 @@ def test_a_killed_worker_is_replaced(running: Running) -> None:
     assert any(event["kind"] == "worker-failed" and event["region"] == "shanghai" for event in running.events(job))
 
 
-def test_a_killed_parameter_server_goes_on_from_its_disk(running: Running) -> None:
-    job = running.submit(*LONG)
+def test_a_killed_parameter_server_goes_on_from_its_disk(running: Running, long: tuple[str, ...]) -> None:
+    job = running.submit(*long)
     running.wait_round(job, 3)
     (server,) = running.descendants("frankfurt", "sync.ps")
     server.kill()
@@ -55,8 +59,8 @@ def test_a_killed_parameter_server_goes_on_from_its_disk(running: Running) -> No
     assert any(event["kind"] == "ps-ended" and event["region"] == "frankfurt" for event in running.events(job))
 
 
-def test_a_killed_agent_takes_its_partition_up_again(running: Running) -> None:
-    job = running.submit(*LONG)
+def test_a_killed_agent_takes_its_partition_up_again(running: Running, long: tuple[str, ...]) -> None:
+    job = running.submit(*long)
     running.wait_round(job, 3)
     children = running.descendants("virginia", "")
     running.federation.kill("virginia")

@@ -42,10 +42,33 @@ def test_a_region_that_is_cut_off_comes_back_and_the_job_finishes(running: Runni
     emulator.heal()
     assert cut["state"] == "running"
     assert "frankfurt" in cut["condition"], cut["condition"]
+    states = {(link["source"], link["destination"]): link["state"] for link in cut["links"]}
+    assert states["frankfurt", "shanghai"] == "unknown", states
     check_succeeded(running.wait_end(job))
     kinds = [(event["kind"], event["region"]) for event in running.events(job)]
     assert ("region.unreachable", "frankfurt") in kinds
     assert ("region.live", "frankfurt") in kinds
+
+
+def test_the_others_go_on_without_a_region_that_is_cut_off(running: Running) -> None:
+    emulator = running.federation.emulator
+    assert emulator is not None
+    settings = ("train.end.epochs=60", "wan.interval=10", "train.evaluateEvery=0", "wan.exchange=background")
+    job = running.submit(*settings)
+    running.wait_round(job, 2)
+    emulator.partition("frankfurt")
+    before = {part["region"]: part["round"] for part in running.describe(job)["partitions"]}
+    running.wait_round(job, before["shanghai"] + 5, "shanghai")
+    running.wait_round(job, before["virginia"] + 5, "virginia")
+    links = {(link["source"], link["destination"]): link for link in running.describe(job)["links"]}
+    emulator.heal()
+    through = links["shanghai", "virginia"]
+    assert (through["state"], through["interval_steps"] > 0, through["codec"] != "") == ("up", True, True)
+    assert min(through["rtt_ms"] / 100, through["staleness_rounds"]) >= 1, through
+    assert through["goodput_mbps"] > 0, through
+    assert through["sent_bytes"] >= through["received_bytes"] * 0.9 > 0, through
+    # The region that was away makes its last rounds alone, on its own data: that is what not waiting for it costs.
+    check_succeeded(running.wait_end(job), accuracy=0.3)
 
 
 def test_no_byte_of_the_data_crosses_the_wan(running: Running, tmp_path: Path) -> None:

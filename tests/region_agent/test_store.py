@@ -27,12 +27,31 @@ def test_a_partition_is_there_after_a_restart(path: Path) -> None:
     store.took_publish(3, "job-1")
     store.keep_attempt("job-1", 4)
     store.keep_attempt("job-1", 2)
-    store.keep_ports("job-1", 10, 20)
+    store.keep_ports("job-1", 10, 20, 30)
     store.close()
     (row,) = AgentStore(path).open_partitions()
     assert (row.start, row.peers, row.publish, row.attempt) == (b"start", b"peers", True, 4)
-    assert (row.worker_port, row.exchange_port, row.token_key) == (10, 20, "key")
+    assert (row.worker_port, row.exchange_port, row.bulk_port, row.token_key) == (10, 20, 30, "key")
     assert AgentStore(path).command_cursor() == 3
+
+
+def test_the_table_of_an_older_agent_gets_its_new_column(path: Path) -> None:
+    path.parent.mkdir()
+    with contextlib.closing(sqlite3.connect(path)) as old:
+        old.execute(
+            "create table partitions (job text primary key, start blob not null, peers blob, attempt integer not null,"
+            " publish integer not null, worker_port integer not null, exchange_port integer not null,"
+            " token_key text not null, stopped integer not null)"
+        )
+        old.execute("insert into partitions values ('job-1', x'01', null, 4, 0, 10, 20, 'key', 0)")
+        old.commit()
+    store = AgentStore(path)
+    row = store.partition("job-1")
+    assert row is not None
+    assert (row.worker_port, row.exchange_port, row.bulk_port, row.token_key) == (10, 20, 0, "key")
+    store.took_start(1, "job-2", b"start", "another key")
+    store.keep_ports("job-2", 1, 2, 3)
+    assert [row.bulk_port for row in AgentStore(path).open_partitions()] == [0, 3]
 
 
 def test_a_repeated_start_keeps_attempt_key_and_ports(path: Path) -> None:

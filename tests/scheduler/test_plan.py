@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler import (
@@ -52,6 +52,7 @@ federations = st.lists(
 )
 
 
+@settings(deadline=None)  # the first plan of a process loads networkx
 @given(federations, st.integers(1, 256), st.floats(0.1, 20), st.one_of(st.none(), st.integers(1, 100)))
 def test_a_plan_uses_each_shard_where_it_is_and_no_more_than_is_free(
     shape: list[tuple[int, int, float]], batch: int, epochs: float, interval: int | None
@@ -76,6 +77,7 @@ def test_a_plan_uses_each_shard_where_it_is_and_no_more_than_is_free(
     assert chosen.rounds * chosen.interval >= round(epochs * longest)
 
 
+@settings(deadline=None)  # the first plan of a process loads networkx
 @given(federations)
 def test_estimates_are_ranges_around_what_is_expected(shape: list[tuple[int, int, float]]) -> None:
     regions = tuple(region(f"r{i}", samples, workers) for i, (samples, workers, _) in enumerate(shape))

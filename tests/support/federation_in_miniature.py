@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field, replace
 
+from sync.ps.background import Background
 from sync.ps.events import (
     Action,
     Applied,
@@ -24,8 +25,11 @@ from sync.ps.events import (
     Event,
     Failed,
     Forget,
+    GraceOver,
     Keep,
     Kept,
+    Log,
+    Logged,
     Manifest,
     Merge,
     Merged,
@@ -37,11 +41,15 @@ from sync.ps.events import (
     ReduceArrived,
     Refuse,
     Reply,
+    Restart,
+    Restarted,
     Ship,
+    StartGrace,
     Stored,
     Verdict,
 )
 from sync.ps.machine import Machine, Recovered, Setup
+from sync.ps.synchronous import Synchronous
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,11 @@ class Checkpoint:
     samples: float = 0.0
     applied: int = 0
     digest: str = ""
+    version: int = -1
+    marks: tuple[tuple[str, int], ...] = ()
+    lasts: tuple[str, ...] = ()
+    merged: tuple[Manifest, ...] = ()
+    """Every update that was ever merged, in order; with background exchange only."""
 
 
 @dataclass
@@ -61,6 +74,7 @@ class Disk:
     inbox: dict[tuple[str, int], Manifest] = field(default_factory=dict)
     outbox: dict[int, Manifest] = field(default_factory=dict)
     metrics: Keep | None = None
+    ended: Log | None = None
 
 
 @dataclass
@@ -74,6 +88,7 @@ class Worker:
     known: bool = False
     finished: bool = False
     evaluate: bool = False
+    until: int = 0
     call: int = 0
     """0: it waits for none."""
 
@@ -84,8 +99,8 @@ class Message:
 
     source: str
     to: str
-    what: Manifest | int
-    """An update, or the acknowledgement of one, by its sequence."""
+    what: Manifest | tuple[str, int]
+    """An update, or the acknowledgement of one, by its region and sequence."""
 
 
 class Site:
@@ -98,7 +113,7 @@ class Site:
         self.epoch, self.attempt = 1, 1
         self.machine: Machine | None = None
         self.work: list[Action] = []
-        self.couriers: dict[str, dict[int, Manifest]] = {}
+        self.couriers: dict[str, dict[tuple[int, str], Manifest]] = {}
         self.workers: list[Worker] = []
         self.calls = 0
         self.ghosts: set[int] = set()
@@ -120,8 +135,13 @@ class Site:
             inbox=tuple(disk.inbox.values()),
             outbox=tuple(disk.outbox.values()),
             metrics=disk.metrics,
+            version=last.version,
+            marks=last.marks,
+            lasts=last.lasts,
+            ended=disk.ended,
+            correction_key=f"correction/{last.version}" if last.sequence > 0 else "",
         )
-        self.machine = Machine(self.setup, recovered)
+        self.machine = (Background if self.setup.background else Synchronous)(self.setup, recovered)
         self.feed(Configured(self.epoch, self.attempt, ()))
 
     def crash(self) -> None:
@@ -133,7 +153,7 @@ class Site:
 
     def damage_newest_checkpoint(self) -> None:
         """Only while it is down. What the round needs must still be there."""
-        if len(self.disk.checkpoints) < 2:
+        if len(self.disk.checkpoints) < 2 or self.setup.background:
             return
         lost = self.disk.checkpoints.pop()
         here = {*self.disk.inbox, *((self.name, sequence) for sequence in self.disk.outbox)}
@@ -150,7 +170,8 @@ class Site:
             case Reply() | Refuse():
                 self._answer(action)
             case Ship():
-                self.couriers.setdefault(action.peer.region, {}).update({m.sequence: m for m in action.manifests})
+                waiting = self.couriers.setdefault(action.peer.region, {})
+                waiting.update({(m.sequence, m.region): m for m in action.manifests})
             case Failed():
                 raise AssertionError(f"{self.name}: {action}")
             case _:
@@ -175,20 +196,53 @@ class Site:
             case Prepare():
                 assert action.sequence not in disk.outbox, "a durable update was made anew"
                 digest = f"{self.name}:{action.sequence}:{action.model_key}"
-                made = Manifest(self.name, action.epoch, action.sequence, digest, 1, action.weight)
+                made = Manifest(
+                    self.name, action.epoch, action.sequence, digest, 1, action.weight, action.seen, action.last
+                )
                 disk.outbox[action.sequence] = made
                 return Prepared(made)
+            case Log():
+                assert disk.ended is None or action.sequence == disk.ended.sequence + 1, "a round ended twice"
+                assert action.sequence == disk.checkpoints[-1].sequence + 1, "a round ended before the last was merged"
+                disk.ended = action
+                return Logged(action)
+            case Restart():
+                return Restarted(action.attempt, f"start/{action.attempt}", "")
+            case StartGrace():
+                return GraceOver(action.sequence)
             case Apply():
                 return self._apply(action)
             case Keep():
                 disk.metrics = action
                 return Kept(action)
             case Forget():
-                disk.inbox = {k: m for k, m in disk.inbox.items() if m.sequence > action.inbox_up_to}
-                disk.outbox = {s: m for s, m in disk.outbox.items() if s > action.outbox_up_to}
+                up_to = dict(action.up_to)
+                disk.inbox = {k: m for k, m in disk.inbox.items() if k[1] > up_to[k[0]]}
+                disk.outbox = {s: m for s, m in disk.outbox.items() if s > up_to[self.name]}
         return None
 
+    def _merge_as_they_come(self, action: Apply) -> Applied:
+        base = self.disk.checkpoints[-1]
+        assert action.version == base.version + 1
+        marks = dict(base.marks) | {self.name: base.sequence} if base.sequence >= 0 else {}
+        for manifest in action.manifests:
+            before = marks.get(manifest.region, 0 if base.sequence >= 0 else -1)
+            assert manifest.sequence == before + 1, f"{manifest} after {before}"
+            assert (manifest.region, manifest.sequence) in self.disk.inbox or manifest.sequence in self.disk.outbox
+            marks[manifest.region] = manifest.sequence
+        told = dict(action.watermarks) | {self.name: action.sequence}
+        assert all(told[region] == mark for region, mark in marks.items()), (told, marks)
+        merged = (*base.merged, *action.manifests)
+        made = Checkpoint(
+            action.sequence, action.step, action.samples, action.applied, "", action.version, action.watermarks,
+            action.lasts, merged,
+        )  # fmt: skip
+        self.disk.checkpoints = [made]
+        return Applied(action, "", f"model/{action.sequence}", "", f"correction/{action.version}")
+
     def _apply(self, action: Apply) -> Applied:
+        if self.setup.background:
+            return self._merge_as_they_come(action)
         base = self.disk.checkpoints[-1]
         assert action.sequence == base.sequence + 1, "a round was left out or made twice"
         assert tuple(m.region for m in action.manifests) == self.setup.contributors(action.sequence)
@@ -208,9 +262,9 @@ class Site:
         self.ghosts |= {worker.call for worker in self.workers if worker.call}
         self.new_crew()
 
-    def configure(self, peers: tuple[Peer, ...]) -> None:
+    def configure(self, peers: tuple[Peer, ...], neighbours: tuple[tuple[str, str], ...] = ()) -> None:
         if self.machine is not None:
-            self.feed(Configured(self.epoch, self.attempt, peers))
+            self.feed(Configured(self.epoch, self.attempt, peers, neighbours))
 
     # The workers
 
@@ -262,7 +316,7 @@ class Site:
                 return ReduceArrived(call, index, attempt, worker.step + 1, key, 1.0, 0.5)
             case "boundary":
                 told = ("", "") if worker.known else (f"model at {place}", f"b/{place}" if index == 0 else "")
-                step = target * self.setup.steps_per_round
+                step = worker.until
                 return BoundaryArrived(call, index, attempt, target, step, *told, told[1], 1.0, 0.5)
         return Evaluated(call, index, attempt, worker.round, 1.0, {"accuracy": 0.5})
 
@@ -284,7 +338,9 @@ class Site:
         elif isinstance(answer, AttachAnswer):
             self._attached(worker, answer)
         elif isinstance(answer, BoundaryAnswer):
-            worker.round, worker.step = answer.sequence, answer.sequence * self.setup.steps_per_round
+            if not self.setup.background:
+                worker.step = answer.sequence * self.setup.steps_per_round
+            worker.round, worker.until = answer.sequence, answer.until_step
             worker.known, worker.finished = False, answer.finished
             worker.doing = "evaluate" if answer.evaluate else self._next(worker)
         elif isinstance(answer, EvaluatedAnswer):
@@ -292,6 +348,12 @@ class Site:
 
     def _attached(self, worker: Worker, answer: AttachAnswer) -> None:
         resumes = worker.round == answer.sequence and not answer.boundary and not answer.finished
+        missed = worker.round + 1 == answer.sequence and worker.step == answer.step
+        if answer.background and not (resumes or missed or answer.model_key or answer.boundary):
+            # The place is lost, and the model is not where the others are.
+            self.next_attempt()
+            return
+        worker.until = answer.until_step
         worker.round, worker.known, worker.finished = answer.sequence, answer.boundary, answer.finished
         if not resumes:
             worker.step = answer.step
@@ -300,7 +362,7 @@ class Site:
     def _next(self, worker: Worker) -> str:
         if worker.finished:
             return "done"
-        at_end = worker.step >= (worker.round + 1) * self.setup.steps_per_round
+        at_end = worker.step >= worker.until
         return "boundary" if worker.known or at_end else "step"
 
     def _made_step(self, worker: Worker) -> None:
@@ -312,14 +374,14 @@ class Site:
         machine = self.machine
         if machine is None or machine.attempt == 1:
             return
-        before = copy.deepcopy(vars(machine))
+        before = copy.deepcopy((vars(machine) | {"ledger": None}, vars(machine.ledger)))
         for doing in ("attach", "step", "boundary", "evaluate"):
             for known in (False, True):
                 ghost = Worker(machine.attempt - 1, doing, round=max(0, machine.sequence), known=known)
                 self.calls += 1
                 answered = machine.handle(self._request(ghost, 0, self.calls, ghost.attempt))
                 assert [type(action) for action in answered] == [Refuse], answered
-        assert vars(machine) == before
+        assert (vars(machine) | {"ledger": None}, vars(machine.ledger)) == before
 
     @property
     def finished(self) -> bool:
@@ -329,16 +391,30 @@ class Site:
 class Miniature:
     """All regions, and the WAN."""
 
-    def __init__(self, regions: int, workers: int, rounds: int, steps: int, evaluate_every: int) -> None:
+    def __init__(
+        self,
+        regions: int,
+        workers: int,
+        rounds: int,
+        steps: int,
+        evaluate_every: int,
+        *,
+        quorum: int = 0,
+        lead: int = 0,
+        neighbours: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        """``quorum`` 0: synchronous exchange."""
         names = tuple(f"r{index}" for index in range(regions))
-        self.sites = {n: Site(Setup(n, names, workers, rounds, steps, evaluate_every)) for n in names}
+        background = {"background": quorum > 0 and regions > 1, "quorum": max(1, quorum), "lead": lead}
+        self.sites = {n: Site(Setup(n, names, workers, rounds, steps, evaluate_every, **background)) for n in names}
+        self.neighbours = neighbours
         self.wan: list[Message] = []
         self.rounds: dict[int, str] = {}
         """Digest of the model after each round, wherever it was seen first."""
 
     def configure(self, name: str) -> None:
         peers = tuple(Peer(site.name, site.epoch, site.name) for site in self.sites.values() if site.name != name)
-        self.sites[name].configure(peers)
+        self.sites[name].configure(peers, self.neighbours)
 
     def send(self, name: str) -> None:
         """Every courier of a region puts the first of its updates on the wire, again if it was there before."""
@@ -350,13 +426,13 @@ class Miniature:
         site = self.sites[message.to]
         if site.machine is None:
             return
-        if isinstance(message.what, int):
-            waiting = site.couriers.get(message.source, {})
-            if message.what in waiting:
-                del waiting[message.what]
-                site.feed(PeerHas(message.source, message.what))
+        if isinstance(message.what, tuple):
+            waiting, (origin, sequence) = site.couriers.get(message.source, {}), message.what
+            if (sequence, origin) in waiting:
+                del waiting[sequence, origin]
+                site.feed(PeerHas(message.source, sequence, origin))
             return
-        verdict = site.machine.verdict(message.what)
+        verdict = site.machine.verdict(message.what, message.source)
         if verdict is Verdict.WANT:
             site.disk.inbox[message.what.region, message.what.sequence] = message.what
             if then_crash:
@@ -364,13 +440,13 @@ class Miniature:
                 return
             site.feed(Stored(message.what))
         if verdict in (Verdict.WANT, Verdict.HAVE):
-            self.wan.append(Message(message.to, message.source, message.what.sequence))
+            self.wan.append(Message(message.to, message.source, (message.what.region, message.what.sequence)))
 
     def check(self) -> None:
         """What must hold at every moment."""
         for site in self.sites.values():
             for made in site.disk.checkpoints:
-                if made.sequence < 0:
+                if made.sequence < 0 or site.setup.background:
                     continue
                 digest = self.rounds.setdefault(made.sequence, made.digest)
                 assert made.digest == digest, f"{site.name} has another model after round {made.sequence}"
@@ -409,3 +485,11 @@ class Miniature:
             assert site.machine.sequence == site.setup.rounds
             assert site.disk.metrics is not None
             assert site.disk.metrics.sequence == site.setup.rounds
+        merged = [site.disk.checkpoints[-1].merged for site in self.sites.values() if site.setup.background]
+        for mine in merged:
+            # Every update of every region, each once: the sum is the same everywhere.
+            assert len({(m.region, m.sequence) for m in mine}) == len(mine)
+            assert {(m.region, m.sequence, m.digest) for m in mine} == {
+                (m.region, m.sequence, m.digest) for m in merged[0]
+            }
+            assert len(mine) == 1 + len(self.sites) * next(iter(self.sites.values())).setup.rounds

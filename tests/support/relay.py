@@ -18,6 +18,8 @@ class Relay:
         self.to = ("127.0.0.1", 0)
         self.cut_after: int | None = None
         """Bytes towards the server until the one cut; None: never."""
+        self.stays_cut = False
+        """Whether nobody gets through after the cut."""
         self.cuts = 0
         self.passed = 0
         self._threads: list[threading.Thread] = []
@@ -45,7 +47,14 @@ class Relay:
                 near, _ = self._listener.accept()
             except OSError:
                 return
-            far = socket.create_connection(self.to)
+            if self.cuts and self.stays_cut:
+                near.close()
+                continue
+            try:
+                far = socket.create_connection(self.to)
+            except OSError:
+                near.close()
+                continue
             self._sockets += [near, far]
             self._run(self._pass, near, far, True)
             self._run(self._pass, far, near, False)

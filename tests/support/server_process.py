@@ -136,6 +136,8 @@ class NumpyWorker(threading.Thread):
     index: int = 0
     attempt: int = 1
     samples: float = 10.0
+    pause: float = 0.0
+    """Seconds before a step."""
     failure: GeofedError | None = None
     finals: list[Vector] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
@@ -181,22 +183,32 @@ class NumpyWorker(threading.Thread):
         assert value is not None, key
         self.model = np.array(framing.decode(value).tensors["model"], np.float32)
 
+    def _add(self, key: str) -> None:
+        value = self.channel.get(key)
+        assert value is not None, key
+        self.model = self.model + np.array(framing.decode(value).tensors["correction"], np.float32)
+
     def _train(self) -> None:
         rounds, steps = self.server.settings["rounds"], self.server.settings["steps_per_round"]
         initial = self._put(f"init/{self.attempt}/{self.index}", self.model)
         start = self._call("Attach", worker_pb2.AttachRequest(layout_json=LAYOUT.to_json(), initial_key=initial))
-        self._load(start.model_key)
+        if start.model_key:
+            self._load(start.model_key)
         done, known = start.round, start.boundary
         while done < rounds:
             request = worker_pb2.BoundaryRequest(round=done + 1, step=(done + 1) * steps)
             if not known:
+                self.stop.wait(self.pause)
                 self.model = self.model + np.float32(self.push * (done + 1))
                 request.digest = framing.digest_of([self.model.data.cast("B")])
                 request.samples, request.loss = self.samples, 1.0
                 if self.index == 0:
                     request.model_key = self._put(f"b/{self.attempt}/{done + 1}/model", self.model)
             reply = self._call("Boundary", request)
-            self._load(reply.model_key)
+            if reply.model_key:
+                self._load(reply.model_key)
+            elif reply.correction_key:
+                self._add(reply.correction_key)
             done, known = reply.round, False
         request = worker_pb2.EvaluatedRequest(round=done, samples=1.0, metrics={"accuracy": 0.5})
         self._call("Evaluated", request)

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from geofed_pb.errors import GeofedError
+from sync.ps.events import Apply
 from sync.ps.machine import Setup
+from sync.ps.replica import Numbers
 from sync.ps.storage import Storage
 from sync.wan import Contribution, DiLoCo, ModelAverage, Outer, policy_named
 
@@ -60,12 +62,12 @@ def test_settings() -> None:
 def test_its_memory_is_stored_with_the_model_and_a_damaged_one_does_not_count(tmp_path: Path) -> None:
     setup = Setup("a", ("a",), workers=1, rounds=3, steps_per_round=1, evaluate_every=0)
     storage = Storage(tmp_path, setup)
-    facts = {"step": 1.0, "samples": 1.0, "applied": 0.0}
-    outer = Outer(np.ones(SIZE, np.float32), {"velocity": np.full(SIZE, 2.0, np.float32)})
-    storage.keep_checkpoint(1, outer, facts)
-    again = Storage(tmp_path, setup)
-    assert again.recover().sequence == 1
-    assert np.array_equal(again.memory["velocity"], outer.memory["velocity"])
+    model, velocity = np.ones(SIZE, np.float32), np.full(SIZE, 2.0, np.float32)
+    storage.keep_checkpoint(Numbers(model, model, None, {"velocity": velocity}), Apply(1, (), 1, 1.0, 0, version=1))
+    recovered, numbers, _ = Storage(tmp_path, setup).recover()
+    assert recovered.sequence == 1
+    assert numbers is not None
+    assert np.array_equal(numbers.memory["velocity"], velocity)
 
     (checkpoint,) = tmp_path.glob("checkpoint-1-*")
     damaged = bytearray(checkpoint.read_bytes())

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from geofed_pb.v1 import common_pb2 as geofed__pb_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ageofed_pb/v1/control.proto\x12\tgeofed.v1\x1a\x19geofed_pb/v1/common.proto\"\x10\n\x0eVersionRequest\"3\n\x0cVersionReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x12\n\nfederation\x18\x02 \x01(\t\" \n\x0bPlanRequest\x12\x11\n\tspec_json\x18\x01 \x01(\t\"2\n\tPlanReply\x12\x11\n\tplan_json\x18\x01 \x01(\t\x12\x12\n\nadmissible\x18\x02 \x01(\x08\"M\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tspec_json\x18\x02 \x01(\t\x12\x15\n\rbundle_digest\x18\x03 \x01(\t\";\n\x0bSubmitReply\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.geofed.v1.Job\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x08\"\x19\n\nJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x9a\x02\n\x03Job\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x11\n\tcondition\x18\x04 \x01(\t\x12\x12\n\ncreated_at\x18\x05 \x01(\x01\x12\x12\n\nstarted_at\x18\x06 \x01(\x01\x12\x13\n\x0b\x66inished_at\x18\x07 \x01(\x01\x12\x11\n\tspec_json\x18\x08 \x01(\t\x12\x11\n\tplan_json\x18\t \x01(\t\x12\x13\n\x0bresult_json\x18\n \x01(\t\x12\x1f\n\x05\x65rror\x18\x0b \x01(\x0b\x32\x10.geofed.v1.Error\x12.\n\npartitions\x18\x0c \x03(\x0b\x32\x1a.geofed.v1.PartitionStatus\x12\x0e\n\x06rounds\x18\r \x01(\x04\"\xcd\x03\n\x0fPartitionStatus\x12\x0e\n\x06region\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\r\n\x05round\x18\x04 \x01(\x04\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x0f\n\x07samples\x18\x06 \x01(\x04\x12\x0c\n\x04loss\x18\x07 \x01(\x01\x12\x0f\n\x07workers\x18\x08 \x01(\r\x12\x11\n\tcondition\x18\t \x01(\t\x12\x38\n\x07metrics\x18\n \x03(\x0b\x32\'.geofed.v1.PartitionStatus.MetricsEntry\x12=\n\nsent_bytes\x18\x0b \x03(\x0b\x32).geofed.v1.PartitionStatus.SentBytesEntry\x12\x1f\n\x05money\x18\x0c \x03(\x0b\x32\x10.geofed.v1.Money\x12\x14\n\x0clast_contact\x18\r \x01(\x01\x12\x1a\n\x12samples_per_second\x18\x0e \x01(\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x30\n\x0eSentBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"-\n\x0fListJobsRequest\x12\x0b\n\x03\x61ll\x18\x01 \x01(\x08\x12\r\n\x05limit\x18\x02 \x01(\r\"-\n\rListJobsReply\x12\x1c\n\x04jobs\x18\x01 \x03(\x0b\x32\x0e.geofed.v1.Job\";\n\x0cWatchRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x02 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x03 \x01(\x08\"\x81\x01\n\x05\x45vent\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12\n\n\x02\x61t\x18\x02 \x01(\x01\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x0e\n\x06region\x18\x04 \x01(\t\x12\x0c\n\x04kind\x18\x05 \x01(\t\x12\x0c\n\x04text\x18\x06 \x01(\t\x12\x11\n\tdata_json\x18\x07 \x01(\t\x12\x10\n\x08terminal\x18\x08 \x01(\x08\"X\n\x0bLogsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06region\x18\x02 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08\x12\x0c\n\x04tail\x18\x05 \x01(\r\"S\n\x07LogLine\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12\n\n\x02\x61t\x18\x02 \x01(\x01\x12\x0e\n\x06region\x18\x03 \x01(\t\x12\x0e\n\x06source\x18\x04 \x01(\t\x12\x0c\n\x04text\x18\x05 \x01(\t\",\n\rCancelRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x14\n\x12ListRegionsRequest\"6\n\x10ListRegionsReply\x12\"\n\x07regions\x18\x01 \x03(\x0b\x32\x11.geofed.v1.Region\"\xa9\x01\n\x06Region\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x63loud\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x11\n\tcondition\x18\x04 \x01(\t\x12\x14\n\x0clast_contact\x18\x05 \x01(\x01\x12\x15\n\ragent_version\x18\x06 \x01(\t\x12\x16\n\x0e\x63\x61talogue_json\x18\x07 \x01(\t\x12\x1b\n\x13\x63\x65rtificate_expires\x18\x08 \x01(\x01\"4\n\rInviteRequest\x12\x0e\n\x06region\x18\x01 \x01(\t\x12\x13\n\x0bttl_seconds\x18\x02 \x01(\r\"-\n\x0bInviteReply\x12\r\n\x05token\x18\x01 \x01(\t\x12\x0f\n\x07\x65xpires\x18\x02 \x01(\x01\"+\n\x0cModelRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\".\n\x0bJoinRequest\x12\x0e\n\x06secret\x18\x01 \x01(\t\x12\x0f\n\x07\x63sr_pem\x18\x02 \x01(\x0c\"l\n\tJoinReply\x12\x0e\n\x06region\x18\x01 \x01(\t\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63\x61_pem\x18\x03 \x01(\x0c\x12\x12\n\nagent_port\x18\x04 \x01(\r\x12\x12\n\nfederation\x18\x05 \x01(\t2\x80\x06\n\x07\x43ontrol\x12=\n\x07Version\x12\x19.geofed.v1.VersionRequest\x1a\x17.geofed.v1.VersionReply\x12\x36\n\x08StatBlob\x12\x16.geofed.v1.BlobRequest\x1a\x12.geofed.v1.BlobAck\x12\x35\n\x07PutBlob\x12\x14.geofed.v1.BlobChunk\x1a\x12.geofed.v1.BlobAck(\x01\x12\x34\n\x04Plan\x12\x16.geofed.v1.PlanRequest\x1a\x14.geofed.v1.PlanReply\x12:\n\x06Submit\x12\x18.geofed.v1.SubmitRequest\x1a\x16.geofed.v1.SubmitReply\x12/\n\x06GetJob\x12\x15.geofed.v1.JobRequest\x1a\x0e.geofed.v1.Job\x12@\n\x08ListJobs\x12\x1a.geofed.v1.ListJobsRequest\x1a\x18.geofed.v1.ListJobsReply\x12\x34\n\x05Watch\x12\x17.geofed.v1.WatchRequest\x1a\x10.geofed.v1.Event0\x01\x12\x34\n\x04Logs\x12\x16.geofed.v1.LogsRequest\x1a\x12.geofed.v1.LogLine0\x01\x12\x32\n\x06\x43\x61ncel\x12\x18.geofed.v1.CancelRequest\x1a\x0e.geofed.v1.Job\x12I\n\x0bListRegions\x12\x1d.geofed.v1.ListRegionsRequest\x1a\x1b.geofed.v1.ListRegionsReply\x12:\n\x06Invite\x12\x18.geofed.v1.InviteRequest\x1a\x16.geofed.v1.InviteReply\x12;\n\x08GetModel\x12\x17.geofed.v1.ModelRequest\x1a\x14.geofed.v1.BlobChunk0\x01\x32\x41\n\tEnrolment\x12\x34\n\x04Join\x12\x16.geofed.v1.JoinRequest\x1a\x14.geofed.v1.JoinReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ageofed_pb/v1/control.proto\x12\tgeofed.v1\x1a\x19geofed_pb/v1/common.proto\"\x10\n\x0eVersionRequest\"3\n\x0cVersionReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x12\n\nfederation\x18\x02 \x01(\t\" \n\x0bPlanRequest\x12\x11\n\tspec_json\x18\x01 \x01(\t\"2\n\tPlanReply\x12\x11\n\tplan_json\x18\x01 \x01(\t\x12\x12\n\nadmissible\x18\x02 \x01(\x08\"M\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tspec_json\x18\x02 \x01(\t\x12\x15\n\rbundle_digest\x18\x03 \x01(\t\";\n\x0bSubmitReply\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.geofed.v1.Job\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x08\"\x19\n\nJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\xbd\x02\n\x03Job\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x11\n\tcondition\x18\x04 \x01(\t\x12\x12\n\ncreated_at\x18\x05 \x01(\x01\x12\x12\n\nstarted_at\x18\x06 \x01(\x01\x12\x13\n\x0b\x66inished_at\x18\x07 \x01(\x01\x12\x11\n\tspec_json\x18\x08 \x01(\t\x12\x11\n\tplan_json\x18\t \x01(\t\x12\x13\n\x0bresult_json\x18\n \x01(\t\x12\x1f\n\x05\x65rror\x18\x0b \x01(\x0b\x32\x10.geofed.v1.Error\x12.\n\npartitions\x18\x0c \x03(\x0b\x32\x1a.geofed.v1.PartitionStatus\x12\x0e\n\x06rounds\x18\r \x01(\x04\x12!\n\x05links\x18\x0e \x03(\x0b\x32\x12.geofed.v1.WanLink\"\xe5\x01\n\x07WanLink\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65stination\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06rtt_ms\x18\x04 \x01(\x01\x12\x14\n\x0cgoodput_mbps\x18\x05 \x01(\x01\x12\x0f\n\x07streams\x18\x06 \x01(\r\x12\r\n\x05\x63odec\x18\x07 \x01(\t\x12\x10\n\x08interval\x18\x08 \x01(\r\x12\x12\n\nsent_bytes\x18\t \x01(\x04\x12\x16\n\x0ereceived_bytes\x18\n \x01(\x04\x12\x11\n\tstaleness\x18\x0b \x01(\x01\x12\x0f\n\x07refused\x18\x0c \x01(\x04\"\xcd\x03\n\x0fPartitionStatus\x12\x0e\n\x06region\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\r\n\x05round\x18\x04 \x01(\x04\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x0f\n\x07samples\x18\x06 \x01(\x04\x12\x0c\n\x04loss\x18\x07 \x01(\x01\x12\x0f\n\x07workers\x18\x08 \x01(\r\x12\x11\n\tcondition\x18\t \x01(\t\x12\x38\n\x07metrics\x18\n \x03(\x0b\x32\'.geofed.v1.PartitionStatus.MetricsEntry\x12=\n\nsent_bytes\x18\x0b \x03(\x0b\x32).geofed.v1.PartitionStatus.SentBytesEntry\x12\x1f\n\x05money\x18\x0c \x03(\x0b\x32\x10.geofed.v1.Money\x12\x14\n\x0clast_contact\x18\r \x01(\x01\x12\x1a\n\x12samples_per_second\x18\x0e \x01(\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x30\n\x0eSentBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"-\n\x0fListJobsRequest\x12\x0b\n\x03\x61ll\x18\x01 \x01(\x08\x12\r\n\x05limit\x18\x02 \x01(\r\"-\n\rListJobsReply\x12\x1c\n\x04jobs\x18\x01 \x03(\x0b\x32\x0e.geofed.v1.Job\";\n\x0cWatchRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x02 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x03 \x01(\x08\"\x81\x01\n\x05\x45vent\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12\n\n\x02\x61t\x18\x02 \x01(\x01\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x0e\n\x06region\x18\x04 \x01(\t\x12\x0c\n\x04kind\x18\x05 \x01(\t\x12\x0c\n\x04text\x18\x06 \x01(\t\x12\x11\n\tdata_json\x18\x07 \x01(\t\x12\x10\n\x08terminal\x18\x08 \x01(\x08\"X\n\x0bLogsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06region\x18\x02 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08\x12\x0c\n\x04tail\x18\x05 \x01(\r\"S\n\x07LogLine\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12\n\n\x02\x61t\x18\x02 \x01(\x01\x12\x0e\n\x06region\x18\x03 \x01(\t\x12\x0e\n\x06source\x18\x04 \x01(\t\x12\x0c\n\x04text\x18\x05 \x01(\t\",\n\rCancelRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x14\n\x12ListRegionsRequest\"6\n\x10ListRegionsReply\x12\"\n\x07regions\x18\x01 \x03(\x0b\x32\x11.geofed.v1.Region\"\xa9\x01\n\x06Region\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x63loud\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x11\n\tcondition\x18\x04 \x01(\t\x12\x14\n\x0clast_contact\x18\x05 \x01(\x01\x12\x15\n\ragent_version\x18\x06 \x01(\t\x12\x16\n\x0e\x63\x61talogue_json\x18\x07 \x01(\t\x12\x1b\n\x13\x63\x65rtificate_expires\x18\x08 \x01(\x01\"4\n\rInviteRequest\x12\x0e\n\x06region\x18\x01 \x01(\t\x12\x13\n\x0bttl_seconds\x18\x02 \x01(\r\"-\n\x0bInviteReply\x12\r\n\x05token\x18\x01 \x01(\t\x12\x0f\n\x07\x65xpires\x18\x02 \x01(\x01\"+\n\x0cModelRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\".\n\x0bJoinRequest\x12\x0e\n\x06secret\x18\x01 \x01(\t\x12\x0f\n\x07\x63sr_pem\x18\x02 \x01(\x0c\"l\n\tJoinReply\x12\x0e\n\x06region\x18\x01 \x01(\t\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63\x61_pem\x18\x03 \x01(\x0c\x12\x12\n\nagent_port\x18\x04 \x01(\r\x12\x12\n\nfederation\x18\x05 \x01(\t2\x80\x06\n\x07\x43ontrol\x12=\n\x07Version\x12\x19.geofed.v1.VersionRequest\x1a\x17.geofed.v1.VersionReply\x12\x36\n\x08StatBlob\x12\x16.geofed.v1.BlobRequest\x1a\x12.geofed.v1.BlobAck\x12\x35\n\x07PutBlob\x12\x14.geofed.v1.BlobChunk\x1a\x12.geofed.v1.BlobAck(\x01\x12\x34\n\x04Plan\x12\x16.geofed.v1.PlanRequest\x1a\x14.geofed.v1.PlanReply\x12:\n\x06Submit\x12\x18.geofed.v1.SubmitRequest\x1a\x16.geofed.v1.SubmitReply\x12/\n\x06GetJob\x12\x15.geofed.v1.JobRequest\x1a\x0e.geofed.v1.Job\x12@\n\x08ListJobs\x12\x1a.geofed.v1.ListJobsRequest\x1a\x18.geofed.v1.ListJobsReply\x12\x34\n\x05Watch\x12\x17.geofed.v1.WatchRequest\x1a\x10.geofed.v1.Event0\x01\x12\x34\n\x04Logs\x12\x16.geofed.v1.LogsRequest\x1a\x12.geofed.v1.LogLine0\x01\x12\x32\n\x06\x43\x61ncel\x12\x18.geofed.v1.CancelRequest\x1a\x0e.geofed.v1.Job\x12I\n\x0bListRegions\x12\x1d.geofed.v1.ListRegionsRequest\x1a\x1b.geofed.v1.ListRegionsReply\x12:\n\x06Invite\x12\x18.geofed.v1.InviteRequest\x1a\x16.geofed.v1.InviteReply\x12;\n\x08GetModel\x12\x17.geofed.v1.ModelRequest\x1a\x14.geofed.v1.BlobChunk0\x01\x32\x41\n\tEnrolment\x12\x34\n\x04Join\x12\x16.geofed.v1.JoinRequest\x1a\x14.geofed.v1.JoinReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -51,45 +51,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOBREQUEST']._serialized_start=365
   _globals['_JOBREQUEST']._serialized_end=390
   _globals['_JOB']._serialized_start=393
-  _globals['_JOB']._serialized_end=675
-  _globals['_PARTITIONSTATUS']._serialized_start=678
-  _globals['_PARTITIONSTATUS']._serialized_end=1139
-  _globals['_PARTITIONSTATUS_METRICSENTRY']._serialized_start=1043
-  _globals['_PARTITIONSTATUS_METRICSENTRY']._serialized_end=1089
-  _globals['_PARTITIONSTATUS_SENTBYTESENTRY']._serialized_start=1091
-  _globals['_PARTITIONSTATUS_SENTBYTESENTRY']._serialized_end=1139
-  _globals['_LISTJOBSREQUEST']._serialized_start=1141
-  _globals['_LISTJOBSREQUEST']._serialized_end=1186
-  _globals['_LISTJOBSREPLY']._serialized_start=1188
-  _globals['_LISTJOBSREPLY']._serialized_end=1233
-  _globals['_WATCHREQUEST']._serialized_start=1235
-  _globals['_WATCHREQUEST']._serialized_end=1294
-  _globals['_EVENT']._serialized_start=1297
-  _globals['_EVENT']._serialized_end=1426
-  _globals['_LOGSREQUEST']._serialized_start=1428
-  _globals['_LOGSREQUEST']._serialized_end=1516
-  _globals['_LOGLINE']._serialized_start=1518
-  _globals['_LOGLINE']._serialized_end=1601
-  _globals['_CANCELREQUEST']._serialized_start=1603
-  _globals['_CANCELREQUEST']._serialized_end=1647
-  _globals['_LISTREGIONSREQUEST']._serialized_start=1649
-  _globals['_LISTREGIONSREQUEST']._serialized_end=1669
-  _globals['_LISTREGIONSREPLY']._serialized_start=1671
-  _globals['_LISTREGIONSREPLY']._serialized_end=1725
-  _globals['_REGION']._serialized_start=1728
-  _globals['_REGION']._serialized_end=1897
-  _globals['_INVITEREQUEST']._serialized_start=1899
-  _globals['_INVITEREQUEST']._serialized_end=1951
-  _globals['_INVITEREPLY']._serialized_start=1953
-  _globals['_INVITEREPLY']._serialized_end=1998
-  _globals['_MODELREQUEST']._serialized_start=2000
-  _globals['_MODELREQUEST']._serialized_end=2043
-  _globals['_JOINREQUEST']._serialized_start=2045
-  _globals['_JOINREQUEST']._serialized_end=2091
-  _globals['_JOINREPLY']._serialized_start=2093
-  _globals['_JOINREPLY']._serialized_end=2201
-  _globals['_CONTROL']._serialized_start=2204
-  _globals['_CONTROL']._serialized_end=2972
-  _globals['_ENROLMENT']._serialized_start=2974
-  _globals['_ENROLMENT']._serialized_end=3039
+  _globals['_JOB']._serialized_end=710
+  _globals['_WANLINK']._serialized_start=713
+  _globals['_WANLINK']._serialized_end=942
+  _globals['_PARTITIONSTATUS']._serialized_start=945
+  _globals['_PARTITIONSTATUS']._serialized_end=1406
+  _globals['_PARTITIONSTATUS_METRICSENTRY']._serialized_start=1310
+  _globals['_PARTITIONSTATUS_METRICSENTRY']._serialized_end=1356
+  _globals['_PARTITIONSTATUS_SENTBYTESENTRY']._serialized_start=1358
+  _globals['_PARTITIONSTATUS_SENTBYTESENTRY']._serialized_end=1406
+  _globals['_LISTJOBSREQUEST']._serialized_start=1408
+  _globals['_LISTJOBSREQUEST']._serialized_end=1453
+  _globals['_LISTJOBSREPLY']._serialized_start=1455
+  _globals['_LISTJOBSREPLY']._serialized_end=1500
+  _globals['_WATCHREQUEST']._serialized_start=1502
+  _globals['_WATCHREQUEST']._serialized_end=1561
+  _globals['_EVENT']._serialized_start=1564
+  _globals['_EVENT']._serialized_end=1693
+  _globals['_LOGSREQUEST']._serialized_start=1695
+  _globals['_LOGSREQUEST']._serialized_end=1783
+  _globals['_LOGLINE']._serialized_start=1785
+  _globals['_LOGLINE']._serialized_end=1868
+  _globals['_CANCELREQUEST']._serialized_start=1870
+  _globals['_CANCELREQUEST']._serialized_end=1914
+  _globals['_LISTREGIONSREQUEST']._serialized_start=1916
+  _globals['_LISTREGIONSREQUEST']._serialized_end=1936
+  _globals['_LISTREGIONSREPLY']._serialized_start=1938
+  _globals['_LISTREGIONSREPLY']._serialized_end=1992
+  _globals['_REGION']._serialized_start=1995
+  _globals['_REGION']._serialized_end=2164
+  _globals['_INVITEREQUEST']._serialized_start=2166
+  _globals['_INVITEREQUEST']._serialized_end=2218
+  _globals['_INVITEREPLY']._serialized_start=2220
+  _globals['_INVITEREPLY']._serialized_end=2265
+  _globals['_MODELREQUEST']._serialized_start=2267
+  _globals['_MODELREQUEST']._serialized_end=2310
+  _globals['_JOINREQUEST']._serialized_start=2312
+  _globals['_JOINREQUEST']._serialized_end=2358
+  _globals['_JOINREPLY']._serialized_start=2360
+  _globals['_JOINREPLY']._serialized_end=2468
+  _globals['_CONTROL']._serialized_start=2471
+  _globals['_CONTROL']._serialized_end=3239
+  _globals['_ENROLMENT']._serialized_start=3241
+  _globals['_ENROLMENT']._serialized_end=3306
 # @@protoc_insertion_point(module_scope)

@@ -58,7 +58,7 @@ class JobRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("id", "name", "state", "condition", "created_at", "started_at", "finished_at", "spec_json", "plan_json", "result_json", "error", "partitions", "rounds")
+    __slots__ = ("id", "name", "state", "condition", "created_at", "started_at", "finished_at", "spec_json", "plan_json", "result_json", "error", "partitions", "rounds", "links")
     ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class Job(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
     id: str
     name: str
     state: str
@@ -85,7 +86,36 @@ class Job(_message.Message):
     error: _common_pb2.Error
     partitions: _containers.RepeatedCompositeFieldContainer[PartitionStatus]
     rounds: int
-    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., created_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., spec_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., result_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStatus, _Mapping]]] = ..., rounds: _Optional[int] = ...) -> None: ...
+    links: _containers.RepeatedCompositeFieldContainer[WanLink]
+    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., created_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., spec_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., result_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStatus, _Mapping]]] = ..., rounds: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WanLink, _Mapping]]] = ...) -> None: ...
+
+class WanLink(_message.Message):
+    __slots__ = ("source", "destination", "state", "rtt_ms", "goodput_mbps", "streams", "codec", "interval", "sent_bytes", "received_bytes", "staleness", "refused")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    RTT_MS_FIELD_NUMBER: _ClassVar[int]
+    GOODPUT_MBPS_FIELD_NUMBER: _ClassVar[int]
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    destination: str
+    state: str
+    rtt_ms: float
+    goodput_mbps: float
+    streams: int
+    codec: str
+    interval: int
+    sent_bytes: int
+    received_bytes: int
+    staleness: float
+    refused: int
+    def __init__(self, source: _Optional[str] = ..., destination: _Optional[str] = ..., state: _Optional[str] = ..., rtt_ms: _Optional[float] = ..., goodput_mbps: _Optional[float] = ..., streams: _Optional[int] = ..., codec: _Optional[str] = ..., interval: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., staleness: _Optional[float] = ..., refused: _Optional[int] = ...) -> None: ...
 
 class PartitionStatus(_message.Message):
     __slots__ = ("region", "state", "epoch", "round", "step", "samples", "loss", "workers", "condition", "metrics", "sent_bytes", "money", "last_contact", "samples_per_second")

@@ -25,13 +25,15 @@ _sym_db = _symbol_database.Default()
 from geofed_pb.v1 import common_pb2 as geofed__pb_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17geofed_pb/v1/sync.proto\x12\tgeofed.v1\x1a\x19geofed_pb/v1/common.proto\"\x83\x01\n\x0eUpdateManifest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06region\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06weight\x18\x07 \x01(\x01\"\xc1\x01\n\nOfferReply\x12.\n\x07verdict\x18\x01 \x01(\x0e\x32\x1d.geofed.v1.OfferReply.Verdict\x12\x12\n\nhave_bytes\x18\x02 \x01(\x04\"o\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x10\n\x0cVERDICT_WANT\x10\x01\x12\x10\n\x0cVERDICT_HAVE\x10\x02\x12\x12\n\x0eVERDICT_FENCED\x10\x03\x12\x13\n\x0fVERDICT_UNKNOWN\x10\x04\"X\n\x0bUpdateChunk\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.geofed.v1.UpdateManifest\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"Z\n\x08PsConfig\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12 \n\x05peers\x18\x03 \x03(\x0b\x32\x11.geofed.v1.PsPeer\x12\x0c\n\x04stop\x18\x04 \x01(\x08\"8\n\x06PsPeer\x12\x0e\n\x06region\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x10\n\x0ePsWatchRequest\"\x10\n\x0ePsModelRequest\"\xe3\x06\n\x08PsStatus\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x11\n\tcondition\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\r\n\x05round\x18\x05 \x01(\x04\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x0f\n\x07samples\x18\x07 \x01(\x04\x12\x0c\n\x04loss\x18\x08 \x01(\x01\x12\x31\n\x07metrics\x18\t \x03(\x0b\x32 .geofed.v1.PsStatus.MetricsEntry\x12\x17\n\x0fmetrics_samples\x18\n \x01(\x04\x12\x15\n\rmetrics_round\x18\x0b \x01(\x04\x12\x36\n\nsent_bytes\x18\x0c \x03(\x0b\x32\".geofed.v1.PsStatus.SentBytesEntry\x12>\n\x0ereceived_bytes\x18\r \x03(\x0b\x32&.geofed.v1.PsStatus.ReceivedBytesEntry\x12\x14\n\x0cmodel_digest\x18\x0e \x01(\t\x12\x17\n\x0f\x61pplied_updates\x18\x0f \x01(\x04\x12\x1f\n\x05\x65rror\x18\x10 \x01(\x0b\x32\x10.geofed.v1.Error\x12\x14\n\x0cwait_seconds\x18\x11 \x01(\x01\x12\x37\n\x0blink_rtt_ms\x18\x12 \x03(\x0b\x32\".geofed.v1.PsStatus.LinkRttMsEntry\x12\x34\n\tlink_mbps\x18\x13 \x03(\x0b\x32!.geofed.v1.PsStatus.LinkMbpsEntry\x12\x1a\n\x12samples_per_second\x18\x15 \x01(\x01\x12\x12\n\nlinks_down\x18\x14 \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x30\n\x0eSentBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x34\n\x12ReceivedBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x30\n\x0eLinkRttMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rLinkMbpsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32~\n\x08\x45xchange\x12\x39\n\x05Offer\x12\x19.geofed.v1.UpdateManifest\x1a\x15.geofed.v1.OfferReply\x12\x37\n\x04Send\x12\x16.geofed.v1.UpdateChunk\x1a\x15.geofed.v1.OfferReply(\x01\x32\xba\x01\n\x07PsAdmin\x12\x35\n\tConfigure\x12\x13.geofed.v1.PsConfig\x1a\x13.geofed.v1.PsStatus\x12\x39\n\x05Watch\x12\x19.geofed.v1.PsWatchRequest\x1a\x13.geofed.v1.PsStatus0\x01\x12=\n\x08GetModel\x12\x19.geofed.v1.PsModelRequest\x1a\x14.geofed.v1.BlobChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17geofed_pb/v1/sync.proto\x12\tgeofed.v1\x1a\x19geofed_pb/v1/common.proto\"\xf1\x01\n\x0eUpdateManifest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06region\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06weight\x18\x07 \x01(\x01\x12\x31\n\x04seen\x18\x08 \x03(\x0b\x32#.geofed.v1.UpdateManifest.SeenEntry\x12\x0c\n\x04last\x18\t \x01(\x08\x1a+\n\tSeenEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x84\x02\n\nOfferReply\x12.\n\x07verdict\x18\x01 \x01(\x0e\x32\x1d.geofed.v1.OfferReply.Verdict\x12\x12\n\nhave_bytes\x18\x02 \x01(\x04\x12\x1e\n\x04have\x18\x03 \x03(\x0b\x32\x10.geofed.v1.Range\x12\x11\n\tbulk_port\x18\x04 \x01(\r\x12\x0e\n\x06ticket\x18\x05 \x01(\x0c\"o\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x10\n\x0cVERDICT_WANT\x10\x01\x12\x10\n\x0cVERDICT_HAVE\x10\x02\x12\x12\n\x0eVERDICT_FENCED\x10\x03\x12\x13\n\x0fVERDICT_UNKNOWN\x10\x04\"#\n\x05Range\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x04\"\x1d\n\x0e\x43ollectRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"1\n\x0b\x43ollectCall\x12\x11\n\tbulk_port\x18\x01 \x01(\r\x12\x0f\n\x07streams\x18\x02 \x01(\r\":\n\tBulkHello\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x10\n\x08\x63ollects\x18\x02 \x01(\x08\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\"H\n\tBulkOffer\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.geofed.v1.UpdateManifest\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\"X\n\x0bUpdateChunk\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.geofed.v1.UpdateManifest\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\x85\x01\n\x08PsConfig\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12 \n\x05peers\x18\x03 \x03(\x0b\x32\x11.geofed.v1.PsPeer\x12\x0c\n\x04stop\x18\x04 \x01(\x08\x12)\n\nneighbours\x18\x05 \x03(\x0b\x32\x15.geofed.v1.Neighbours\"\"\n\nNeighbours\x12\t\n\x01\x61\x18\x01 \x01(\t\x12\t\n\x01\x62\x18\x02 \x01(\t\"8\n\x06PsPeer\x12\x0e\n\x06region\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x10\n\x0ePsWatchRequest\"\x10\n\x0ePsModelRequest\"\xd3\t\n\x08PsStatus\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x11\n\tcondition\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\r\n\x05round\x18\x05 \x01(\x04\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x0f\n\x07samples\x18\x07 \x01(\x04\x12\x0c\n\x04loss\x18\x08 \x01(\x01\x12\x31\n\x07metrics\x18\t \x03(\x0b\x32 .geofed.v1.PsStatus.MetricsEntry\x12\x17\n\x0fmetrics_samples\x18\n \x01(\x04\x12\x15\n\rmetrics_round\x18\x0b \x01(\x04\x12\x36\n\nsent_bytes\x18\x0c \x03(\x0b\x32\".geofed.v1.PsStatus.SentBytesEntry\x12>\n\x0ereceived_bytes\x18\r \x03(\x0b\x32&.geofed.v1.PsStatus.ReceivedBytesEntry\x12\x14\n\x0cmodel_digest\x18\x0e \x01(\t\x12\x17\n\x0f\x61pplied_updates\x18\x0f \x01(\x04\x12\x1f\n\x05\x65rror\x18\x10 \x01(\x0b\x32\x10.geofed.v1.Error\x12\x14\n\x0cwait_seconds\x18\x11 \x01(\x01\x12\x37\n\x0blink_rtt_ms\x18\x12 \x03(\x0b\x32\".geofed.v1.PsStatus.LinkRttMsEntry\x12\x34\n\tlink_mbps\x18\x13 \x03(\x0b\x32!.geofed.v1.PsStatus.LinkMbpsEntry\x12\x1a\n\x12samples_per_second\x18\x15 \x01(\x01\x12\x12\n\nlinks_down\x18\x14 \x03(\t\x12\x35\n\tstaleness\x18\x16 \x03(\x0b\x32\".geofed.v1.PsStatus.StalenessEntry\x12\x31\n\x07refused\x18\x17 \x03(\x0b\x32 .geofed.v1.PsStatus.RefusedEntry\x12\x10\n\x08interval\x18\x18 \x01(\r\x12\r\n\x05\x63odec\x18\x19 \x01(\t\x12:\n\x0clink_streams\x18\x1a \x03(\x0b\x32$.geofed.v1.PsStatus.LinkStreamsEntry\x12\x11\n\tdecisions\x18\x1b \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x30\n\x0eSentBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x34\n\x12ReceivedBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x30\n\x0eLinkRttMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a/\n\rLinkMbpsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x30\n\x0eStalenessEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x32\n\x10LinkStreamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x32\xbe\x01\n\x08\x45xchange\x12\x39\n\x05Offer\x12\x19.geofed.v1.UpdateManifest\x1a\x15.geofed.v1.OfferReply\x12\x37\n\x04Send\x12\x16.geofed.v1.UpdateChunk\x1a\x15.geofed.v1.OfferReply(\x01\x12>\n\x07\x43ollect\x12\x19.geofed.v1.CollectRequest\x1a\x16.geofed.v1.CollectCall0\x01\x32\xba\x01\n\x07PsAdmin\x12\x35\n\tConfigure\x12\x13.geofed.v1.PsConfig\x1a\x13.geofed.v1.PsStatus\x12\x39\n\x05Watch\x12\x19.geofed.v1.PsWatchRequest\x1a\x13.geofed.v1.PsStatus0\x01\x12=\n\x08GetModel\x12\x19.geofed.v1.PsModelRequest\x1a\x14.geofed.v1.BlobChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'geofed_pb.v1.sync_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_UPDATEMANIFEST_SEENENTRY']._loaded_options = None
+  _globals['_UPDATEMANIFEST_SEENENTRY']._serialized_options = b'8\001'
   _globals['_PSSTATUS_METRICSENTRY']._loaded_options = None
   _globals['_PSSTATUS_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_PSSTATUS_SENTBYTESENTRY']._loaded_options = None
@@ -42,36 +44,62 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PSSTATUS_LINKRTTMSENTRY']._serialized_options = b'8\001'
   _globals['_PSSTATUS_LINKMBPSENTRY']._loaded_options = None
   _globals['_PSSTATUS_LINKMBPSENTRY']._serialized_options = b'8\001'
+  _globals['_PSSTATUS_STALENESSENTRY']._loaded_options = None
+  _globals['_PSSTATUS_STALENESSENTRY']._serialized_options = b'8\001'
+  _globals['_PSSTATUS_REFUSEDENTRY']._loaded_options = None
+  _globals['_PSSTATUS_REFUSEDENTRY']._serialized_options = b'8\001'
+  _globals['_PSSTATUS_LINKSTREAMSENTRY']._loaded_options = None
+  _globals['_PSSTATUS_LINKSTREAMSENTRY']._serialized_options = b'8\001'
   _globals['_UPDATEMANIFEST']._serialized_start=66
-  _globals['_UPDATEMANIFEST']._serialized_end=197
-  _globals['_OFFERREPLY']._serialized_start=200
-  _globals['_OFFERREPLY']._serialized_end=393
-  _globals['_OFFERREPLY_VERDICT']._serialized_start=282
-  _globals['_OFFERREPLY_VERDICT']._serialized_end=393
-  _globals['_UPDATECHUNK']._serialized_start=395
-  _globals['_UPDATECHUNK']._serialized_end=483
-  _globals['_PSCONFIG']._serialized_start=485
-  _globals['_PSCONFIG']._serialized_end=575
-  _globals['_PSPEER']._serialized_start=577
-  _globals['_PSPEER']._serialized_end=633
-  _globals['_PSWATCHREQUEST']._serialized_start=635
-  _globals['_PSWATCHREQUEST']._serialized_end=651
-  _globals['_PSMODELREQUEST']._serialized_start=653
-  _globals['_PSMODELREQUEST']._serialized_end=669
-  _globals['_PSSTATUS']._serialized_start=672
-  _globals['_PSSTATUS']._serialized_end=1539
-  _globals['_PSSTATUS_METRICSENTRY']._serialized_start=1290
-  _globals['_PSSTATUS_METRICSENTRY']._serialized_end=1336
-  _globals['_PSSTATUS_SENTBYTESENTRY']._serialized_start=1338
-  _globals['_PSSTATUS_SENTBYTESENTRY']._serialized_end=1386
-  _globals['_PSSTATUS_RECEIVEDBYTESENTRY']._serialized_start=1388
-  _globals['_PSSTATUS_RECEIVEDBYTESENTRY']._serialized_end=1440
-  _globals['_PSSTATUS_LINKRTTMSENTRY']._serialized_start=1442
-  _globals['_PSSTATUS_LINKRTTMSENTRY']._serialized_end=1490
-  _globals['_PSSTATUS_LINKMBPSENTRY']._serialized_start=1492
-  _globals['_PSSTATUS_LINKMBPSENTRY']._serialized_end=1539
-  _globals['_EXCHANGE']._serialized_start=1541
-  _globals['_EXCHANGE']._serialized_end=1667
-  _globals['_PSADMIN']._serialized_start=1670
-  _globals['_PSADMIN']._serialized_end=1856
+  _globals['_UPDATEMANIFEST']._serialized_end=307
+  _globals['_UPDATEMANIFEST_SEENENTRY']._serialized_start=264
+  _globals['_UPDATEMANIFEST_SEENENTRY']._serialized_end=307
+  _globals['_OFFERREPLY']._serialized_start=310
+  _globals['_OFFERREPLY']._serialized_end=570
+  _globals['_OFFERREPLY_VERDICT']._serialized_start=459
+  _globals['_OFFERREPLY_VERDICT']._serialized_end=570
+  _globals['_RANGE']._serialized_start=572
+  _globals['_RANGE']._serialized_end=607
+  _globals['_COLLECTREQUEST']._serialized_start=609
+  _globals['_COLLECTREQUEST']._serialized_end=638
+  _globals['_COLLECTCALL']._serialized_start=640
+  _globals['_COLLECTCALL']._serialized_end=689
+  _globals['_BULKHELLO']._serialized_start=691
+  _globals['_BULKHELLO']._serialized_end=749
+  _globals['_BULKOFFER']._serialized_start=751
+  _globals['_BULKOFFER']._serialized_end=823
+  _globals['_UPDATECHUNK']._serialized_start=825
+  _globals['_UPDATECHUNK']._serialized_end=913
+  _globals['_PSCONFIG']._serialized_start=916
+  _globals['_PSCONFIG']._serialized_end=1049
+  _globals['_NEIGHBOURS']._serialized_start=1051
+  _globals['_NEIGHBOURS']._serialized_end=1085
+  _globals['_PSPEER']._serialized_start=1087
+  _globals['_PSPEER']._serialized_end=1143
+  _globals['_PSWATCHREQUEST']._serialized_start=1145
+  _globals['_PSWATCHREQUEST']._serialized_end=1161
+  _globals['_PSMODELREQUEST']._serialized_start=1163
+  _globals['_PSMODELREQUEST']._serialized_end=1179
+  _globals['_PSSTATUS']._serialized_start=1182
+  _globals['_PSSTATUS']._serialized_end=2417
+  _globals['_PSSTATUS_METRICSENTRY']._serialized_start=2018
+  _globals['_PSSTATUS_METRICSENTRY']._serialized_end=2064
+  _globals['_PSSTATUS_SENTBYTESENTRY']._serialized_start=2066
+  _globals['_PSSTATUS_SENTBYTESENTRY']._serialized_end=2114
+  _globals['_PSSTATUS_RECEIVEDBYTESENTRY']._serialized_start=2116
+  _globals['_PSSTATUS_RECEIVEDBYTESENTRY']._serialized_end=2168
+  _globals['_PSSTATUS_LINKRTTMSENTRY']._serialized_start=2170
+  _globals['_PSSTATUS_LINKRTTMSENTRY']._serialized_end=2218
+  _globals['_PSSTATUS_LINKMBPSENTRY']._serialized_start=2220
+  _globals['_PSSTATUS_LINKMBPSENTRY']._serialized_end=2267
+  _globals['_PSSTATUS_STALENESSENTRY']._serialized_start=2269
+  _globals['_PSSTATUS_STALENESSENTRY']._serialized_end=2317
+  _globals['_PSSTATUS_REFUSEDENTRY']._serialized_start=2319
+  _globals['_PSSTATUS_REFUSEDENTRY']._serialized_end=2365
+  _globals['_PSSTATUS_LINKSTREAMSENTRY']._serialized_start=2367
+  _globals['_PSSTATUS_LINKSTREAMSENTRY']._serialized_end=2417
+  _globals['_EXCHANGE']._serialized_start=2420
+  _globals['_EXCHANGE']._serialized_end=2610
+  _globals['_PSADMIN']._serialized_start=2613
+  _globals['_PSADMIN']._serialized_end=2799
 # @@protoc_insertion_point(module_scope)

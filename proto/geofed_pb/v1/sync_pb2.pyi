@@ -9,7 +9,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class UpdateManifest(_message.Message):
-    __slots__ = ("job", "region", "epoch", "sequence", "digest", "total_bytes", "weight")
+    __slots__ = ("job", "region", "epoch", "sequence", "digest", "total_bytes", "weight", "seen", "last")
+    class SeenEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     JOB_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +24,8 @@ class UpdateManifest(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
     job: str
     region: str
     epoch: int
@@ -24,10 +33,12 @@ class UpdateManifest(_message.Message):
     digest: str
     total_bytes: int
     weight: float
-    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., weight: _Optional[float] = ...) -> None: ...
+    seen: _containers.ScalarMap[str, int]
+    last: bool
+    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., weight: _Optional[float] = ..., seen: _Optional[_Mapping[str, int]] = ..., last: bool = ...) -> None: ...
 
 class OfferReply(_message.Message):
-    __slots__ = ("verdict", "have_bytes")
+    __slots__ = ("verdict", "have_bytes", "have", "bulk_port", "ticket")
     class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         VERDICT_UNSPECIFIED: _ClassVar[OfferReply.Verdict]
@@ -42,9 +53,55 @@ class OfferReply(_message.Message):
     VERDICT_UNKNOWN: OfferReply.Verdict
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     HAVE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HAVE_FIELD_NUMBER: _ClassVar[int]
+    BULK_PORT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     verdict: OfferReply.Verdict
     have_bytes: int
-    def __init__(self, verdict: _Optional[_Union[OfferReply.Verdict, str]] = ..., have_bytes: _Optional[int] = ...) -> None: ...
+    have: _containers.RepeatedCompositeFieldContainer[Range]
+    bulk_port: int
+    ticket: bytes
+    def __init__(self, verdict: _Optional[_Union[OfferReply.Verdict, str]] = ..., have_bytes: _Optional[int] = ..., have: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., bulk_port: _Optional[int] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+
+class Range(_message.Message):
+    __slots__ = ("begin", "end")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    begin: int
+    end: int
+    def __init__(self, begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class CollectRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class CollectCall(_message.Message):
+    __slots__ = ("bulk_port", "streams")
+    BULK_PORT_FIELD_NUMBER: _ClassVar[int]
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
+    bulk_port: int
+    streams: int
+    def __init__(self, bulk_port: _Optional[int] = ..., streams: _Optional[int] = ...) -> None: ...
+
+class BulkHello(_message.Message):
+    __slots__ = ("job", "collects", "ticket")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    COLLECTS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    collects: bool
+    ticket: bytes
+    def __init__(self, job: _Optional[str] = ..., collects: bool = ..., ticket: _Optional[bytes] = ...) -> None: ...
+
+class BulkOffer(_message.Message):
+    __slots__ = ("manifest", "ticket")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    manifest: UpdateManifest
+    ticket: bytes
+    def __init__(self, manifest: _Optional[_Union[UpdateManifest, _Mapping]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class UpdateChunk(_message.Message):
     __slots__ = ("manifest", "offset", "data")
@@ -57,16 +114,26 @@ class UpdateChunk(_message.Message):
     def __init__(self, manifest: _Optional[_Union[UpdateManifest, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PsConfig(_message.Message):
-    __slots__ = ("epoch", "attempt", "peers", "stop")
+    __slots__ = ("epoch", "attempt", "peers", "stop", "neighbours")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    NEIGHBOURS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     attempt: int
     peers: _containers.RepeatedCompositeFieldContainer[PsPeer]
     stop: bool
-    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PsPeer, _Mapping]]] = ..., stop: bool = ...) -> None: ...
+    neighbours: _containers.RepeatedCompositeFieldContainer[Neighbours]
+    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PsPeer, _Mapping]]] = ..., stop: bool = ..., neighbours: _Optional[_Iterable[_Union[Neighbours, _Mapping]]] = ...) -> None: ...
+
+class Neighbours(_message.Message):
+    __slots__ = ("a", "b")
+    A_FIELD_NUMBER: _ClassVar[int]
+    B_FIELD_NUMBER: _ClassVar[int]
+    a: str
+    b: str
+    def __init__(self, a: _Optional[str] = ..., b: _Optional[str] = ...) -> None: ...
 
 class PsPeer(_message.Message):
     __slots__ = ("region", "address", "epoch")
@@ -87,7 +154,7 @@ class PsModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PsStatus(_message.Message):
-    __slots__ = ("phase", "condition", "epoch", "attempt", "round", "step", "samples", "loss", "metrics", "metrics_samples", "metrics_round", "sent_bytes", "received_bytes", "model_digest", "applied_updates", "error", "wait_seconds", "link_rtt_ms", "link_mbps", "samples_per_second", "links_down")
+    __slots__ = ("phase", "condition", "epoch", "attempt", "round", "step", "samples", "loss", "metrics", "metrics_samples", "metrics_round", "sent_bytes", "received_bytes", "model_digest", "applied_updates", "error", "wait_seconds", "link_rtt_ms", "link_mbps", "samples_per_second", "links_down", "staleness", "refused", "interval", "codec", "link_streams", "decisions")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +190,27 @@ class PsStatus(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class StalenessEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class RefusedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class LinkStreamsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     PHASE_FIELD_NUMBER: _ClassVar[int]
     CONDITION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +232,12 @@ class PsStatus(_message.Message):
     LINK_MBPS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     LINKS_DOWN_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    LINK_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
     phase: str
     condition: str
     epoch: int
@@ -165,4 +259,10 @@ class PsStatus(_message.Message):
     link_mbps: _containers.ScalarMap[str, float]
     samples_per_second: float
     links_down: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, phase: _Optional[str] = ..., condition: _Optional[str] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_samples: _Optional[int] = ..., metrics_round: _Optional[int] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., received_bytes: _Optional[_Mapping[str, int]] = ..., model_digest: _Optional[str] = ..., applied_updates: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., wait_seconds: _Optional[float] = ..., link_rtt_ms: _Optional[_Mapping[str, float]] = ..., link_mbps: _Optional[_Mapping[str, float]] = ..., samples_per_second: _Optional[float] = ..., links_down: _Optional[_Iterable[str]] = ...) -> None: ...
+    staleness: _containers.ScalarMap[str, float]
+    refused: _containers.ScalarMap[str, int]
+    interval: int
+    codec: str
+    link_streams: _containers.ScalarMap[str, int]
+    decisions: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, phase: _Optional[str] = ..., condition: _Optional[str] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_samples: _Optional[int] = ..., metrics_round: _Optional[int] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., received_bytes: _Optional[_Mapping[str, int]] = ..., model_digest: _Optional[str] = ..., applied_updates: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., wait_seconds: _Optional[float] = ..., link_rtt_ms: _Optional[_Mapping[str, float]] = ..., link_mbps: _Optional[_Mapping[str, float]] = ..., samples_per_second: _Optional[float] = ..., links_down: _Optional[_Iterable[str]] = ..., staleness: _Optional[_Mapping[str, float]] = ..., refused: _Optional[_Mapping[str, int]] = ..., interval: _Optional[int] = ..., codec: _Optional[str] = ..., link_streams: _Optional[_Mapping[str, int]] = ..., decisions: _Optional[_Iterable[str]] = ...) -> None: ...

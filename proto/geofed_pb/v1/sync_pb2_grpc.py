@@ -47,6 +47,11 @@ class ExchangeStub(object):
                 request_serializer=geofed__pb_dot_v1_dot_sync__pb2.UpdateChunk.SerializeToString,
                 response_deserializer=geofed__pb_dot_v1_dot_sync__pb2.OfferReply.FromString,
                 _registered_method=True)
+        self.Collect = channel.unary_stream(
+                '/geofed.v1.Exchange/Collect',
+                request_serializer=geofed__pb_dot_v1_dot_sync__pb2.CollectRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_sync__pb2.CollectCall.FromString,
+                _registered_method=True)
 
 
 class ExchangeServicer(object):
@@ -68,6 +73,13 @@ class ExchangeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Collect(self, request, context):
+        """"Tell me when you have something for me and cannot reach me: I shall dial."
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ExchangeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -80,6 +92,11 @@ def add_ExchangeServicer_to_server(servicer, server):
                     servicer.Send,
                     request_deserializer=geofed__pb_dot_v1_dot_sync__pb2.UpdateChunk.FromString,
                     response_serializer=geofed__pb_dot_v1_dot_sync__pb2.OfferReply.SerializeToString,
+            ),
+            'Collect': grpc.unary_stream_rpc_method_handler(
+                    servicer.Collect,
+                    request_deserializer=geofed__pb_dot_v1_dot_sync__pb2.CollectRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_sync__pb2.CollectCall.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -138,6 +155,33 @@ class Exchange(object):
             '/geofed.v1.Exchange/Send',
             geofed__pb_dot_v1_dot_sync__pb2.UpdateChunk.SerializeToString,
             geofed__pb_dot_v1_dot_sync__pb2.OfferReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Collect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/geofed.v1.Exchange/Collect',
+            geofed__pb_dot_v1_dot_sync__pb2.CollectRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_sync__pb2.CollectCall.FromString,
             options,
             channel_credentials,
             insecure,

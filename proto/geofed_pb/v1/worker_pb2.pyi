@@ -15,7 +15,7 @@ class AttachRequest(_message.Message):
     def __init__(self, layout_json: _Optional[str] = ..., initial_key: _Optional[str] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("round", "step", "model_key", "state_key", "boundary", "finished", "evaluate", "pending")
+    __slots__ = ("round", "step", "model_key", "state_key", "boundary", "finished", "evaluate", "pending", "until_step", "correction_key", "background")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     MODEL_KEY_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,9 @@ class AttachReply(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     EVALUATE_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_STEP_FIELD_NUMBER: _ClassVar[int]
+    CORRECTION_KEY_FIELD_NUMBER: _ClassVar[int]
+    BACKGROUND_FIELD_NUMBER: _ClassVar[int]
     round: int
     step: int
     model_key: str
@@ -32,7 +35,10 @@ class AttachReply(_message.Message):
     finished: bool
     evaluate: bool
     pending: bool
-    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., model_key: _Optional[str] = ..., state_key: _Optional[str] = ..., boundary: bool = ..., finished: bool = ..., evaluate: bool = ..., pending: bool = ...) -> None: ...
+    until_step: int
+    correction_key: str
+    background: bool
+    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., model_key: _Optional[str] = ..., state_key: _Optional[str] = ..., boundary: bool = ..., finished: bool = ..., evaluate: bool = ..., pending: bool = ..., until_step: _Optional[int] = ..., correction_key: _Optional[str] = ..., background: bool = ...) -> None: ...
 
 class ReduceRequest(_message.Message):
     __slots__ = ("step", "key", "samples", "loss")
@@ -77,20 +83,24 @@ class BoundaryRequest(_message.Message):
     def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[str] = ..., model_key: _Optional[str] = ..., state_key: _Optional[str] = ..., samples: _Optional[float] = ..., loss: _Optional[float] = ..., compute_seconds: _Optional[float] = ...) -> None: ...
 
 class BoundaryReply(_message.Message):
-    __slots__ = ("pending", "round", "model_key", "evaluate", "finished", "state_key")
+    __slots__ = ("pending", "round", "model_key", "evaluate", "finished", "state_key", "until_step", "correction_key")
     PENDING_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     MODEL_KEY_FIELD_NUMBER: _ClassVar[int]
     EVALUATE_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     STATE_KEY_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_STEP_FIELD_NUMBER: _ClassVar[int]
+    CORRECTION_KEY_FIELD_NUMBER: _ClassVar[int]
     pending: bool
     round: int
     model_key: str
     evaluate: bool
     finished: bool
     state_key: str
-    def __init__(self, pending: bool = ..., round: _Optional[int] = ..., model_key: _Optional[str] = ..., evaluate: bool = ..., finished: bool = ..., state_key: _Optional[str] = ...) -> None: ...
+    until_step: int
+    correction_key: str
+    def __init__(self, pending: bool = ..., round: _Optional[int] = ..., model_key: _Optional[str] = ..., evaluate: bool = ..., finished: bool = ..., state_key: _Optional[str] = ..., until_step: _Optional[int] = ..., correction_key: _Optional[str] = ...) -> None: ...
 
 class EvaluatedRequest(_message.Message):
     __slots__ = ("round", "samples", "metrics")

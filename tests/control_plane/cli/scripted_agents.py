@@ -91,6 +91,13 @@ def figures(region: str, rounds: int) -> dict[str, Any]:
         "workers": 2,
         "samples_per_second": 400.0,
         "applied_updates": rounds,
+        "received_bytes": {OTHER[region]: 900 * rounds},
+        "link_rtt_ms": {OTHER[region]: 220.5},
+        "link_mbps": {OTHER[region]: 80.0},
+        "link_streams": {OTHER[region]: 4},
+        "staleness": {OTHER[region]: 1.5},
+        "interval": 16,
+        "codec": "int8",
     }
 
 

@@ -102,6 +102,7 @@ def test_interrupting_a_watch_leaves_the_job(live: Federation, run: Run, job_fil
     assert not out
     assert run("status", job, "-o", "json").data["state"] in ("starting", "running")
     assert run("cancel", job, "--yes").status == 0
+    assert run("wait", job).status == 1
 
 
 def test_a_plan_is_shown_without_running_it(live: Federation, run: Run, job_file: str) -> None:
@@ -148,7 +149,15 @@ def test_describe_tells_all(live: Federation, run: Run, job_file: str) -> None:
     shown = run("describe", job).out
     for part in ("PLAN", "RESULT", "stays in a", "server-reduce", "a > b", "total"):
         assert part in shown
-    assert run("describe", job, "-o", "json").data["spec"]["metadata"]["name"] == "digits"
+    data = run("describe", job, "-o", "json").data
+    assert data["spec"]["metadata"]["name"] == "digits"
+    assert data["links"][0] == {
+        "source": "a", "destination": "b", "state": "closed", "rtt_ms": 220.5, "goodput_mbps": 80.0, "streams": 4,
+        "codec": "int8", "interval_steps": 16, "sent_bytes": 2000, "received_bytes": 1800, "staleness_rounds": 1.5,
+        "refused_updates": 0,
+    }  # fmt: skip
+    row = next(line.split() for line in shown.splitlines() if line.startswith("a > b") and "closed" in line)
+    assert row == "a > b closed 220.5 80.0 4 int8 16 2.0 kB 1.8 kB 1.5 0".split()  # noqa: SIM905
 
 
 def read_until(process: subprocess.Popen[bytes], text: str) -> str:

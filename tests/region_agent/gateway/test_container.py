@@ -60,7 +60,7 @@ def test_one_call_at_a_time_and_none_is_lost_when_it_leaves(tmp_path: Path) -> N
         assert _ask(port, "/anything", body=b"back") == (200, b"back")
         assert _ask(port, "/", "raise")[0] == 500
         begun = tmp_path / "begun"
-        running = calling.submit(_ask, port, "/", "wait?s=1.5", str(begun).encode())
+        running = calling.submit(_ask, port, "/", "wait?s=4", str(begun).encode())
         until(begun.exists)
         assert _ask(port, "/", body=b"two")[0] == 429
         assert _ask(port, "/_/ready")[0] == 429

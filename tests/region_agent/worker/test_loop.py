@@ -24,7 +24,7 @@ class Script:
 
     def __init__(self, channel: FileChannel) -> None:
         self.channel = channel
-        self.start = worker_pb2.AttachReply(round=0, step=0, model_key="model/0")
+        self.start = worker_pb2.AttachReply(round=0, step=0, model_key="model/0", until_step=2)
         self.ends: list[worker_pb2.BoundaryRequest] = []
         self.wait_at: str = ""
         self.handed_over: list[np.ndarray[Any, Any]] = []
@@ -47,7 +47,7 @@ class Script:
             self.handed_over.append(np.array(framing.decode(value).tensors["model"]))
         if self.wait_at == "boundary":
             raise SliceOver
-        return worker_pb2.BoundaryReply(round=request.round, model_key="model/1", finished=True)
+        return worker_pb2.BoundaryReply(round=request.round, model_key="model/1", finished=True, until_step=4)
 
     def evaluated(self, request: worker_pb2.EvaluatedRequest) -> None: ...
 
@@ -92,7 +92,7 @@ def test_a_round_that_ended_meanwhile_is_taken_over(place: Server, script: Scrip
     body = _invocation(place, config={"lr": 0.0})
     script.wait_at = "boundary"
     outcome = call(body)
-    script.start = worker_pb2.AttachReply(round=1, step=2, model_key="model/1")
+    script.start = worker_pb2.AttachReply(round=1, step=2, model_key="model/1", until_step=4)
     call(_again(body, outcome))
     assert script.handed_over[0].tolist() == [0.0] * 10
     assert script.handed_over[1].tolist() == [1.0] * 10

@@ -14,9 +14,19 @@ from hypothesis.extra import numpy as st_numpy
 
 from geofed_pb.errors import GeofedError
 from sync import framing
-from sync.codec import BFloat16, ChunkedTopK, Codec, ErrorFeedback, Float32, Int8Blocks, codec_named, codec_of
+from sync.codec import (
+    BFloat16,
+    ChunkedTopK,
+    Codec,
+    ErrorFeedback,
+    Float32,
+    Int8Blocks,
+    Ternary,
+    codec_named,
+    codec_of,
+)
 
-CODECS = [Float32(), BFloat16(), Int8Blocks(), ChunkedTopK()]
+CODECS = [Float32(), BFloat16(), Int8Blocks(), ChunkedTopK(), Ternary()]
 LOSSY = [codec for codec in CODECS if codec.lossy]
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -131,10 +141,10 @@ def test_damaged_arrays_are_refused_or_decode_to_the_right_shape(codec: Codec, d
 
 
 def test_names_and_marks() -> None:
-    assert [codec_named(codec.name).name for codec in CODECS] == ["fp32", "bf16", "int8", "topk"]
-    assert [codec_of(codec.mark).name for codec in CODECS] == ["fp32", "bf16", "int8", "topk"]
+    assert [codec_named(codec.name).name for codec in CODECS] == ["fp32", "bf16", "int8", "topk", "ternary"]
+    assert [codec_of(codec.mark).name for codec in CODECS] == ["fp32", "bf16", "int8", "topk", "ternary"]
     with pytest.raises(GeofedError, match="gzip") as caught:
         codec_named("gzip")
-    assert caught.value.hint == "known: fp32, bf16, int8, topk"
+    assert caught.value.hint == "known: fp32, bf16, int8, topk, sparse, ternary"
     with pytest.raises(GeofedError, match="not known here"):
         codec_of(99)

@@ -23,6 +23,7 @@ from sync.ps.events import (
     Verdict,
 )
 from sync.ps.machine import Machine, Recovered, Setup
+from sync.ps.synchronous import Synchronous
 
 _NUMBERS = st.integers(0, 1 << 16)
 
@@ -36,9 +37,16 @@ class AnythingMayHappen(RuleBasedStateMachine):
         rounds=st.integers(1, 3),
         steps=st.integers(1, 2),
         every=st.integers(0, 2),
+        quorum=st.integers(0, 3),
+        lead=st.integers(0, 2),
+        ways=st.sampled_from(["mesh", "star", "chain"]),
     )
-    def begin(self, regions: int, workers: int, rounds: int, steps: int, every: int) -> None:
-        self.all = Miniature(regions, workers, rounds, steps, every)
+    def begin(
+        self, regions: int, workers: int, rounds: int, steps: int, every: int, quorum: int, lead: int, ways: str
+    ) -> None:
+        pairs = {"mesh": (), "star": ((0, 1), (0, 2)), "chain": ((0, 1), (1, 2))}[ways] if regions == 3 else ()
+        neighbours = tuple((f"r{a}", f"r{b}") for a, b in pairs)
+        self.all = Miniature(regions, workers, rounds, steps, every, quorum=quorum, lead=lead, neighbours=neighbours)
 
     def _site(self, number: int) -> Site:
         return list(self.all.sites.values())[number % len(self.all.sites)]
@@ -137,7 +145,7 @@ TestAnythingMayHappen.settings = settings(
 
 
 def _alone(workers: int = 2, rounds: int = 2, **recovered: object) -> Machine:
-    return Machine(Setup("a", ("a",), workers, rounds, 1, 0), Recovered(**recovered))  # type: ignore[arg-type]
+    return Synchronous(Setup("a", ("a",), workers, rounds, 1, 0), Recovered(**recovered))  # type: ignore[arg-type]
 
 
 def _manifest(region: str, sequence: int, epoch: int = 1) -> Manifest:
@@ -146,7 +154,7 @@ def _manifest(region: str, sequence: int, epoch: int = 1) -> Manifest:
 
 def test_all_updates_there_before_a_crash_are_applied_when_it_is_configured() -> None:
     setup = Setup("a", ("a", "b"), 1, 3, 1, 0)
-    machine = Machine(setup, Recovered(0, inbox=(_manifest("b", 1),), outbox=(_manifest("a", 1),)))
+    machine = Synchronous(setup, Recovered(0, inbox=(_manifest("b", 1),), outbox=(_manifest("a", 1),)))
     applied = machine.handle(Configured(1, 2, ()))
     assert [action.sequence for action in applied if hasattr(action, "manifests")] == [1]
 
@@ -203,7 +211,7 @@ def test_metrics_are_weighted_by_samples() -> None:
 
 
 def test_old_updates_go_out_under_the_new_epoch() -> None:
-    machine = Machine(Setup("a", ("a", "b"), 1, 3, 1, 0), Recovered(0, outbox=(_manifest("a", 1),)))
+    machine = Synchronous(Setup("a", ("a", "b"), 1, 3, 1, 0), Recovered(0, outbox=(_manifest("a", 1),)))
     (shipped, *_) = machine.handle(Configured(5, 1, (Peer("b", 1, "b:1"),)))
     assert [manifest.epoch for manifest in shipped.manifests] == [5]  # type: ignore[union-attr]
 
@@ -220,19 +228,19 @@ def test_old_updates_go_out_under_the_new_epoch() -> None:
     ],
 )
 def test_what_is_said_of_an_offer(manifest: Manifest, verdict: Verdict) -> None:
-    machine = Machine(Setup("a", ("a", "b"), 1, 9, 1, 0), Recovered(0))
+    machine = Synchronous(Setup("a", ("a", "b"), 1, 9, 1, 0), Recovered(0))
     machine.handle(Configured(1, 1, (Peer("b", 1, "b:1"),)))
     assert machine.verdict(manifest) is verdict
 
 
 def test_only_the_first_region_may_give_the_first_model() -> None:
-    machine = Machine(Setup("b", ("a", "b", "c"), 1, 9, 1, 0))
+    machine = Synchronous(Setup("b", ("a", "b", "c"), 1, 9, 1, 0))
     assert machine.verdict(_manifest("c", 0)) is Verdict.LATER
     assert machine.verdict(_manifest("a", 0)) is Verdict.WANT
 
 
 def test_progress_names_whom_a_round_waits_for() -> None:
-    machine = Machine(Setup("a", ("a", "b"), 1, 3, 1, 0), Recovered(0))
+    machine = Synchronous(Setup("a", ("a", "b"), 1, 3, 1, 0), Recovered(0))
     machine.handle(Prepared(_manifest("a", 1)))
     assert machine.progress.phase == "exchanging"
     assert machine.progress.condition == "waiting for the update of round 1 from b"

@@ -256,7 +256,7 @@ def relay() -> Iterator[Relay]:
 
 def test_a_cut_transfer_goes_on_where_it_was(servers: Servers, authority: Authority, relay: Relay) -> None:
     """The line breaks in the middle of an update: at most the chunks in flight cross it twice."""
-    east, west = servers("east", "west", rounds=1, stall_seconds=5.0)
+    east, west = servers("east", "west", rounds=1, stall_seconds=5.0, bulk_port=None)
     relay.to = ("127.0.0.1", west.ports["exchange"])
     east.configure(west, address=relay.address)
     size = 24 * CHUNK_BYTES // 4

@@ -16,10 +16,11 @@ from support.small_disk import small_disk
 from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.layout import Layout, Slot, Vector
-from sync.ps.events import Keep, Manifest
+from sync.ps.arrival import Arrival
+from sync.ps.events import Apply, Keep, Manifest
 from sync.ps.machine import Recovered, Setup
+from sync.ps.replica import Numbers
 from sync.ps.storage import Storage, write_durably
-from sync.wan import Outer
 
 SETUP = Setup("a", ("a", "b"), 1, 4, 1, 1)
 LAYOUT = Layout((Slot("w", (8,), "float32"),), 1)
@@ -39,14 +40,19 @@ def _update(region: str, sequence: int) -> tuple[Manifest, bytes]:
     return Manifest(region, 1, sequence, framing.digest_of([data]), len(data), 1.0), data
 
 
-def _merged(storage: Storage, sequence: int) -> Vector:
+def _recover(storage: Storage) -> tuple[Recovered, Vector]:
+    recovered, numbers, entries = storage.recover()
+    assert not entries
+    return recovered, np.zeros(8, np.float32) if numbers is None else numbers.model
+
+
+def _merged(storage: Storage, base: Vector, sequence: int) -> Vector:
     manifests = [_update(region, sequence)[0] for region in SETUP.contributors(sequence)]
     deltas = [np.array(framing.decode(storage.update(manifest)).tensors["delta"]) for manifest in manifests]
-    base = np.zeros(8, np.float32) if storage.model is None else storage.model
     return np.asarray(base + np.mean(deltas, axis=0, dtype=np.float32), np.float32)
 
 
-def _live(storage: Storage, recovered: Recovered) -> None:
+def _live(storage: Storage, recovered: Recovered, model: Vector) -> None:
     """What a server does from here to the end of its job, skipping what is durable already."""
     storage.keep_layout(LAYOUT)
     have = {(m.region, m.sequence) for m in (*recovered.inbox, *recovered.outbox)}
@@ -59,14 +65,17 @@ def _live(storage: Storage, recovered: Recovered) -> None:
                 storage.keep_state(sequence, b"optimiser state of round %d" % sequence)
                 storage.keep_update(manifest, [data])
                 continue
-            partial = storage.incoming(manifest)
-            for offset in range(partial.have_bytes, len(data), 40):
-                partial.append(offset, data[offset : offset + 40])
-            partial.complete()
-        facts = {"step": sequence, "samples": 10.0 * sequence, "applied": sequence}
-        storage.keep_checkpoint(sequence, Outer(_merged(storage, sequence)), facts)
+            arrival = Arrival(manifest, storage.update_path(region, sequence))
+            for offset in range(arrival.landing.prefix, len(data), 100):
+                arrival.append(offset, data[offset : offset + 100])
+            arrival.complete()
+        model = _merged(storage, model, sequence)
+        applied = Apply(
+            sequence, (), sequence, 10.0 * sequence, sequence, version=sequence, watermarks=(("b", sequence),)
+        )
+        storage.keep_checkpoint(Numbers(model, model), applied)
         storage.keep_metrics(Keep(sequence, 5.0, {"accuracy": sequence / 10}))
-        storage.forget(sequence - 1, sequence - 1)
+        storage.forget({"a": sequence - 1, "b": sequence - 1})
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +85,9 @@ def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     with pytest.MonkeyPatch.context() as patch:
         keep = storage.keep_checkpoint
         patch.setattr(
-            storage, "keep_checkpoint", lambda sequence, *rest: told.update({sequence: keep(sequence, *rest)})
+            storage, "keep_checkpoint", lambda numbers, apply: told.update({apply.version: keep(numbers, apply)})
         )
-        _live(storage, storage.recover())
+        _live(storage, *_recover(storage))
     return told
 
 
@@ -106,7 +115,7 @@ def _check(storage: Storage, recovered: Recovered, digests: dict[int, str]) -> N
     if recovered.sequence >= 0:
         assert recovered.model_digest == digests[recovered.sequence]
         assert (recovered.step, recovered.applied) == (recovered.sequence, recovered.sequence)
-        assert storage.state(recovered.sequence) == b"optimiser state of round %d" % recovered.sequence
+        assert storage.newest_state(recovered.sequence) == b"optimiser state of round %d" % recovered.sequence
     for manifest in (*recovered.inbox, *recovered.outbox):
         if manifest.sequence >= recovered.sequence:
             assert storage.update(manifest) == _update(manifest.region, manifest.sequence)[1]
@@ -121,13 +130,13 @@ def test_a_death_before_any_file_operation_loses_and_mixes_nothing(tmp_path: Pat
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Crash):
             storage = _storage(folder)
             _Operations(patch, moment)
-            _live(storage, storage.recover())
+            _live(storage, *_recover(storage))
             over = True
         again = _storage(folder)
-        recovered = again.recover()
+        recovered, model = _recover(again)
         _check(again, recovered, digests)
-        _live(again, recovered)
-        assert _storage(folder).recover().model_digest == digests[SETUP.rounds]
+        _live(again, recovered, model)
+        assert _recover(_storage(folder))[0].model_digest == digests[SETUP.rounds]
         moment += 1
     assert moment > 60, "the life is longer than that"
 
@@ -142,20 +151,20 @@ def test_many_deaths_in_a_row(
     for death in deaths:
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Crash):
             storage = _storage(folder)
-            recovered = storage.recover()
+            recovered, model = _recover(storage)
             _check(storage, recovered, digests)
             assert recovered.sequence >= last, "a round that was durable is gone"
             last = recovered.sequence
             _Operations(patch, death)
-            _live(storage, recovered)
+            _live(storage, recovered, model)
     storage = _storage(folder)
-    _live(storage, storage.recover())
-    assert _storage(folder).recover().model_digest == digests[SETUP.rounds]
+    _live(storage, *_recover(storage))
+    assert _recover(_storage(folder))[0].model_digest == digests[SETUP.rounds]
 
 
 def _lived(folder: Path) -> Path:
     storage = _storage(folder)
-    _live(storage, storage.recover())
+    _live(storage, *_recover(storage))
     return max(folder.glob("checkpoint-*.frame"), key=lambda path: int(path.name.split("-")[1]))
 
 
@@ -168,13 +177,13 @@ def _damage(path: Path) -> None:
 def test_a_damaged_checkpoint_is_made_again_from_the_one_before(tmp_path: Path, digests: dict[int, str]) -> None:
     _damage(_lived(tmp_path))
     storage = _storage(tmp_path)
-    recovered = storage.recover()
+    recovered, model = _recover(storage)
     assert recovered.sequence == SETUP.rounds - 1
     assert recovered.model_digest == digests[SETUP.rounds - 1]
     here = {(m.region, m.sequence) for m in (*recovered.inbox, *recovered.outbox)}
     assert here == {("a", SETUP.rounds), ("b", SETUP.rounds)}
-    _live(storage, recovered)
-    assert _storage(tmp_path).recover().model_digest == digests[SETUP.rounds]
+    _live(storage, recovered, model)
+    assert _recover(_storage(tmp_path))[0].model_digest == digests[SETUP.rounds]
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "other"])
@@ -182,7 +191,7 @@ def test_every_kind_of_damage_is_seen(tmp_path: Path, damage: str) -> None:
     newest = _lived(tmp_path)
     data = newest.read_bytes()
     newest.write_bytes({"cut": data[: len(data) // 2], "empty": b"", "other": b"x" * len(data)}[damage])
-    assert _storage(tmp_path).recover().sequence == SETUP.rounds - 1
+    assert _recover(_storage(tmp_path))[0].sequence == SETUP.rounds - 1
 
 
 def test_a_damaged_checkpoint_without_its_updates_is_told_and_not_passed_over(tmp_path: Path) -> None:
@@ -190,7 +199,7 @@ def test_a_damaged_checkpoint_without_its_updates_is_told_and_not_passed_over(tm
     _damage(_lived(tmp_path))
     (tmp_path / "inbox" / "b" / f"{SETUP.rounds}.json").unlink()
     with pytest.raises(GeofedError, match="its updates are gone") as raised:
-        _storage(tmp_path).recover()
+        _recover(_storage(tmp_path))[0]
     assert raised.value.code == "STATE_INVALID"
 
 
@@ -199,7 +208,7 @@ def test_when_no_checkpoint_is_whole_it_is_told(tmp_path: Path) -> None:
     for path in tmp_path.glob("checkpoint-*.frame"):
         _damage(path)
     with pytest.raises(GeofedError) as raised:
-        _storage(tmp_path).recover()
+        _recover(_storage(tmp_path))[0]
     assert raised.value.code == "STATE_INVALID"
 
 
@@ -209,14 +218,14 @@ def test_damaged_records_are_told(tmp_path: Path, name: str, content: str) -> No
     _lived(tmp_path)
     (tmp_path / name).write_text(content)
     with pytest.raises(GeofedError) as raised:
-        _storage(tmp_path).recover()
+        _recover(_storage(tmp_path))[0]
     assert raised.value.code == "STATE_INVALID"
 
 
 def test_an_update_that_changed_on_disk_never_enters_the_model(tmp_path: Path) -> None:
     _lived(tmp_path)
     storage = _storage(tmp_path)
-    manifest = storage.recover().inbox[0]
+    manifest = _recover(storage)[0].inbox[0]
     _damage(storage.update_path("b", manifest.sequence))
     with pytest.raises(GeofedError) as raised:
         storage.update(manifest)
@@ -228,52 +237,8 @@ def test_what_a_dead_process_left_half_written_is_removed(tmp_path: Path) -> Non
     left = [tmp_path / ".metrics.json.partial", tmp_path / "inbox" / "b" / ".9.json.partial"]
     for path in left:
         path.write_bytes(b"half")
-    _storage(tmp_path).recover()
+    _recover(_storage(tmp_path))[0]
     assert not any(path.exists() for path in left)
-
-
-# Updates on their way in
-
-
-def test_a_partial_update_goes_on_at_its_offset_in_another_life(tmp_path: Path) -> None:
-    manifest, data = _update("b", 1)
-    _storage(tmp_path).incoming(manifest).append(0, data[:50])
-    partial = _storage(tmp_path).incoming(manifest)
-    assert partial.have_bytes == 50
-    partial.append(50, data[50:])
-    partial.complete()
-    (found,) = _storage(tmp_path).recover().inbox
-    assert found == manifest
-    assert _storage(tmp_path).update(found) == data
-
-
-@pytest.mark.parametrize("offset", [0, 49, 51])
-def test_a_chunk_that_does_not_continue_is_refused(tmp_path: Path, offset: int) -> None:
-    manifest, data = _update("b", 1)
-    partial = _storage(tmp_path).incoming(manifest)
-    partial.append(0, data[:50])
-    with pytest.raises(GeofedError) as raised:
-        partial.append(offset, data[50:60])
-    assert raised.value.code == "FRAME_INVALID"
-    assert partial.have_bytes == 50
-
-
-def test_more_bytes_than_announced_are_refused(tmp_path: Path) -> None:
-    manifest, data = _update("b", 1)
-    with pytest.raises(GeofedError):
-        _storage(tmp_path).incoming(manifest).append(0, data + b"x")
-
-
-def test_damaged_bytes_are_dropped_and_start_anew(tmp_path: Path) -> None:
-    manifest, data = _update("b", 1)
-    partial = _storage(tmp_path).incoming(manifest)
-    partial.append(0, data[:-1] + b"!")
-    with pytest.raises(GeofedError) as raised:
-        partial.complete()
-    assert raised.value.code == "DIGEST_MISMATCH"
-    assert partial.have_bytes == 0
-    partial.append(0, data)
-    partial.complete()
 
 
 # A full disk
@@ -288,26 +253,14 @@ def full(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_told_and_the_old_state_stays(full: Path) -> None:
     storage = _storage(full)
     model = np.ones(8, np.float32)
-    storage.keep_checkpoint(0, Outer(model), {"step": 0, "samples": 0.0, "applied": 0})
+    storage.keep_checkpoint(Numbers(model, model), Apply(0, (), 0, 0.0, 0, version=0))
+    ones = np.ones(1 << 16, np.float32)
     with pytest.raises(GeofedError) as raised:
-        storage.keep_checkpoint(1, Outer(np.ones(1 << 16, np.float32)), {"step": 1, "samples": 0.0, "applied": 1})
+        storage.keep_checkpoint(Numbers(ones, ones), Apply(1, (), 1, 0.0, 1, version=1))
     assert raised.value.code == "DISK_FULL"
-    recovered = _storage(full).recover()
+    recovered = _recover(_storage(full))[0]
     assert recovered.sequence == 0
     assert not list(full.glob(".*.partial")), "the room that the half-written file took is free again"
-
-
-def test_a_full_disk_is_told_while_an_update_arrives(full: Path) -> None:
-    manifest = Manifest("b", 1, 1, "sha256:" + "0" * 64, 1 << 20, 1.0)
-    partial = _storage(full).incoming(manifest)
-
-    def arrive() -> None:
-        for offset in range(0, 1 << 20, 1 << 12):
-            partial.append(offset, bytes(1 << 12))
-
-    with pytest.raises(GeofedError) as raised:
-        arrive()
-    assert raised.value.code == "DISK_FULL"
 
 
 def test_writing_replaces_the_whole_file(tmp_path: Path) -> None:

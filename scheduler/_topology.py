@@ -1,0 +1,195 @@
+"""Which regions are neighbours: mesh, star, tree, ring or star of stars, by predicted time and egress.
+
+No fixed choice is best over real grids (Skyplane's, NSDI 2023): the model's size, the number of regions and the
+asymmetry of the links decide, so all kinds are evaluated (`_flood`) and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from scheduler._candidates import Candidate, candidates
+from scheduler._flood import Hops, hops, mesh_seconds, originals, ring_times, tree_seconds
+from scheduler._link import CONTROL_BYTES_PER_ROUND, LinkTable, line_bytes
+
+__all__ = [
+    "HIDDEN_SHARE",
+    "KINDS",
+    "Topologies",
+    "Topology",
+    "choose_topology",
+    "evaluate_topology",
+    "rechosen",
+    "weigh_topologies",
+]
+
+KINDS = ("mesh", "partial-mesh", "star", "tree", "ring", "two-level")
+"""In the order in which they are taken where nothing else tells them apart."""
+MUCH_THE_SAME = 1.05
+"""A topology this much slower than the fastest is taken where it is cheaper."""
+HIDDEN_SHARE = 0.8
+"""An exchange up to this share of the round's compute can stay hidden behind it."""
+RECHOICE_GAIN = 0.2
+"""Part of the exchange's time that another topology must save."""
+RECHOICE_MEASUREMENTS = 3
+"""How many measurements in turn must say so."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which regions exchange directly, and what a round's exchange over them is predicted to take."""
+
+    kind: str
+    """One of KINDS."""
+    hubs: tuple[str, ...]
+    """Of a star one; of two levels the hub of the hubs, then those of the other clusters; else empty."""
+    links: tuple[tuple[str, str], ...]
+    """Neighbours: pairs in order, sorted."""
+    seconds: float
+    """From the last encoded update until every region has received every update; without coding."""
+    usd_per_round: float
+    """Egress."""
+    bytes_per_round_by_link: dict[str, int] = field(default_factory=dict)
+    """By directed link, "source>destination", protocol and control included."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in plans: "mesh", "star via eu-west", "two-level via eu-west, tokyo"."""
+        return f"{self.kind} via {', '.join(self.hubs)}" if self.hubs else self.kind
+
+
+@dataclass(frozen=True)
+class Topologies:
+    """The best of every kind, and the kinds that there are not."""
+
+    possible: tuple[Topology, ...]
+    """In the order of KINDS; empty where the regions are not connected."""
+    impossible: dict[str, str]
+    """Why, by kind."""
+
+
+def weigh_topologies(
+    regions: Sequence[str], table: LinkTable, update_bytes: int, clouds: Mapping[str, str] | None = None
+) -> Topologies:
+    """The fastest topology of each kind.
+
+    `update_bytes` is the size of one region's encoded update. Regions are neighbours only where the table has both
+    directions; where pairs are missing, all that are there make a partial mesh, if it reaches every region in two
+    hops. The best star is found among all hubs, the best ring of up to nine regions among all orders, beyond that by
+    search. The tree is the minimum spanning tree by the time of one update. Two levels are searched over a few ways to
+    form clusters (`clouds`, by region, is one of them) and their hubs. Raises ValueError for no regions.
+    """
+    if not regions:
+        raise ValueError("a topology needs a region")
+    names = sorted(regions)
+    if len(names) == 1:
+        return Topologies((Topology("mesh", (), (), 0.0, 0.0),), {})
+    net = hops(names, table, update_bytes)
+    found, impossible = candidates(names, table, net, clouds or {})
+    possible = tuple(_topology(candidate, names, table, net, update_bytes) for candidate in found)
+    return Topologies(possible, impossible)
+
+
+def choose_topology(
+    weighed: Topologies,
+    *,
+    minimise: str = "time",
+    round_compute_seconds: float | None = None,
+    waiting_usd_per_second: float = 0.0,
+) -> Topology | None:
+    """The fastest; but where one at most 5 % slower is cheaper, that one. None where there is none.
+
+    With `minimise` "cost", and a round's compute known: the cheapest of those whose exchange can stay hidden behind it
+    (at most 0.8 of it), as long as there is one. Cheap counts egress, and what the regions cost while they wait for
+    the exchange, `waiting_usd_per_second`; 0 where they do not wait.
+    """
+    if not weighed.possible:
+        return None
+    fastest = min(topology.seconds for topology in weighed.possible)
+    allowed = [topology for topology in weighed.possible if topology.seconds <= fastest * MUCH_THE_SAME]
+    if minimise == "cost" and round_compute_seconds is not None:
+        hidden = [t for t in weighed.possible if t.seconds <= HIDDEN_SHARE * round_compute_seconds]
+        allowed = hidden or allowed
+
+    def price(topology: Topology) -> tuple[float, float, int]:
+        usd = topology.usd_per_round + waiting_usd_per_second * topology.seconds
+        # Rounded, so that equal sums of prices in another order are equal.
+        return round(usd, 12), topology.seconds, KINDS.index(topology.kind)
+
+    return min(allowed, key=price)
+
+
+def evaluate_topology(current: Topology, table: LinkTable, update_bytes: int) -> Topology | None:
+    """The same neighbours over other links, or with another size; None where a link is no longer there."""
+    names = sorted({name for link in current.links for name in link})
+    if not all((a, b) in table and (b, a) in table for a, b in current.links):
+        return None
+    number = {name: i for i, name in enumerate(names)}
+    links = tuple((number[a], number[b]) for a, b in current.links)
+    candidate = Candidate(current.kind, tuple(number[hub] for hub in current.hubs), links)
+    return _topology(candidate, names, table, hops(names, table, update_bytes), update_bytes)
+
+
+def rechosen(current: Topology, measured: Sequence[LinkTable], update_bytes: int) -> Topology | None:
+    """Another topology, if the links have changed for long enough; None: keep the current one.
+
+    `measured` holds the link tables of successive measurements, the newest last. The fastest topology of the newest
+    replaces the current one only if it would save more than a fifth of the exchange's time in each of the last three,
+    so that neither a short disturbance nor two topologies much alike make it change. A topology that has lost a link
+    takes infinitely long.
+    """
+    recent = measured[-RECHOICE_MEASUREMENTS:]
+    if len(recent) < RECHOICE_MEASUREMENTS or not current.links:
+        return None
+    names = sorted({name for link in current.links for name in link})
+    best = choose_topology(weigh_topologies(names, recent[-1], update_bytes))
+    if best is None or best.links == current.links:
+        return None
+    for table in recent:
+        now, then = (evaluate_topology(topology, table, update_bytes) for topology in (current, best))
+        if then is None or (now is not None and then.seconds >= (1 - RECHOICE_GAIN) * now.seconds):
+            return None
+    return best
+
+
+def _topology(candidate: Candidate, names: Sequence[str], table: LinkTable, net: Hops, update_bytes: int) -> Topology:
+    neighbours: list[list[int]] = [[] for _ in names]
+    for p, q in candidate.links:
+        neighbours[p].append(q)
+        neighbours[q].append(p)
+    sent, usd = {}, 0.0
+    for (p, q), carried_from in sorted(originals(neighbours).items()):
+        carried = int(len(carried_from) * line_bytes(update_bytes) + CONTROL_BYTES_PER_ROUND)
+        sent[f"{names[p]}>{names[q]}"] = carried
+        usd += carried / 1e9 * table[names[p], names[q]].usd_per_gb
+    return Topology(
+        kind=candidate.kind,
+        hubs=tuple(names[hub] for hub in candidate.hubs),
+        links=tuple(sorted((names[min(link)], names[max(link)]) for link in candidate.links)),
+        seconds=_seconds(candidate, net, neighbours),
+        usd_per_round=usd,
+        bytes_per_round_by_link=sent,
+    )
+
+
+def _seconds(candidate: Candidate, net: Hops, neighbours: Sequence[Sequence[int]]) -> float:
+    n = len(neighbours)
+    if len(candidate.links) == n * (n - 1) // 2 or candidate.kind == "partial-mesh":
+        return mesh_seconds(net, neighbours)
+    if candidate.kind == "ring":
+        import numpy as np
+
+        return float(ring_times(net, np.asarray([_around(neighbours)]))[0])
+    return tree_seconds(net, neighbours)
+
+
+def _around(neighbours: Sequence[Sequence[int]]) -> list[int]:
+    """A ring's regions in order."""
+    order, last = [0], -1
+    while True:
+        following = next(other for other in neighbours[order[-1]] if other != last)
+        if following == 0:
+            return order
+        last = order[-1]
+        order.append(following)

@@ -1,0 +1,157 @@
+"""How a plan's regions exchange: the codec and the topology, chosen together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scheduler._codec import update_bytes
+from scheduler._estimate import (
+    PRIOR_MODEL_BYTES,
+    exchange_seconds,
+    round_compute_seconds,
+    speeds_known,
+    waiting_usd_per_second,
+)
+from scheduler._link import link_table
+from scheduler._model import Alternative, Declined, Demand, Partition, Reason, Region, Snapshot
+from scheduler._topology import HIDDEN_SHARE, Topologies, Topology, choose_topology, weigh_topologies
+
+__all__ = ["WanChoice", "choose_wan"]
+
+WORTH_WAITING = 0.05
+"""Share of a round's compute: below it, waiting for the exchange costs less than what waiting is worth, which is the
+same bits in every region."""
+FEWEST_ROUNDS = 20
+"""Below it, updates that come a round late are a notable part of all updates: better wait."""
+FEWEST_TERNARY_ROUNDS = 20
+"""Below it, too much of what a codec of few bits holds back would come in the last update only."""
+WORTH_CODING = 0.9
+"""An update is coded only if that takes a tenth off the exchange."""
+
+
+@dataclass(frozen=True)
+class WanChoice:
+    """What is exchanged in a round, and over which links."""
+
+    codec: str
+    topology: Topology
+    exchange_seconds: float
+    """Of one round, coding included."""
+    settings: dict[str, float]
+    """Of policy and exchange, as the plan carries them."""
+    alternatives: tuple[Alternative, ...]
+    """The other topologies."""
+
+
+def choose_wan(
+    regions: Sequence[Region], parts: Sequence[Partition], snapshot: Snapshot, demand: Demand, rounds: int
+) -> WanChoice | Declined:
+    """The demanded codec and kind of topology; where the demand says nothing, what makes the exchange shortest.
+
+    In the background the least lossy codec that hides the exchange behind the round's compute is taken. Where all
+    wait, only float32, and 8-bit blocks with error feedback where they make the exchange notably shorter.
+    """
+    model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
+    table, slowest = link_table(regions), max(round_compute_seconds(part) for part in parts)
+    named = {region.name: region for region in regions}
+    compute = slowest if speeds_known(named, snapshot) else None
+    waiting = waiting_usd_per_second(parts, named)
+    choices: list[WanChoice] = []
+    for codec in (demand.codec,) if demand.codec else _codecs(demand, rounds):
+        clouds = {region.name: region.cloud for region in regions}
+        weighed = weigh_topologies(sorted(named), table, update_bytes(model_bytes, codec), clouds)
+        wanted = _of_kind(weighed, demand.topology) if len(regions) > 1 else weighed
+        topology = choose_topology(
+            wanted,
+            minimise=demand.minimise,
+            round_compute_seconds=compute,
+            waiting_usd_per_second=waiting,
+        )
+        if topology is None:
+            return _impossible(weighed, demand.topology)
+        seconds = exchange_seconds(topology, model_bytes, codec)
+        alternatives = _alternatives(topology, weighed, demand, compute)
+        background = len(regions) > 1 and _in_background(demand, seconds, slowest, rounds)
+        settings = demand.wan_settings | ({"background": 1.0} if background else {})
+        if background and demand.codec is None and demand.wan_policy != "asp":
+            settings["choose_codec"] = 1.0
+        if background and demand.interval is None and demand.wan_policy in (None, "ma", "diloco"):
+            settings["choose_interval"] = 1.0
+        choices.append(WanChoice(codec, topology, seconds, settings, alternatives))
+    return _best(choices, slowest)
+
+
+def _best(choices: Sequence[WanChoice], compute: float) -> WanChoice:
+    """Of one choice for each codec, the least lossy first."""
+    waiting = [choice for choice in choices if not choice.settings.get("background")]
+    if len(waiting) == len(choices):
+        plain, coded = choices[0], choices[-1]
+        return coded if coded.exchange_seconds < plain.exchange_seconds * WORTH_CODING else plain
+    short = [c for c in waiting if c.exchange_seconds <= WORTH_WAITING * compute and c.codec != "ternary"]
+    hidden = [c for c in choices if c.settings.get("background") and c.exchange_seconds <= HIDDEN_SHARE * compute]
+    return [*short, *hidden, min(choices, key=lambda choice: choice.exchange_seconds)][0]
+
+
+def _codecs(demand: Demand, rounds: int) -> tuple[str, ...]:
+    """What is weighed where the demand names none, from the least lossy one on."""
+    if demand.wan_policy == "asp":
+        return ("fp32",)
+    # Where all wait, fewer bits are for the user to choose; in the background they are better than to fall behind.
+    # top-k, with fewer still, costs more accuracy than it is worth where the user does not ask for it.
+    waits = demand.exchange == "synchronous" or demand.wan_policy == "bsp" or rounds < FEWEST_TERNARY_ROUNDS
+    return ("fp32", "int8") if waits else ("fp32", "int8", "ternary")
+
+
+def _in_background(demand: Demand, seconds: float, compute: float, rounds: int) -> bool:
+    if demand.exchange is not None:
+        return demand.exchange == "background"
+    if demand.wan_policy in ("asgd", "asgd-ga", "asp"):
+        return True
+    return demand.wan_policy != "bsp" and rounds >= FEWEST_ROUNDS and seconds > WORTH_WAITING * compute
+
+
+def _of_kind(weighed: Topologies, kind: str | None) -> Topologies:
+    if kind is None:
+        return weighed
+    return Topologies(tuple(t for t in weighed.possible if t.kind == kind), weighed.impossible)
+
+
+def _impossible(weighed: Topologies, kind: str | None) -> Declined:
+    if weighed.possible and kind is not None:
+        able = ", ".join(topology.kind for topology in weighed.possible)
+        text = f"topology {kind} cannot be made: {weighed.impossible[kind]}"
+        return Declined((Reason("INADMISSIBLE", text, f"set wan.topology to auto, or to one of: {able}"),))
+    text = f"the regions cannot exchange: {next(iter(weighed.impossible.values()))}"
+    remedy = "state a link between them in the regions' configurations, or take some out with regions.avoid"
+    return Declined((Reason("INADMISSIBLE", text, remedy),))
+
+
+def _alternatives(
+    chosen: Topology, weighed: Topologies, demand: Demand, compute: float | None
+) -> tuple[Alternative, ...]:
+    """Why each of the others lost; those that are of the same links as the chosen one are left out."""
+    out = []
+    for other in weighed.possible:
+        if other.kind == chosen.kind or other.links == chosen.links:
+            continue
+        text = f"{other.name}: {other.seconds:.2f} s and ${other.usd_per_round:.4f} a round"
+        out.append(Alternative(text, _why_not(other, chosen, demand, compute)))
+    if len(chosen.links) > 1:
+        out += [Alternative(kind, why) for kind, why in weighed.impossible.items() if kind != chosen.kind]
+    return tuple(out)
+
+
+def _why_not(other: Topology, chosen: Topology, demand: Demand, compute: float | None) -> str:
+    if demand.topology is not None:
+        return f"the job file says {demand.topology}"
+    slower = other.seconds / chosen.seconds - 1
+    dearer = other.usd_per_round - chosen.usd_per_round
+    words = []
+    if slower > 0.0005:
+        words.append(f"{slower:.1%} slower")
+    if dearer > 1e-9:
+        words.append(f"${dearer:.4f} a round dearer")
+    if demand.minimise == "cost" and compute is not None and other.seconds > HIDDEN_SHARE * compute >= chosen.seconds:
+        words.append("too long to hide behind the round's compute")
+    return " and ".join(words) or "saves nothing that counts"

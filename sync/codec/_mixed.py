@@ -1,0 +1,37 @@
+"""Trained parameters in few bits, the state behind them (BatchNorm statistics, counters) as it is.
+
+A codec with one scale for a block cannot serve tensors of different kinds in it: BatchNorm's counter grows by the
+number of steps, and running variances beside it, which change by tenths, come out rounded to whole numbers, below zero.
+GeoMX (MPQ, docs/source/accelerator.rst) leaves small tensors dense as well.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sync.codec._contract import Codec, Tensors
+from sync.codec._dense import Float32, require
+from sync.layout import Vector
+
+__all__ = ["MIXED", "Mixed"]
+
+MIXED = 16
+"""What the mark of the bulk's codec is raised by."""
+
+
+class Mixed:
+    """The first ``trained`` coordinates in ``bulk``, those behind them in float32."""
+
+    def __init__(self, bulk: Codec, trained: int) -> None:
+        self._bulk, self._trained, self._state = bulk, trained, Float32()
+        self.name, self.mark, self.lossy = bulk.name, MIXED + bulk.mark, bulk.lossy
+
+    def encode(self, vector: Vector) -> Tensors:
+        state = self._state.encode(vector[self._trained :])["delta"]
+        return {**self._bulk.encode(vector[: self._trained]), "state": state}
+
+    def decode(self, tensors: Tensors, size: int) -> Vector:
+        require("state" in tensors and size >= self._trained, "no state")
+        rest = {name: array for name, array in tensors.items() if name != "state"}
+        state = self._state.decode({"delta": tensors["state"]}, size - self._trained)
+        return np.concatenate([self._bulk.decode(rest, self._trained), state])

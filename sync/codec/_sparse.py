@@ -1,0 +1,32 @@
+"""Coordinates that are not zero, as they are; for filters that leave few of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sync.codec._contract import Tensors
+from sync.codec._dense import require
+from sync.layout import Vector
+
+__all__ = ["Sparse"]
+
+
+class Sparse:
+    """Index (u4 as two u2 halves) and float32 value of each coordinate that is not zero: 64 bits for each of those."""
+
+    name, mark, lossy = "sparse", 4, False
+
+    def encode(self, vector: Vector) -> Tensors:
+        (places,) = np.nonzero(vector)
+        return {"at": places.astype(np.uint32).view(np.uint16), "values": vector[places]}
+
+    def decode(self, tensors: Tensors, size: int) -> Vector:
+        at, values = tensors.get("at"), tensors.get("values")
+        require(at is not None and at.dtype == np.uint16 and at.ndim == 1 and at.size % 2 == 0, "no places")
+        places = np.ascontiguousarray(at).view(np.uint32).astype(np.int64)
+        known = values is not None and values.dtype == np.float32 and values.shape == places.shape
+        require(known, "no values")
+        require(places.size == 0 or (places[-1] < size and (np.diff(places) > 0).all()), "places are not in order")
+        out = np.zeros(size, np.float32)
+        out[places] = np.asarray(values)
+        return out

@@ -1,0 +1,342 @@
+"""Background exchange: workers go on at once, and updates are merged as they arrive.
+
+At the end of a round the workers' model is put into the log, and they go on from it, corrected by what the last merge
+knew: their own fresh change in full, everybody's earlier ones as merged (delayed application with the own fresh term;
+arXiv 2502.12996, and Decoupled DiLoCo, arXiv 2604.21428, for the quorum and the grace window). Meanwhile the round's
+update is made, shipped and merged together with the remote ones that have come. Nobody waits for anybody, unless the
+workers end another round before this one is merged, or the plan bounds how far a region may run ahead.
+
+After its last round a region merges the others' updates until all have made their last: then every region's model
+holds every update.
+"""
+
+from __future__ import annotations
+
+from sync.ps.crew import Evaluation
+from sync.ps.events import (
+    Action,
+    Applied,
+    Apply,
+    AttachAnswer,
+    BoundaryAnswer,
+    BoundaryArrived,
+    Failed,
+    GraceOver,
+    Log,
+    Logged,
+    Manifest,
+    Prepare,
+    Refuse,
+    Reply,
+    Restart,
+    Restarted,
+    StartGrace,
+)
+from sync.ps.ledger import NO_MODEL
+from sync.ps.machine import Machine, Recovered, Setup
+
+__all__ = ["Background"]
+
+_BACKLOG = 32
+"""Remote updates after which a merge does not wait for a round of ours."""
+_AHEAD = 1 << 16
+"""A peer cannot be further ahead than this; it bounds what is kept of it."""
+
+
+class Background(Machine):
+    """Workers go on while updates travel."""
+
+    def __init__(self, setup: Setup, recovered: Recovered | None = None) -> None:
+        recovered = recovered or Recovered()
+        super().__init__(setup, recovered)
+        self._version = recovered.version
+        self._ended = recovered.ended
+        """The last round whose end is in the log."""
+        self._logging = False
+        self._correction_key = recovered.correction_key
+        """What the last merge leads the workers to the model with, at the next end of a round."""
+        self._lasts = set(recovered.lasts)
+        self._own_last = recovered.ended is not None and recovered.ended.step >= setup.steps
+        self._start_key, self._start_sequence = recovered.model_key, self._ended_sequence
+        """A worker without a place of its own finds the model of the open round here, if it began with this one."""
+        self._restart_wanted = self._restarting = False
+        self._grace: set[int] = set()
+        """Rounds whose grace window was begun."""
+        self._grace_over: set[int] = set()
+        self.interval = setup.steps_per_round
+        """Steps of the rounds to come."""
+        if recovered.ended is not None:
+            self._live_step = recovered.ended.step
+
+    # Where it stands
+
+    @property
+    def _ended_sequence(self) -> int:
+        return self._ended.sequence if self._ended is not None else min(self._sequence, 0)
+
+    @property
+    def _complete(self) -> bool:
+        return self._own_last and self._sequence == self._ended_sequence and self._lasts >= set(self.setup.others)
+
+    @property
+    def _reached(self) -> int:
+        return self._ended_sequence - (1 if self._own_last and not self._complete else 0)
+
+    @property
+    def _open_step(self) -> int:
+        return self._ended.step if self._ended is not None else 0
+
+    @property
+    def _until(self) -> int:
+        if self._ended is not None:
+            return self._ended.until_step
+        return min(self.setup.steps_per_round, self.setup.steps)
+
+    @property
+    def _pending(self) -> Log | None:
+        """The round that has ended and is not merged yet."""
+        return self._ended if self._ended is not None and self._ended.sequence > self._sequence else None
+
+    def _expects(self, manifest: Manifest) -> bool:
+        if manifest.sequence == 0 or self._sequence > NO_MODEL:
+            return manifest.sequence <= self.ledger.marks[manifest.region] + _AHEAD
+        return False
+
+    # Workers come
+
+    def _attempt_begins(self) -> list[Action]:
+        self._restart_wanted = self._sequence > NO_MODEL and not self._own_last
+        return self._try_restart()
+
+    def _try_restart(self) -> list[Action]:
+        """Begin the open round from the model, once no end of a round is on its way that still needs the old start."""
+        settled = self._pending is None or self.ledger.own(self._ended_sequence) is not None
+        if not self._restart_wanted or self._logging or self._boundary.preparing or not settled:
+            return []
+        self._restart_wanted, self._restarting = False, True
+        return [Restart(self.attempt)]
+
+    def _was_restarted(self, event: Restarted) -> list[Action]:
+        if event.attempt != self.attempt:
+            return []
+        self._restarting, self._correction_key = False, ""
+        self._start_key, self._start_sequence = event.model_key, self._ended_sequence
+        self._state_key = event.state_key
+        return self._answer_attached()
+
+    def _answer_attached(self) -> list[Action]:
+        if self._restart_wanted or self._restarting:
+            return []
+        waiting, self._attaching = self._attaching, {}
+        settling = self._own_last and not self._complete
+        begins = self._start_sequence == self._ended_sequence
+        answer = AttachAnswer(
+            sequence=self._reached,
+            step=self._open_step,
+            model_key=self._model_key if self._complete else self._start_key if begins else "",
+            state_key=self._state_key,
+            boundary=settling,
+            finished=self._complete,
+            evaluate=self._evaluates(self._reached) and not self._has_metrics(self._reached) and not settling,
+            until_step=self._until,
+            correction_key=self._ended.correction_key if self._ended is not None else "",
+            background=True,
+        )
+        return [Reply(call, answer) for call in waiting]
+
+    # Rounds
+
+    def _boundary_arrived(self, event: BoundaryArrived) -> list[Action]:
+        ended = self._ended_sequence
+        if event.sequence == ended and self._ended is not None:
+            if self._own_last and not self._complete:
+                self._boundary.waiting[event.call] = event.sequence
+                return []
+            return [Reply(event.call, self._boundary_answer())]
+        if event.sequence != ended + 1 or self._own_last or self._sequence == NO_MODEL or not event.digest:
+            return [Refuse(event.call, "FENCED", f"round {event.sequence} cannot end now")]
+        if self._restart_wanted or self._restarting:
+            return [Refuse(event.call, "FENCED", "the attempt has not begun")]
+        self._boundary.waiting[event.call] = event.sequence
+        if self._logging:
+            return []
+        self._boundary.arrived[event.worker] = event
+        return self._try_log()
+
+    def _try_log(self) -> list[Action]:
+        busy = self._pending is not None or self._logging or self._boundary.applying
+        if len(self._boundary.arrived) < self.setup.workers or busy:
+            return []
+        agreed = self._agreed()
+        if isinstance(agreed, Failed):
+            return self._fail(agreed)
+        end, weight = agreed
+        until = min(end.step + max(1, self.interval), self.setup.steps)
+        self._logging, self._boundary.arrived = True, {}
+        return [Log(end.sequence, end.model_key, end.state_key, weight, end.step, self._correction_key, until)]
+
+    def _was_logged(self, event: Logged) -> list[Action]:
+        self._logging = False
+        self._ended = event.log
+        self._own_last = event.log.step >= self.setup.steps
+        self._state_key = event.log.state_key or self._state_key
+        actions: list[Action] = []
+        if not self._own_last:
+            actions += self._answer_waiting()
+        return actions + self._try_apply()
+
+    def _answer_waiting(self) -> list[Action]:
+        done = [call for call, sequence in self._boundary.waiting.items() if sequence == self._ended_sequence]
+        for call in done:
+            del self._boundary.waiting[call]
+        return [Reply(call, self._boundary_answer()) for call in done]
+
+    def _boundary_answer(self) -> BoundaryAnswer:
+        return BoundaryAnswer(
+            sequence=self._ended_sequence,
+            model_key=self._model_key if self._complete else "",
+            state_key="",
+            evaluate=self._evaluates(self._ended_sequence) and not self._has_metrics(self._ended_sequence),
+            finished=self._complete,
+            until_step=self._until,
+            correction_key="" if self._complete or self._ended is None else self._ended.correction_key,
+        )
+
+    # Merges
+
+    def _try_apply(self) -> list[Action]:
+        """Whatever can be done next for the round that has ended, and for what has come."""
+        if self._boundary.preparing or self._boundary.applying or self._logging:
+            return []
+        if self._sequence == NO_MODEL:
+            first = self.ledger.kept.get((self.setup.regions[0], 0))
+            return [] if first is None else self._apply(0, [first])
+        restart = self._try_restart()
+        if restart:
+            return restart
+        pending = self._pending
+        if pending is not None and self.ledger.own(pending.sequence) is None:
+            return [self._prepare(pending)]
+        remote = [manifest for region in self.setup.others for manifest in self.ledger.next_of(region)]
+        if pending is not None:
+            waits = self._waits_for_quorum(pending.sequence, {manifest.region for manifest in remote})
+            if waits is not None:
+                return waits
+            if self._ahead():
+                return []
+            own = self.ledger.own(pending.sequence)
+            return self._apply(pending.sequence, [*remote, *([own] if own is not None else [])])
+        if remote and (self._own_last or len(remote) >= _BACKLOG):
+            return self._apply(self._sequence, remote)
+        return []
+
+    def _prepare(self, ended: Log) -> Prepare:
+        self._boundary.preparing = True
+        return Prepare(
+            ended.sequence,
+            self.epoch,
+            ended.model_key,
+            ended.state_key,
+            ended.weight,
+            ended.step,
+            ended.correction_key,
+            seen=self.ledger.seen(),
+            last=ended.step >= self.setup.steps,
+        )
+
+    def _waits_for_quorum(self, sequence: int, fresh: set[str]) -> list[Action] | None:
+        """None: it does not wait."""
+        if len(fresh) + 1 >= min(self.setup.quorum, len(self.setup.regions)) or sequence in self._grace_over:
+            return None
+        if sequence in self._grace:
+            return []
+        self._grace = {sequence}
+        return [StartGrace(sequence)]
+
+    def _grace_is_over(self, event: GraceOver) -> list[Action]:
+        self._grace_over = {event.sequence}
+        return self._try_apply()
+
+    def _ahead(self) -> list[str]:
+        """Regions whose last update here is too far behind ours (stale synchronous parallel, Ho et al. 2013)."""
+        if not self.setup.lead or self._own_last:
+            return []
+        bound = self._ended_sequence - self.setup.lead
+        return [r for r in self.setup.others if r not in self._lasts and self.ledger.newest(r) < bound]
+
+    def _apply(self, sequence: int, manifests: list[Manifest]) -> list[Action]:
+        self._boundary.applying = True
+        ordered = tuple(sorted(manifests, key=lambda m: (m.region, m.sequence)))
+        marks = dict(self.ledger.marks) if sequence else dict.fromkeys(self.setup.regions, 0)
+        marks |= {manifest.region: manifest.sequence for manifest in ordered}
+        lasts = self._lasts | {m.region for m in ordered if m.last and m.region != self.setup.region}
+        own = next((m for m in ordered if m.region == self.setup.region and m.sequence), None)
+        complete = self._own_last and sequence == self._ended_sequence and lasts >= set(self.setup.others)
+        return [
+            Apply(
+                sequence,
+                ordered,
+                step=self._open_step,
+                samples=self._samples + (own.weight if own else 0.0),
+                applied=self._applied + sum(1 for m in ordered if m.region != self.setup.region),
+                version=self._version + 1,
+                watermarks=tuple(sorted((r, mark) for r, mark in marks.items() if r != self.setup.region)),
+                staleness=tuple(
+                    0
+                    if m.region == self.setup.region
+                    else max(0, self._ended_sequence - m.saw.get(self.setup.region, 0))
+                    for m in ordered
+                ),
+                lasts=tuple(sorted(lasts - {self.setup.region})),
+                whole=complete or sequence == 0,
+                complete=complete,
+            )
+        ]
+
+    def _was_applied(self, event: Applied) -> list[Action]:
+        apply = event.apply
+        self._boundary.applying = False
+        self._sequence, self._step, self._version = apply.sequence, apply.step, apply.version
+        self._samples, self._applied = apply.samples, apply.applied
+        self._model_digest, self._lasts = event.digest or self._model_digest, set(apply.lasts)
+        self.ledger.marks |= dict(apply.watermarks) | {self.setup.region: apply.sequence}
+        for manifest, stale in zip(apply.manifests, apply.staleness, strict=False):
+            if manifest.region != self.setup.region:
+                old = self._staleness.get(manifest.region, float(stale))
+                self._staleness[manifest.region] = 0.8 * old + 0.2 * stale
+        if apply.whole:
+            self._model_key, self._correction_key = event.model_key, ""
+            self._start_key, self._start_sequence = event.model_key, self._ended_sequence
+        else:
+            self._correction_key = event.correction_key
+        actions: list[Action] = []
+        if apply.sequence == 0 or self._complete:
+            if self._complete:
+                self._evaluation = Evaluation(self.setup.workers)
+                actions += self._answer_waiting()
+            actions += self._answer_attached()
+        return actions + self._forget() + self._try_log() + self._try_apply()
+
+    # What it says of itself
+
+    def _phase(self) -> str:
+        if self._failure is not None:
+            return "failed"
+        if self.finished:
+            return "finished"
+        if self._sequence == NO_MODEL:
+            return "starting"
+        held = self._own_last or (self._pending is not None and bool(self._boundary.arrived))
+        return "exchanging" if held else "training"
+
+    def _condition(self) -> str:
+        if self._sequence == NO_MODEL:
+            first = self.setup.regions[0]
+            waits = first != self.setup.region
+            return f"waiting for the update of round 0 from {first}" if waits else ""
+        if self._own_last and not self._complete:
+            missing = [region for region in self.setup.others if region not in self._lasts]
+            return f"waiting for the last updates from {', '.join(missing)}" if missing else ""
+        if self._pending is not None and (slow := self._ahead()):
+            return f"{self.setup.lead} rounds ahead of {', '.join(slow)}"
+        return ""

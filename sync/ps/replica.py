@@ -1,0 +1,188 @@
+"""The numbers of one parameter server, without sockets and files: its model, what its workers began with, what it owes.
+
+Two models matter. `model` is what the updates merged so far make, this region's own as its peers got them. `start` is
+what the workers began the open round from: with synchronous exchange the same, with background exchange also their
+last round's change in full, which has not come back from the merge yet. ``correction()`` leads from one to the other;
+the workers add it at the next end of a round (delayed application with the own fresh term, as in eager updates,
+arXiv 2502.12996).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from sync.codec import Codec, ErrorFeedback, Sparse, Tensors, codec_named, with_state
+from sync.layout import Vector
+from sync.wan import Contribution, ExchangeSettings, Guard, Policy, StateAveraged, significant
+
+__all__ = ["Made", "Numbers", "Replica", "expanded", "fragment"]
+
+_GUARD = "guard/"
+
+
+@dataclass(frozen=True)
+class Made:
+    """An update of this region, ready to be framed."""
+
+    tensors: Tensors
+    codec: Codec
+    part: slice
+    """The coordinates that it covers."""
+    sent: Vector
+    """What the tensors decode to, shape (part,)."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """All that a replica must find again after a crash."""
+
+    model: Vector
+    start: Vector
+    residual: npt.NDArray[np.float64] | None = None
+    memory: Mapping[str, Vector] = field(default_factory=dict)
+    """Of the policy and the guard."""
+
+
+def fragment(sequence: int, fragments: int, size: int) -> slice:
+    """The coordinates whose turn it is in a round, of ``size``; all of them where there is one fragment."""
+    if fragments <= 1 or size < fragments:
+        return slice(None)
+    at = sequence % fragments
+    return slice(size * at // fragments, size * (at + 1) // fragments)
+
+
+class Replica:
+    """One region's numbers. Not thread-safe."""
+
+    def __init__(self, policy: Policy, exchange: ExchangeSettings, codec: Codec, numbers: Numbers) -> None:
+        self._policy, self._exchange, self._guard = policy, exchange, Guard(exchange.guard)
+        self._feedback = ErrorFeedback(codec, numbers.residual)
+        self._model, self._memory = numbers.model, dict(numbers.memory)
+        self._start = numbers.start
+        self.trained = numbers.model.size
+        """How many coordinates, from the first, gradients train; the state behind them is averaged, uncorrected."""
+
+    @property
+    def numbers(self) -> Numbers:
+        return Numbers(self._model, self._start, self._feedback.residual, self._memory)
+
+    @property
+    def model(self) -> Vector:
+        """What all updates merged so far make, shape (n,)."""
+        return self._model
+
+    @property
+    def start(self) -> Vector:
+        """What the workers began the open round from."""
+        return self._start
+
+    @property
+    def codec(self) -> Codec:
+        return self._feedback.codec
+
+    @codec.setter
+    def codec(self, codec: Codec) -> None:
+        """What is held back stays, whichever codec sends it."""
+        self._feedback.codec = codec
+
+    # Our own changes
+
+    def own(self, end: Vector, sequence: int, *, last: bool = False) -> Made:
+        """The update of a round that ended with the model ``end``; the last one holds back as little as it can."""
+        exchange, codec = self._exchange, self._feedback.codec
+        part = slice(None) if last else fragment(sequence, int(exchange.fragments), end.size)
+        keep = None
+        if exchange.significance and not last:
+            model, threshold = self._model[part], exchange.significance
+            keep = lambda change: significant(change, model, threshold, sequence)  # noqa: E731 - one expression
+        used = codec
+        if keep is not None:
+            used = Sparse()
+        elif last and codec.name == "topk":
+            # It holds back most of what it is given, and nothing will follow that could bring it.
+            used = codec_named("int8")
+        begin, stop, _ = part.indices(end.size)
+        used = with_state(used, self.trained - begin, stop - begin)
+        self._feedback.codec = used
+        tensors, sent = self._feedback.encode(end - self._start, part, keep)
+        self._feedback.codec = codec
+        return Made(tensors, used, part, sent)
+
+    def made_before(self, end: Vector | None, sent: Vector, part: slice) -> None:
+        """Account for an update of ours that is durable already; ``end`` None: the model it came from is lost.
+
+        What was held back of a lost model is lost with it: the round counts as if exactly the sent had been changed.
+        """
+        if end is not None:
+            self._feedback.settle(end - self._start, sent, part)
+
+    def go_on(self, end: Vector, correction: Vector | None) -> None:
+        """The workers begin a round from where they ended the last, plus a correction that they were given."""
+        self._start = end if correction is None else end + correction
+
+    def restart(self) -> None:
+        """The workers begin the round from the model."""
+        if self._exchange.background and self.trained < self._model.size:
+            # Their statistics jump to the mean; the sum of this region's changes must still say where they are.
+            jump = np.zeros_like(self._model)
+            jump[self.trained :] = (self._model - self._start)[self.trained :]
+            self._feedback.settle(jump, np.zeros_like(jump))
+        self._start = self._model
+
+    def correction(self) -> Vector:
+        """What leads from the workers' beginning of the open round to the model; their own statistics stay theirs.
+
+        A running mean forgets what it was given, so a correction that comes rounds later would be made twice. Left
+        alone, a region's changes of it add up to its present value, and the model's is the mean of all regions'.
+        """
+        correction = self._model - self._start
+        correction[self.trained :] = 0.0
+        return correction
+
+    # What comes
+
+    def merge(
+        self, contributions: Sequence[Contribution], total: float | None, *, own: str
+    ) -> tuple[tuple[str, str], ...]:
+        """Merge updates into the model; returns the regions whose updates were refused, each with the reason.
+
+        With background exchange (``total`` is known) the update of this region, ``own``, is not judged: its workers go
+        on from what they changed in any case.
+        """
+        passed: list[Contribution] = []
+        refused: list[tuple[str, str]] = []
+        judged: dict[str, Vector] = {}
+        for contribution in sorted(contributions, key=lambda c: c.region):
+            if total is not None and contribution.region == own:
+                passed.append(contribution)
+                continue
+            # A counter of steps would outweigh all parameters.
+            trained, state = contribution.delta[: self.trained], contribution.delta[self.trained :]
+            why, known = self._guard.judge(contribution.region, trained, {**self._memory, **judged})
+            why = why or ("" if np.isfinite(state).all() else "it is not finite")
+            judged[f"{_GUARD}{contribution.region}"] = known
+            if why:
+                refused.append((contribution.region, why))
+            else:
+                passed.append(contribution)
+        memory = {name: v for name, v in self._memory.items() if not name.startswith(_GUARD)}
+        norms = {name: v for name, v in self._memory.items() if name.startswith(_GUARD)}
+        if passed:
+            policy = StateAveraged(self._policy, self.trained) if self.trained < self._model.size else self._policy
+            outer = policy.merge(self._model, passed, memory, total)
+            self._model, memory = outer.model, dict(outer.memory)
+        self._memory = {**memory, **norms, **judged}
+        return tuple(refused)
+
+
+def expanded(delta: Vector, part: slice, size: int) -> Vector:
+    """A part of an update as one of the whole model."""
+    if part == slice(None):
+        return delta
+    out = np.zeros(size, np.float32)
+    out[part] = delta
+    return out

@@ -1,0 +1,166 @@
+"""Synchronous exchange: a round ends when the updates of all regions are here, with the same bits everywhere."""
+
+from __future__ import annotations
+
+from sync.ps.crew import Evaluation, StepMerge
+from sync.ps.events import (
+    Action,
+    Applied,
+    Apply,
+    AttachAnswer,
+    BoundaryAnswer,
+    BoundaryArrived,
+    Failed,
+    Manifest,
+    Prepare,
+    Refuse,
+    Reply,
+)
+from sync.ps.ledger import NO_MODEL
+from sync.ps.machine import Boundary, Machine
+
+__all__ = ["Synchronous"]
+
+
+class Synchronous(Machine):
+    """Workers wait at the end of a round until all regions' updates are merged, and go on from the merged model."""
+
+    @property
+    def _complete(self) -> bool:
+        return self._sequence >= self.setup.rounds
+
+    @property
+    def _reached(self) -> int:
+        return self._sequence
+
+    @property
+    def _open_step(self) -> int:
+        return self._step
+
+    @property
+    def _until(self) -> int:
+        return min(self._step + self.setup.steps_per_round, self.setup.steps)
+
+    def _expects(self, manifest: Manifest) -> bool:
+        # A peer needs our update of a round to end it, so it is at most one round ahead of us.
+        return manifest.sequence <= min(self._sequence + 2, self.setup.rounds)
+
+    def _attempt_begins(self) -> list[Action]:
+        return []
+
+    def _answer_attached(self) -> list[Action]:
+        waiting, self._attaching = self._attaching, {}
+        under_way = self._boundary.preparing or self.ledger.own(self._sequence + 1) is not None
+        answer = AttachAnswer(
+            sequence=self._sequence,
+            step=self._step,
+            model_key=self._model_key,
+            state_key=self._state_key,
+            boundary=under_way and not self._complete,
+            finished=self._complete,
+            evaluate=self._evaluates(self._sequence) and not self._has_metrics(self._sequence),
+            until_step=self._until,
+        )
+        return [Reply(call, answer) for call in waiting]
+
+    def _boundary_arrived(self, event: BoundaryArrived) -> list[Action]:
+        if event.sequence <= self._sequence:
+            return [Reply(event.call, self._boundary_answer())]
+        if event.sequence != self._sequence + 1 or self._complete:
+            return [Refuse(event.call, "FENCED", f"round {event.sequence} has not begun")]
+        under_way = self._boundary.preparing or self.ledger.own(event.sequence) is not None
+        if not under_way and not event.digest:
+            text = f"the update of round {event.sequence} was lost before it was durable"
+            return [Refuse(event.call, "FENCED", text)]
+        self._boundary.waiting[event.call] = event.sequence
+        if under_way:
+            return []
+        self._boundary.arrived[event.worker] = event
+        return self._prepare() if len(self._boundary.arrived) == self.setup.workers else []
+
+    def _prepare(self) -> list[Action]:
+        agreed = self._agreed()
+        if isinstance(agreed, Failed):
+            return self._fail(agreed)
+        end, weight = agreed
+        self._boundary.preparing = True
+        return [
+            Prepare(
+                end.sequence,
+                self.epoch,
+                end.model_key,
+                end.state_key,
+                weight,
+                end.step,
+                seen=self.ledger.seen(),
+                last=end.sequence >= self.setup.rounds,
+            )
+        ]
+
+    def _of_round(self, sequence: int) -> list[Manifest | None]:
+        return [self.ledger.kept.get((region, sequence)) for region in self.setup.contributors(sequence)]
+
+    def _try_apply(self) -> list[Action]:
+        sequence = self._sequence + 1
+        found = self._of_round(sequence)
+        manifests = tuple(manifest for manifest in found if manifest is not None)
+        if len(manifests) < len(found) or self._boundary.applying:
+            return []
+        self._boundary.applying = True
+        own = self.ledger.own(sequence)
+        remote = sum(1 for manifest in manifests if manifest.region != self.setup.region)
+        return [
+            Apply(
+                sequence,
+                manifests,
+                step=self._until if sequence else 0,
+                samples=self._samples + (own.weight if own and sequence else 0.0),
+                applied=self._applied + remote,
+                version=sequence,
+                watermarks=tuple((region, sequence) for region in self.setup.others),
+                complete=sequence >= self.setup.rounds,
+            )
+        ]
+
+    def _was_applied(self, event: Applied) -> list[Action]:
+        self._sequence, self._step = event.apply.sequence, event.apply.step
+        self._samples, self._applied = event.apply.samples, event.apply.applied
+        self._live_step = self._step
+        self._model_digest, self._model_key, self._state_key = event.digest, event.model_key, event.state_key
+        self.ledger.marks = dict.fromkeys(self.setup.regions, self._sequence)
+        done, late = self._boundary.waiting, [*self._merge.waiting, *self._evaluation.waiting]
+        self._boundary = Boundary()
+        self._merge, self._evaluation = StepMerge(self.setup.workers), Evaluation(self.setup.workers)
+        actions: list[Action] = [Reply(call, self._boundary_answer()) for call in done]
+        actions += [Refuse(call, "FENCED", f"round {self._sequence} is over") for call in late]
+        return actions + self._answer_attached() + self._forget() + self._try_apply()
+
+    def _boundary_answer(self) -> BoundaryAnswer:
+        return BoundaryAnswer(
+            sequence=self._sequence,
+            model_key=self._model_key,
+            state_key=self._state_key,
+            evaluate=self._evaluates(self._sequence) and not self._has_metrics(self._sequence),
+            finished=self._complete,
+            until_step=self._until,
+        )
+
+    def _phase(self) -> str:
+        if self._failure is not None:
+            return "failed"
+        if self.finished:
+            return "finished"
+        if self._sequence == NO_MODEL:
+            return "starting"
+        own = self.ledger.own(self._sequence + 1)
+        return "exchanging" if self._boundary.preparing or own is not None else "training"
+
+    def _condition(self) -> str:
+        sequence = self._sequence + 1
+        own_there = self.ledger.own(sequence) is not None or self._sequence == NO_MODEL
+        if not self._complete and own_there:
+            names = self.setup.contributors(sequence)
+            missing = [r for r, found in zip(names, self._of_round(sequence), strict=True) if found is None]
+            if missing and missing != [self.setup.region]:
+                return f"waiting for the update of round {sequence} from {', '.join(missing)}"
+        return ""

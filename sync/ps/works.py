@@ -1,0 +1,392 @@
+"""What a parameter server does with disk, channel and numbers, one action after the other, in one thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import replace
+
+import numpy as np
+
+from geofed_pb.errors import GeofedError
+from sync import framing
+from sync.channel import Channel
+from sync.codec import Codec, Float32, codec_of
+from sync.collective import weighted_mean
+from sync.layout import Vector
+from sync.ps.events import (
+    Action,
+    Applied,
+    Apply,
+    Event,
+    Forget,
+    Keep,
+    Kept,
+    Log,
+    Logged,
+    Manifest,
+    Merge,
+    Merged,
+    Prepare,
+    Prepared,
+    Restart,
+    Restarted,
+)
+from sync.ps.machine import Recovered, Setup
+from sync.ps.replica import Numbers, Replica, expanded
+from sync.ps.storage import Entry, Storage, correction_key
+from sync.wan import Contribution, ExchangeSettings, Policy
+
+__all__ = ["Works", "merged_key"]
+
+_log = logging.getLogger("geofed.ps")
+_ATTEMPT_KINDS = ("init", "g", "b", "w")
+"""Channel folders whose next part is the attempt."""
+_CHECKPOINT_SHARE = 0.1
+"""Of the time may go into checkpoints where the log makes them dispensable."""
+_HISTORY = 8
+"""Models that are remembered for delay compensation."""
+
+
+def merged_key(attempt: int, step: int) -> str:
+    """Channel key of a step's merged gradient."""
+    return f"g/{attempt}/{step}/merged"
+
+
+class Works:
+    """Storage, channel and numbers of one partition. `do` is called from one thread at a time."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        storage: Storage,
+        channel: Channel,
+        policy: Policy,
+        codec: Codec,
+        exchange: ExchangeSettings | None = None,
+        shares: dict[str, float] | None = None,
+    ) -> None:
+        self.setup, self.storage, self.channel = setup, storage, channel
+        self._policy, self._exchange = policy, exchange or ExchangeSettings()
+        # A region alone sends nothing, so it has nothing to gain from a lossy codec.
+        self._codec = codec if len(setup.regions) > 1 else Float32()
+        equal = 1.0 / len(setup.regions)
+        self._shares = shares or dict.fromkeys(setup.regions, equal)
+        self.replica: Replica | None = None
+        self._corrections: dict[str, Vector] = {}
+        self._ended: Log | None = None
+        self._ends: dict[int, str] = {}
+        """Channel keys of models that a replay of the log would need, by sequence."""
+        self._history: OrderedDict[int, Vector] = OrderedDict()
+        self._checkpoint_at, self._checkpoint_took = 0.0, 0.0
+        self._cleared_attempts = 0
+        self.codec_wanted = self._codec
+        """Of our next update; may be set at any time, by another thread."""
+        self.coding_bytes_per_second = 0.0
+        """float32 bytes that became our last update in a second, making it durable included; 0: not known."""
+
+    @property
+    def model(self) -> Vector | None:
+        """What the updates merged so far make; None: not even the first is there."""
+        return self.replica.model if self.replica is not None else None
+
+    @property
+    def codec_name(self) -> str:
+        """Of our updates."""
+        return self.replica.codec.name if self.replica is not None else self._codec.name
+
+    def do(self, action: Action, attempt: int) -> Event | None:
+        """Carry out one action; returns what is to be told of it. ``attempt``: the workers' present one."""
+        match action:
+            case Merge():
+                return self._merge(action)
+            case Log():
+                self.storage.log(action)
+                self._ended, self._ends[action.sequence] = action, action.model_key
+                return Logged(action)
+            case Prepare():
+                return self._prepare(action)
+            case Apply():
+                return self._apply(action, attempt)
+            case Restart():
+                return self._restart(action)
+            case Keep():
+                self.storage.keep_metrics(action)
+                return Kept(action)
+            case Forget():
+                self.storage.forget(dict(action.up_to))
+        return None
+
+    # After a crash
+
+    def recover(self) -> Recovered:
+        """As of the last checkpoint, with what the log has since done again, and the workers' model in the channel."""
+        recovered, numbers, entries = self.storage.recover()
+        if numbers is None:
+            return recovered
+        if not self.setup.background:
+            prepared = max((m.sequence for m in recovered.outbox), default=recovered.sequence)
+            numbers = replace(numbers, residual=self.storage.residual(max(prepared, recovered.sequence)))
+        self.replica = Replica(self._policy, self._exchange, self._codec, numbers)
+        self._ended = recovered.ended
+        if self.setup.background:
+            recovered = self._replay(recovered, entries)
+            key = self._publish_correction(recovered.version) if recovered.sequence else ""
+            recovered = replace(recovered, correction_key=key)
+        begins = self.replica.model if self._over(recovered) else self.replica.start
+        model_key, state_key = self._publish(recovered.sequence, begins)
+        return replace(recovered, model_key=model_key, state_key=state_key)
+
+    def _over(self, recovered: Recovered) -> bool:
+        """Whether nothing more will change the model."""
+        ended = recovered.ended
+        own = ended is not None and ended.step >= self.setup.steps and ended.sequence == recovered.sequence
+        return own and set(recovered.lasts) >= set(self.setup.others)
+
+    def _replay(self, recovered: Recovered, entries: list[Entry]) -> Recovered:
+        outbox = {manifest.sequence: manifest for manifest in recovered.outbox}
+        lost = 0
+        self._keep_correction(recovered.version)
+        for entry in entries:
+            if isinstance(entry, Apply):
+                self._merge_updates(entry)
+                self._keep_correction(entry.version)
+                recovered = _after(recovered, entry)
+                continue
+            if isinstance(entry, Restart):
+                self._replica().restart()
+                continue
+            manifest, end = outbox.get(entry.sequence), self.channel.get(entry.model_key)
+            if manifest is None and end is None:
+                _log.warning("round %d was not sent, and its model has gone from the channel", entry.sequence)
+                lost += 1
+                break
+            self._ended, self._ends[entry.sequence] = entry, entry.model_key
+            recovered = replace(recovered, ended=entry)
+            if manifest is not None:
+                vector = None if end is None else _vector(end, "model")
+                self._account(entry, manifest, vector)
+                lost += vector is None
+        if lost:
+            _log.warning("what was held back of %d rounds is lost; the open round begins anew", lost)
+            self._replica().restart()
+        return replace(recovered, model_digest=framing.digest_of([self._replica().model.data.cast("B")]))
+
+    def _account(self, entry: Log, manifest: Manifest, end: Vector | None) -> None:
+        """A round of ours whose update was durable already."""
+        delta, part = self._decoded(manifest)
+        replica = self._replica()
+        replica.made_before(end, delta, part)
+        if end is None:
+            replica.restart()
+        else:
+            replica.go_on(end, self._corrections.get(entry.correction_key))
+
+    # Steps
+
+    def _merge(self, action: Merge) -> Merged:
+        vectors = [self._vector(key, "gradient") for key, _ in action.parts]
+        weights = [samples for _, samples in action.parts]
+        merged = weighted_mean(vectors, weights)
+        key = merged_key(action.attempt, action.step)
+        self.channel.put(key, framing.encode({"gradient": merged}, {"samples": sum(weights)}))
+        if action.step > 1:
+            # All workers have pushed this step, so none of them still reads the one before.
+            self.channel.delete_tree(f"g/{action.attempt}/{action.step - 1}")
+        return Merged(action.attempt, action.step, key, sum(weights))
+
+    def _vector(self, key: str, name: str) -> Vector:
+        value = self.channel.get(key)
+        if value is None:
+            raise GeofedError("INTERNAL", f"{key} has gone from the channel")
+        return _vector(value, name)
+
+    def _replica(self) -> Replica:
+        if self.replica is None:
+            raise GeofedError("INTERNAL", "there is no model yet")
+        if self.storage.layout is not None:
+            # The first model may be here before the first worker has said what it looks like.
+            self.replica.trained = self.storage.layout.trainable_size
+        return self.replica
+
+    # Rounds
+
+    def _prepare(self, action: Prepare) -> Prepared:
+        begun = time.monotonic()
+        end = self._vector(action.model_key, "model")
+        if not np.isfinite(end).all():
+            text = f"the model is not finite after round {action.sequence}"
+            raise GeofedError("TASK_FAILED", text, hint="training diverged: lower the learning rate")
+        facts = {"sequence": action.sequence, "weight": action.weight}
+        if self.replica is None:
+            # The model that all begin with travels whole.
+            codec: Codec = Float32()
+            tensors = codec.encode(end)
+        else:
+            self.replica.codec = self.codec_wanted
+            made = self._replica().own(end, action.sequence, last=action.last)
+            tensors, codec = made.tensors, made.codec
+            if made.part != slice(None):
+                facts |= {"from": made.part.start, "to": made.part.stop}
+            residual = self.replica.numbers.residual
+            if residual is not None and not self.setup.background:
+                self.storage.keep_residual(action.sequence, residual)
+        pieces = framing.encode(tensors, {**facts, "codec": codec.mark})
+        if action.state_key and (state := self.channel.get(action.state_key)) is not None:
+            self.storage.keep_state(action.sequence, state)
+        total, digest = sum(piece.nbytes for piece in pieces), framing.digest_of(pieces)
+        manifest = Manifest(
+            self.setup.region, action.epoch, action.sequence, digest, total, action.weight, action.seen, action.last
+        )
+        self.storage.keep_update(manifest, pieces)
+        if self.setup.background and self.replica is not None:
+            self.replica.go_on(end, self._corrections.get(action.correction_key))
+        self.coding_bytes_per_second = end.nbytes / max(time.monotonic() - begun, 1e-6)
+        return Prepared(manifest)
+
+    def _apply(self, action: Apply, attempt: int) -> Applied:
+        if self.replica is None:
+            delta, _ = self._decoded(action.manifests[0])
+            if not np.isfinite(delta).all():
+                raise GeofedError("FRAME_INVALID", "the model that the job begins with is not finite")
+            self.replica = Replica(self._policy, self._exchange, self._codec, Numbers(delta, delta))
+            refused: tuple[tuple[str, str], ...] = ()
+        else:
+            if self.setup.background:
+                self.storage.log(action)
+            refused = self._merge_updates(action)
+        if not self.setup.background:
+            self.replica.restart()
+        digest = self._checkpoint(action)
+        model_key, state_key, correction = "", "", ""
+        if action.whole:
+            model_key, state_key = self._publish(action.sequence, self.replica.model)
+        if self.setup.background and action.sequence:
+            correction = self._publish_correction(action.version)
+        self._clear_channel(action.sequence, attempt)
+        return Applied(action, digest, model_key, state_key, correction, refused)
+
+    def _merge_updates(self, action: Apply) -> tuple[tuple[str, str], ...]:
+        replica = self._replica()
+        stale = action.staleness or (0,) * len(action.manifests)
+        contributions = [self._contribution(m, s) for m, s in zip(action.manifests, stale, strict=True)]
+        total = 1.0 if self.setup.background else None
+        refused = replica.merge(contributions, total, own=self.setup.region)
+        for region, why in refused:
+            _log.warning("an update of %s was not merged: %s", region, why)
+        if self._exchange.compensation:
+            self._history[action.sequence] = replica.model
+            while len(self._history) > _HISTORY:
+                self._history.popitem(last=False)
+        return refused
+
+    def _contribution(self, manifest: Manifest, staleness: int) -> Contribution:
+        delta, part = self._decoded(manifest)
+        replica = self._replica()
+        whole = expanded(delta, part, replica.model.size)
+        background = self.setup.background
+        weight = self._shares[manifest.region] if background else manifest.weight
+        drift = None
+        if self._exchange.compensation and manifest.region != self.setup.region:
+            then = self._history.get(manifest.saw.get(self.setup.region, 0))
+            drift = None if then is None else replica.model - then
+        return Contribution(manifest.region, weight, whole, staleness, drift)
+
+    def _decoded(self, manifest: Manifest) -> tuple[Vector, slice]:
+        """What an update says, and for which coordinates."""
+        frame = framing.decode(self.storage.update(manifest))
+        facts = frame.facts
+        # The first model may arrive before the first worker has said what it looks like.
+        size = self.storage.layout.size if self.storage.layout else frame.tensors["delta"].size
+        part = slice(None)
+        if "from" in facts:
+            part = slice(int(facts["from"]), int(facts["to"]))
+            if not 0 <= part.start < part.stop <= size:
+                raise GeofedError("FRAME_INVALID", f"update {manifest.sequence} of {manifest.region} covers {part}")
+            size = part.stop - part.start
+        trained = self.storage.layout.trainable_size if self.storage.layout else None
+        codec = codec_of(int(facts.get("codec", -1)), None if trained is None else trained - (part.start or 0))
+        return codec.decode(frame.tensors, size), part
+
+    def _checkpoint(self, action: Apply) -> str:
+        """Make the numbers durable, unless the log is enough for now; returns the model's digest, "" if not made."""
+        now, numbers = time.monotonic(), self._replica().numbers
+        due = now - self._checkpoint_at >= self._checkpoint_took / _CHECKPOINT_SHARE
+        if self.setup.background and not (due or action.complete or action.sequence == 0):
+            return ""
+        ended = self._ended if self.setup.background else None
+        digest = self.storage.keep_checkpoint(numbers, action, ended)
+        self._checkpoint_at = time.monotonic()
+        self._checkpoint_took = self._checkpoint_at - now
+        return digest
+
+    def _restart(self, action: Restart) -> Restarted:
+        replica = self._replica()
+        self.storage.log(action)
+        replica.restart()
+        self.channel.put(f"start/{action.attempt}", framing.encode({"model": replica.start}))
+        sequence = self._ended.sequence if self._ended is not None else 0
+        return Restarted(action.attempt, f"start/{action.attempt}", self._publish_state(sequence))
+
+    # The channel
+
+    def _publish(self, sequence: int, model: Vector) -> tuple[str, str]:
+        key = f"model/{sequence}"
+        self.channel.put(key, framing.encode({"model": model}))
+        return key, self._publish_state(sequence)
+
+    def _publish_state(self, sequence: int) -> str:
+        state = self.storage.newest_state(sequence)
+        if state is None:
+            return ""
+        key = f"state/{sequence}"
+        self.channel.put(key, [state])
+        return key
+
+    def _keep_correction(self, version: int) -> str:
+        """Remember what leads the workers to the model, and what they were given last; no other is asked for again."""
+        key, given = correction_key(version), self._ended.correction_key if self._ended is not None else ""
+        for old in [old for old in self._corrections if old != given]:
+            del self._corrections[old]
+            self.channel.delete(old)
+        self._corrections[key] = self._replica().correction()
+        return key
+
+    def _publish_correction(self, version: int) -> str:
+        key = self._keep_correction(version)
+        self.channel.put(key, framing.encode({"correction": self._corrections[key]}))
+        return key
+
+    def _clear_channel(self, sequence: int, attempt: int) -> None:
+        """Forget what no worker reads any more: older models, and all that fenced attempts have left."""
+        for kind in ("model", "state"):
+            self.channel.delete(f"{kind}/{sequence - 2}")
+        if self.setup.background:
+            durable = self.storage.durable_sequence()
+            for old in [old for old in self._ends if old <= durable]:
+                self.channel.delete(self._ends.pop(old))
+        for old in range(self._cleared_attempts + 1, attempt):
+            for kind in _ATTEMPT_KINDS:
+                if not (kind == "b" and any(key.startswith(f"b/{old}/") for key in self._ends.values())):
+                    self.channel.delete_tree(f"{kind}/{old}")
+            self.channel.delete(f"start/{old}")
+        self._cleared_attempts = max(self._cleared_attempts, attempt - 1)
+
+
+def _vector(value: memoryview, name: str) -> Vector:
+    return np.asarray(framing.decode(value).tensors[name], np.float32)
+
+
+def _after(recovered: Recovered, entry: Apply) -> Recovered:
+    """What was recovered, once a merge of the log is made again."""
+    return replace(
+        recovered,
+        sequence=entry.sequence,
+        step=entry.step,
+        samples=entry.samples,
+        applied=entry.applied,
+        version=entry.version,
+        marks=entry.watermarks,
+        lasts=entry.lasts,
+    )

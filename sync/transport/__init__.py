@@ -1,0 +1,1 @@
+"""Large updates between parameter servers: parallel TLS streams that resume at the byte."""

@@ -1,0 +1,31 @@
+"""Asynchronous SGD between parameter servers, and its form with gradient accumulation (Cloudless-Training,
+arXiv 2303.05330, "ASGD-GA")."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sync.collective import weighted_sum
+from sync.layout import Vector
+from sync.wan._contract import Contribution, Outer
+
+__all__ = ["GradientSum"]
+
+
+class GradientSum:
+    """base + sum of the deltas: every region's steps are made in every region, as they arrive.
+
+    An update is what f local steps have changed (for plain SGD: -lr times their accumulated gradient), so any local
+    optimiser is preconditioned once, where the gradient arose. f = 1 is `asgd`, f > 1 `asgd-ga`. With n regions the
+    model makes n times as many steps as a region: the learning rate must suit that.
+    """
+
+    def merge(
+        self,
+        base: Vector,
+        contributions: Sequence[Contribution],
+        memory: Mapping[str, Vector],
+        total: float | None = None,
+    ) -> Outer:
+        ordered = sorted(contributions, key=lambda contribution: contribution.region)
+        return Outer(base + weighted_sum([c.delta for c in ordered], [1.0] * len(ordered)))

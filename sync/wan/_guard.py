@@ -1,0 +1,40 @@
+"""What a received update must pass before anything else is done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from sync.layout import Vector
+
+__all__ = ["Guard"]
+
+_REMEMBERED = 15
+_JUDGED_FROM = 3
+"""Norms known before one is called unusual."""
+
+
+class Guard:
+    """Refuses updates that are not finite, or far larger than their region's last ones.
+
+    Pure and deterministic: what it remembers is a function of the updates that it has seen, so all regions that have
+    seen the same ones judge alike. Its memory travels with the model's, in "guard/REGION", shape (at most 15,).
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def judge(self, region: str, delta: Vector, memory: Mapping[str, Vector]) -> tuple[str, Vector]:
+        """Why an update is refused ("": it is not), and what to remember of its region."""
+        known = memory.get(f"guard/{region}", np.zeros(0, np.float32))
+        norm = float(np.sqrt(np.dot(delta, delta))) if delta.size else 0.0
+        # An overflow in float32 is judged again in float64: large is not the same as not finite.
+        if not np.isfinite(norm):
+            norm = float(np.linalg.norm(delta.astype(np.float64)))
+        if not np.isfinite(norm):
+            return "it is not finite", known
+        median = float(np.median(known)) if known.size else 0.0
+        if self._factor and known.size >= _JUDGED_FROM and median > 0 and norm > self._factor * median:
+            return f"its norm of {norm:.3g} is {norm / median:.0f} times the median of the last {known.size}", known
+        return "", np.append(known, np.float32(min(norm, 3e38)))[-_REMEMBERED:].astype(np.float32)

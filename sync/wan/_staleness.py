@@ -1,0 +1,72 @@
+"""What may be done about an update that was made from a model which is not the receiver's any more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from sync.layout import Vector
+from sync.wan._contract import Contribution, Outer, Policy
+
+__all__ = ["Damped", "DelayCompensated"]
+
+_DECAY = np.float32(0.95)
+"""Of the mean square of updates, as DC-ASGD's adaptive form has it."""
+_EPSILON = np.float32(1e-7)
+
+
+class Damped:
+    """Divides an update by 1 + its staleness (staleness-aware ASGD, Zhang et al. 2016, arXiv 1511.05950).
+
+    The staleness that every update has is not counted: over a WAN the sender has always missed at least one round.
+    What is taken away is lost: the sum of all changes is not preserved.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def merge(
+        self,
+        base: Vector,
+        contributions: Sequence[Contribution],
+        memory: Mapping[str, Vector],
+        total: float | None = None,
+    ) -> Outer:
+        damped = [replace(c, delta=c.delta / np.float32(c.staleness)) if c.staleness > 1 else c for c in contributions]
+        return self._policy.merge(base, damped, memory, total)
+
+
+class DelayCompensated:
+    """DC-ASGD, the adaptive form (Zheng et al. 2017, arXiv 1609.08326, algorithm 2), on model changes.
+
+    With d = -lr g the compensated gradient g + lambda g g drift becomes d - strength * d * d * drift / rms(d), the
+    learning rate cancelling against the adaptive lambda = strength / rms(g).
+    """
+
+    _SQUARE = "square"
+
+    def __init__(self, policy: Policy, strength: float = 0.04) -> None:
+        self._policy, self._strength = policy, np.float32(strength)
+
+    def merge(
+        self,
+        base: Vector,
+        contributions: Sequence[Contribution],
+        memory: Mapping[str, Vector],
+        total: float | None = None,
+    ) -> Outer:
+        square = memory.get(self._SQUARE)
+        compensated = []
+        for c in contributions:
+            here = c.delta * c.delta
+            square = here if square is None else _DECAY * square + (1 - _DECAY) * here
+            if c.staleness and c.drift is not None:
+                term = self._strength * here * c.drift / np.sqrt(square + _EPSILON)
+                c = replace(c, delta=(c.delta - term).astype(np.float32, copy=False))
+            compensated.append(c)
+        rest = {name: vector for name, vector in memory.items() if name != self._SQUARE}
+        outer = self._policy.merge(base, compensated, rest, total)
+        kept = {} if square is None else {self._SQUARE: square.astype(np.float32, copy=False)}
+        return Outer(outer.model, {**outer.memory, **kept})

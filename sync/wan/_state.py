@@ -1,0 +1,40 @@
+"""What is not trained by gradients must not be treated as if it were."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from sync.layout import Vector
+from sync.wan._contract import Contribution, Outer, Policy
+from sync.wan._model_average import ModelAverage
+
+__all__ = ["StateAveraged"]
+
+
+class StateAveraged:
+    """A policy for the trainable head of the vector; the state behind it (BatchNorm statistics, counters) is averaged.
+
+    Regions' changes of a running variance do not add up, and an outer momentum carries it on below zero.
+    """
+
+    def __init__(self, policy: Policy, trainable: int) -> None:
+        self._policy, self._trainable, self._mean = policy, trainable, ModelAverage()
+
+    def merge(
+        self,
+        base: Vector,
+        contributions: Sequence[Contribution],
+        memory: Mapping[str, Vector],
+        total: float | None = None,
+    ) -> Outer:
+        cut = self._trainable
+        head = self._policy.merge(base[:cut], _part(contributions, slice(cut)), memory, total)
+        tail = self._mean.merge(base[cut:], _part(contributions, slice(cut, None)), {}, total)
+        return Outer(np.concatenate([head.model, tail.model]), head.memory)
+
+
+def _part(contributions: Sequence[Contribution], part: slice) -> list[Contribution]:
+    return [replace(c, delta=c.delta[part], drift=None if c.drift is None else c.drift[part]) for c in contributions]

@@ -1,0 +1,85 @@
+"""The topology's way: from the job file over the plan and the store to the agents, and to people."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+
+from control_plane.cli._report import plan_text
+from control_plane.core import SendStart
+from control_plane.service._planning import declined_error, plan_json
+from control_plane.service._wire import command_of
+from control_plane.spec import JobSpec, load, to_demand
+from control_plane.store import JobRow
+from geofed_pb.errors import GeofedError
+from scheduler import Declined, Link, Plan, Snapshot, plan
+from tests.control_plane.fake_agent import catalogue
+
+NOW = datetime(2030, 1, 1, tzinfo=UTC)
+ROW = JobRow("j", "j", "r", "sha256:c", "sha256:b", "sha256:t", "{}", "{}", "{}", "planned", 0.0)
+
+
+def snapshot(*apart: str) -> Snapshot:
+    """Regions a, b, c; the links that are named ("a>c") are not there."""
+    regions = []
+    for name in "abc":
+        links = [Link(name, other[-1], 50.0, 0.0) for other in apart if other[0] == name]
+        regions.append(replace(catalogue(name), links=tuple(links)))
+    return Snapshot(tuple(regions), model_bytes=5_000_000)
+
+
+def spec_of(job_file: Path, topology: str) -> JobSpec:
+    return load(job_file, [f"wan.topology={topology}"]).spec
+
+
+def planned(job_file: Path, topology: str, *apart: str) -> Plan:
+    answer = plan(snapshot(*apart), to_demand(spec_of(job_file, topology), "j", NOW))
+    assert isinstance(answer, Plan), answer
+    return answer
+
+
+def test_a_kind_is_one_of_those_that_there_are(job_file: Path) -> None:
+    assert to_demand(spec_of(job_file, "two-level"), "j", NOW).topology == "two-level"
+    assert to_demand(spec_of(job_file, "auto"), "j", NOW).topology is None
+    with pytest.raises(GeofedError, match=r"wan\.topology"):
+        spec_of(job_file, "bus")
+
+
+def test_the_agents_are_told_all_pairs_of_neighbours(job_file: Path) -> None:
+    chosen = planned(job_file, "star", "a>c")
+    assert chosen.topology == "star via b"
+    stored = TypeAdapter(Plan).validate_json(plan_json(chosen))
+    assert stored == chosen
+    for region in "abc":
+        start = command_of(SendStart(region, 1), ROW, spec_of(job_file, "star"), stored).start
+        assert [(pair.a, pair.b) for pair in start.plan.neighbours] == [("a", "b"), ("b", "c")]
+        assert start.plan.topology == "star via b"
+
+
+def test_a_plan_of_before_is_of_a_mesh(job_file: Path) -> None:
+    old = json.loads(plan_json(planned(job_file, "mesh")))
+    del old["neighbours"], old["exchange_seconds"]
+    stored = TypeAdapter(Plan).validate_json(json.dumps(old))
+    assert stored.neighbours_of("b") == ("a", "c")
+    assert not command_of(SendStart("b", 1), ROW, spec_of(job_file, "auto"), stored).start.plan.neighbours
+    assert "exchange" in plan_text(old)
+
+
+def test_people_see_the_topology_its_time_and_what_else_was_weighed(job_file: Path) -> None:
+    text = plan_text(json.loads(plan_json(planned(job_file, "auto", "a>c"))))
+    (line,) = [line for line in text.splitlines() if line.startswith("exchange")]
+    assert " s a round (a-b, b-c)" in line
+    assert "mesh: a and c have no direct path" in text
+
+
+def test_a_kind_that_cannot_be_is_declined_before_anything_starts(job_file: Path) -> None:
+    answer = plan(snapshot("a>c"), to_demand(spec_of(job_file, "mesh"), "j", NOW))
+    assert isinstance(answer, Declined)
+    error = declined_error(answer)
+    assert error.code == "INADMISSIBLE"
+    assert "wan.topology" in error.hint

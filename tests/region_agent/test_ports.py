@@ -1,0 +1,66 @@
+"""Which ports a parameter server is given."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from geofed_pb.errors import GeofedError
+from region_agent.ps_process import free_ports
+
+HOST = "127.0.0.1"
+NONE = (0, 0, 0)
+
+
+@pytest.fixture
+def first() -> int:
+    """Of four ports in a row that nobody listens on, below those that the system gives out."""
+    for port in range(23000, 32000, 4):
+        with contextlib.suppress(OSError), _taken(*range(port, port + 4)):
+            return port
+    raise AssertionError("no four ports are free")
+
+
+@contextlib.contextmanager
+def _taken(*ports: int) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for port in ports:
+            stack.enter_context(socket.create_server((HOST, port)))
+        yield
+
+
+def test_without_a_range_the_system_chooses_and_the_choice_is_kept() -> None:
+    assert free_ports(HOST, None, NONE) == NONE
+    assert free_ports(HOST, None, (1, 2, 3)) == (1, 2, 3)
+
+
+def test_three_free_ports_of_the_range_are_taken(first: int) -> None:
+    with _taken(first + 1):
+        assert free_ports(HOST, (first, first + 3), NONE) == (first, first + 2, first + 3)
+
+
+def test_a_server_keeps_the_ports_that_it_had_though_others_are_free(first: int) -> None:
+    kept = (first + 3, first + 2, first + 1)
+    assert free_ports(HOST, (first, first + 3), kept) == kept
+
+
+def test_two_free_ports_leave_none_for_bulk_streams(first: int) -> None:
+    assert free_ports(HOST, (first, first + 1), NONE) == (first, first + 1, None)
+    assert free_ports(HOST, (first, first + 1), (first, first + 1, 0)) == (first, first + 1, None)
+
+
+def test_a_server_that_had_two_gets_a_third_beside_them(first: int) -> None:
+    assert free_ports(HOST, (first, first + 3), (first, first + 2, 0)) == (first, first + 2, first + 1)
+
+
+def test_ports_outside_a_changed_range_are_given_up(first: int) -> None:
+    assert free_ports(HOST, (first, first + 2), (1, 2, 3)) == (first, first + 1, first + 2)
+
+
+def test_one_free_port_is_too_few(first: int) -> None:
+    with _taken(first, first + 1, first + 3), pytest.raises(GeofedError) as raised:
+        free_ports(HOST, (first, first + 3), NONE)
+    assert raised.value.code == "PORT_IN_USE"

@@ -1,0 +1,236 @@
+"""Ranges, the file that an update lands in, the number of streams, and the frames."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.small_disk import small_disk
+
+from geofed_pb.errors import GeofedError
+from sync.transport.landing import Landing
+from sync.transport.ranges import Ranges, pieces
+from sync.transport.sockets import KernelView, buffer_bytes, kernel_view
+from sync.transport.streams import Look, StreamCount, chunk_bytes, largest_chunk_bytes
+from sync.transport.wire import HEAD_BYTES, Frame, Kind, parse
+
+_STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 60), st.integers(0, 60)), max_size=30)
+
+
+@given(_STEPS)
+def test_ranges_are_the_set_of_bytes_that_was_added_and_not_removed(steps: list[tuple[bool, int, int]]) -> None:
+    ranges, truth = Ranges(), set[int]()
+    for add, first, last in steps:
+        begin, end = min(first, last), max(first, last)
+        if add:
+            ranges.add(begin, end)
+            truth |= set(range(begin, end))
+        else:
+            ranges.remove(begin, end)
+            truth -= set(range(begin, end))
+    found = list(ranges)
+    assert {byte for begin, end in found for byte in range(begin, end)} == truth
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(found))
+    assert ranges.total == len(truth)
+    assert {byte for begin, end in ranges.missing(10, 50) for byte in range(begin, end)} == set(range(10, 50)) - truth
+    cut = list(pieces(ranges.missing(0, 60), 7))
+    assert all(length <= 7 for _, length in cut)
+    assert sum(length for _, length in cut) == 60 - len(truth & set(range(60)))
+
+
+def test_a_landing_is_resumed_in_another_life_wherever_it_was_written(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 8
+    first = Landing(tmp_path / "1.part", len(data))
+    first.write(1000, data[1000:1500])
+    first.write(0, data[:100])
+    first.keep_record()
+    second = Landing(tmp_path / "1.part", len(data))
+    assert second.have == [(0, 100), (1000, 1500)]
+    assert second.prefix == 100
+    second.write(100, data[100:1000])
+    second.settle()
+    second.write(1500, data[1500:])
+    assert second.whole
+    assert second.digest() == "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def test_damaged_bytes_are_hashed_anew_once_they_are_here_again(tmp_path: Path) -> None:
+    data = bytes(1000)
+    landing = Landing(tmp_path / "1.part", 1000)
+    landing.write(0, b"x" * 1000)
+    landing.settle()
+    landing.drop(200, 300)
+    assert landing.have == [(0, 200), (500, 1000)]
+    landing.write(0, data)
+    assert landing.digest() == "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def test_nobody_writes_into_a_landing_that_is_complete(tmp_path: Path) -> None:
+    landing = Landing(tmp_path / "1.part", 10)
+    landing.write(0, bytes(10))
+    landing.seal()
+    with pytest.raises(GeofedError) as raised:
+        landing.write(0, b"x")
+    assert raised.value.code == "FENCED"
+    landing.discard()
+    landing.write(0, b"x")
+    assert landing.have == [(0, 1)]
+
+
+def test_the_room_for_an_update_is_taken_at_its_beginning(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", bytes_=1 << 16) as folder:
+        landing = Landing(folder / "1.part", 1 << 20)
+        with pytest.raises(GeofedError) as raised:
+            landing.write(0, b"first")
+        assert raised.value.code == "DISK_FULL"
+        assert not list(folder.iterdir()), "the room is free again"
+        del landing
+
+
+def _held(streams: StreamCount, *rates: float, seconds: float = 2.0) -> None:
+    """Updates that the other side's window holds back."""
+    for mbps in rates:
+        streams.saw(Look(10_000, 0, False, busy_seconds=2.0, held_seconds=1.5))
+        streams.measured(mbps, seconds, streams.count)
+
+
+def test_streams_that_a_window_holds_back_are_doubled_while_that_pays() -> None:
+    streams = StreamCount()
+    streams.path(0.03)
+    _held(streams, 60, 100)
+    assert streams.count == 4
+    _held(streams, 150, 190)
+    assert streams.count == 8
+    _held(streams, 200, 195)
+    assert streams.count == 4, "eight were no better than four"
+    _held(streams, 900, 900)
+    assert streams.count == 4, "settled"
+    streams.path(0.032)
+    assert streams.count == 4
+    streams.path(0.2)
+    _held(streams, 100, 100, 200, 200)
+    assert streams.count == 16, "another path is explored anew"
+
+
+def test_streams_that_nothing_holds_back_stay_as_they_are() -> None:
+    streams = StreamCount()
+    streams.path(0.15)
+    for mbps in (100, 200, 300, 400):
+        streams.saw(Look(10_000, 0, True, busy_seconds=2.0, held_seconds=0.5))
+        streams.measured(mbps, 2.0, streams.count)
+    assert streams.count == 4
+
+
+def test_a_path_that_loses_packets_without_a_queue_gets_eight_streams_at_once() -> None:
+    streams = StreamCount()
+    streams.path(0.15)
+    for _ in range(4):
+        assert streams.count == 4
+        streams.saw(Look(segments=5000, resent=5))
+    assert streams.count == 8
+    streams.path(0.3)
+    assert streams.count == 4, "another path may lose nothing"
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        Look(segments=5000, resent=5, queued=True),
+        Look(segments=5000, resent=400),
+        Look(segments=50_000, resent=1),
+        Look(segments=5000),
+    ],
+    ids=["queue is full", "burst", "hardly any", "none"],
+)
+def test_other_losses_are_no_reason_for_more_streams(look: Look) -> None:
+    streams = StreamCount()
+    streams.path(0.15)
+    for _ in range(20):
+        streams.saw(look)
+    assert streams.count == 4
+
+
+def _view(
+    segments: int, rtt_seconds: float = 0.1, window_seconds: float = 0.0, buffer_seconds: float = 0.0
+) -> KernelView:
+    return KernelView(
+        rtt_seconds, 0.1, segments, segments // 100, segments / 1000, window_seconds, buffer_seconds, 1000
+    )
+
+
+def test_a_look_sums_what_streams_have_seen_since_the_last_one() -> None:
+    look = Look()
+    look.add(_view(1000), _view(3000, window_seconds=0.5), 1000)
+    look.add(_view(0), _view(1000, buffer_seconds=0.5), 1000)
+    assert (look.segments, look.resent, look.queued) == (3000, 30, False)
+    assert (look.busy_seconds, look.held_seconds) == (3.0, 0.5)
+    look.add(_view(0), _view(1000, rtt_seconds=0.14, buffer_seconds=0.5), 1001)
+    assert (look.queued, look.held_seconds) == (True, 1.0), "a buffer that is smaller than wanted holds back"
+
+
+def test_the_kernel_tells_of_a_connection() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as line:
+        other, _ = listener.accept()
+        with other:
+            before = kernel_view(line)
+            line.sendall(bytes(100_000))
+            left = 100_000
+            while left:
+                left -= len(other.recv(left))
+            after = kernel_view(line)
+    assert before is not None
+    assert after is not None
+    assert 0 < after.least_rtt_seconds <= after.rtt_seconds < 1
+    assert after.segments > before.segments == 0
+    assert after.resent == 0
+    assert after.buffer_bytes > 1000
+
+
+def test_a_long_path_begins_with_four_streams() -> None:
+    streams = StreamCount()
+    assert streams.count == 2
+    streams.path(0.15)
+    assert streams.count == 4
+
+
+def test_short_updates_say_nothing_of_the_streams_and_a_fixed_number_stays() -> None:
+    streams = StreamCount()
+    streams.path(0.07)
+    _held(streams, *[100] * 8, seconds=0.2)
+    assert streams.count == 2
+    streams.fix(99)
+    assert streams.count == 16
+    streams.fix(None)
+    assert streams.count == 2
+
+
+def test_a_chunk_holds_what_a_stream_has_in_flight_and_shrinks_towards_the_end() -> None:
+    bandwidth_delay = 500e6 / 8 * 0.15
+    assert largest_chunk_bytes(4, bandwidth_delay) > bandwidth_delay / 4
+    assert chunk_bytes(1 << 30, 4, bandwidth_delay) == 4 << 20
+    assert chunk_bytes(1 << 30, 4, 0.0) == 1 << 20
+    assert chunk_bytes(2 << 20, 4, bandwidth_delay) == 256 << 10
+    assert chunk_bytes(1000, 4, bandwidth_delay) == 1000
+
+
+def test_a_send_buffer_is_the_streams_share_of_two_bandwidth_delay_products() -> None:
+    assert buffer_bytes(0, 1) == 4 << 20
+    assert buffer_bytes(10e6, 1) == 20_000_000
+    assert buffer_bytes(10e6, 4) == 5_000_000
+    assert buffer_bytes(1e9, 1) == 64 << 20
+
+
+def test_a_head_is_read_back_and_an_impossible_one_refused() -> None:
+    head = Frame(Kind.CHUNK, 7, 1 << 20, 5 << 30, 0xFFFFFFFF)
+    packed = head.pack()
+    assert len(packed) == HEAD_BYTES
+    assert parse(packed) == head
+    for wrong in (b"\0" * HEAD_BYTES, b"\xff" * HEAD_BYTES, Frame(Kind.OFFER, 1, 1 << 30).pack()):
+        with pytest.raises(GeofedError) as raised:
+            parse(wrong)
+        assert raised.value.code == "FRAME_INVALID"
