@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +31,10 @@ class Bar:
     def at_least(cls, name: str, value: float, unit: str, target: float) -> Bar:
         return cls(name, value, unit, target, value >= target)
 
+    @classmethod
+    def at_most(cls, name: str, value: float, unit: str, target: float) -> Bar:
+        return cls(name, value, unit, target, value <= target)
+
 
 @dataclass
 class Report:
@@ -41,6 +45,7 @@ class Report:
     machine: dict[str, Any] = field(default_factory=lambda: _machine())
     runs: list[dict[str, Any]] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
 
     def close(self, path: Path | None) -> int:
         """Print the bars, write the file; exit status 1 where a bar is not met."""
@@ -52,11 +57,20 @@ class Report:
         return 0 if all(bar.met for bar in self.bars) else 1
 
 
-def options(description: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments that all benchmarks take."""
+def options(
+    description: str | None,
+    argv: Sequence[str] | None = None,
+    *,
+    more: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+    **files: Path,
+) -> argparse.Namespace:
+    """The arguments that all benchmarks take, further ones that name files, with their defaults, and ``more``."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer and smaller runs")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the machine, all runs and the bars")
+    for name, default in files.items():
+        parser.add_argument(f"--{name}", type=Path, metavar="PATH", default=default, help=f"default: {default}")
+    more(parser)
     return parser.parse_args(argv)
 
 

@@ -1,0 +1,214 @@
+"""What is learnt over a WAN: accuracy against a single site, and the bytes that it took.
+
+    .venv/bin/python tests/bench/wan_quality.py [--quick] [--json PATH] [--data DIR] [--seeds N] [--processes N]
+
+Three regions, real gradients, in one process and in virtual time (quality_federation.py); links of 100 Mbit/s and 30
+ms, 50 ms of compute a step. Each workload has one split that is IID and one with Dirichlet(0.3) labels.
+
+The yardstick is one site that holds all data and sees as many samples: with the regions' batches together in as many
+steps, and with one region's batch in three times as many steps; whichever is better counts, seed by seed the same one.
+Every contender chooses its learning rate out of the workload's three with a seed of its own, which is not measured.
+Points are per cent of accuracy, of tokens for text. Bytes are those of framed updates over all six links, the first
+model included, which travels whole to each peer once; `asgd` sends the whole change at every step in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from quality_data import Data
+from quality_federation import REGIONS, Outcome, Setting, alone, asgd_bytes, default_folder, federated, sizes
+from quality_models import WORKLOADS, Workload
+from report import Bar, Report, options
+
+SPLITS: dict[str, float | None] = {"iid": None, "dirichlet-0.3": 0.3}
+BARS = {"iid": 0.3, "dirichlet-0.3": 1.0}
+"""Points that may be missing against one site."""
+LEAST_RATIO = 500.0
+"""asgd's bytes over ours."""
+TUNING_SEED = 1000
+STUDENT = {1: math.nan, 2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+"""97.5 % quantiles of Student's t, by the number of values."""
+ALONE = {"one site, batch x 3": 3, "one site, batch x 1": 1}
+"""How many of a region's batches it takes at once."""
+DEFAULT = "sparing"
+"""The setting that the bars are about; what `wan: auto` takes depends on links and speeds, which a virtual WAN only
+pretends."""
+CODEC = "ternary"
+FEWEST_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run."""
+
+    workload: str
+    contender: str
+    split: str
+    steps: int
+    rate: float
+    seed: int
+
+
+def contenders(workload: Workload, steps: int) -> dict[str, Setting]:
+    """Those with WAN exchange, for a job of so many steps."""
+    found = [
+        default(workload, steps),
+        Setting("ma-int8", "ma", max(1, steps // 6), "int8"),
+        Setting("asgd-ga-f8", "asgd-ga", 8, "fp32", {"background": 1.0}),
+    ]
+    return {setting.name: setting for setting in found}
+
+
+def default(workload: Workload, steps: int) -> Setting:
+    """Where bytes count most: as many rounds as 1/500 of asgd's bytes allow for, and no more than one in 16 steps.
+
+    In a job of S steps and n regions asgd sends S models over a link; 1/n of the links carry the first model. With c
+    for an encoded update over a model in fp32, R rounds fit into S / 500 - 1 / n >= R c.
+    """
+    first, update = sizes(workload, CODEC)
+    for_updates = asgd_bytes(workload, steps) / LEAST_RATIO - (len(REGIONS) - 1) * first
+    rounds = int(for_updates // (len(REGIONS) * (len(REGIONS) - 1) * update))
+    # A job too short for both is to learn first of all.
+    interval = max(16, math.ceil(steps / max(FEWEST_ROUNDS, rounds)))
+    return Setting(DEFAULT, "diloco", min(interval, steps), CODEC, {"lr": 1.0, "momentum": 0.5})
+
+
+@cache
+def _data(workload: str, folder: Path) -> Data:
+    return WORKLOADS[workload].data(folder)
+
+
+def make(job: Job, folder: Path) -> Outcome:
+    """Carry out one run."""
+    torch.set_num_threads(1)
+    workload, data = WORKLOADS[job.workload], _data(job.workload, folder)
+    if job.contender in ALONE:
+        batches = ALONE[job.contender]
+        return alone(
+            workload, data, batch=batches * workload.batch, steps=job.steps * 3 // batches, rate=job.rate, seed=job.seed
+        )
+    setting = contenders(workload, job.steps)[job.contender]
+    return federated(workload, data, setting, alpha=SPLITS[job.split], steps=job.steps, rate=job.rate, seed=job.seed)
+
+
+def main() -> int:
+    given = options(__doc__, data=default_folder(), more=_more)
+    report = Report("wan_quality", given.quick)
+    names = given.workloads.split(",") if given.workloads else ["lenet-mnist"] if given.quick else list(WORKLOADS)
+    seeds = 1 if given.quick else given.seeds
+    report.details = {"torch": torch.__version__, "real_data": {n: _data(n, given.data).real for n in names}}
+    with ProcessPoolExecutor(given.processes) as pool:
+        for name in names:
+            _workload(name, given, seeds, pool, report)
+    return report.close(given.json)
+
+
+def _more(parser: ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=int, default=5, help="of each row; default: 5")
+    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="runs at once; default: 2")
+    parser.add_argument("--workloads", default="", help="some of " + ", ".join(WORKLOADS))
+    parser.add_argument(
+        "--only", default="", help="some of the contenders with WAN exchange: sparing, ma-int8, asgd-ga-f8"
+    )
+    parser.add_argument("--verbose", action="store_true", help="every run, as it ends")
+    parser.add_argument("--untuned", action="store_true", help="every contender with the workload's middle rate")
+    parser.add_argument("--steps", type=int, default=0, help="of a region; default: the workload's, 400 with --quick")
+
+
+def _workload(name: str, given: Namespace, seeds: int, pool: ProcessPoolExecutor, report: Report) -> None:
+    workload = WORKLOADS[name]
+    steps = given.steps or (400 if given.quick else workload.steps)
+    wan = [one for one in contenders(workload, steps) if not given.only or one in given.only.split(",")]
+    rows = [Job(name, one, "iid", steps, 0.0, 0) for one in ALONE]
+    rows += [Job(name, one, split, steps, 0.0, 0) for one in wan for split in SPLITS]
+
+    def run(jobs: Sequence[Job]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for job, outcome in zip(jobs, pool.map(make, jobs, [given.data] * len(jobs)), strict=True):
+            report.runs.append({**asdict(job), **asdict(outcome)})
+            outcomes.append(outcome)
+            if given.verbose:
+                print(f"  {job} {outcome}", file=sys.stderr, flush=True)
+        return outcomes
+
+    # A rate for each contender, with a seed of its own, then all rows with the same seeds.
+    rate = _rates(workload, rows, steps, given, run)
+    chosen = [replace(row, rate=rate[row.contender]) for row in rows]
+    jobs = [replace(row, seed=seed) for row in chosen for seed in range(1, seeds + 1)]
+    outcomes = run(jobs)
+    found = {(row.contender, row.split): outcomes[at * seeds : (at + 1) * seeds] for at, row in enumerate(chosen)}
+    best = max(ALONE, key=lambda one: statistics.mean(o.accuracy for o in found[one, "iid"]))
+    _show(workload, steps, best, found, rate, report)
+
+
+def _rates(
+    workload: Workload, rows: Sequence[Job], steps: int, given: Namespace, run: Callable[[Sequence[Job]], list[Outcome]]
+) -> dict[str, float]:
+    """The learning rate that suits each contender best, of as many for each; IID data decides."""
+    judged = [row for row in rows if row.split == "iid"]
+    if given.quick or given.untuned:
+        return {row.contender: workload.rates[1] for row in judged}
+    tried = run([replace(row, rate=rate, seed=TUNING_SEED) for row in judged for rate in workload.rates])
+    count = len(workload.rates)
+    best: dict[str, float] = {}
+    for at, row in enumerate(judged):
+        accuracies = [outcome.accuracy for outcome in tried[at * count : (at + 1) * count]]
+        best[row.contender] = workload.rates[accuracies.index(max(accuracies))]
+    return best
+
+
+def _show(
+    workload: Workload, steps: int, best: str,
+    found: dict[tuple[str, str], list[Outcome]], rates: dict[str, float], report: Report,
+) -> None:  # fmt: skip
+    dense = asgd_bytes(workload, steps)
+    print(f"\n{workload.name}, {steps} steps of {workload.batch} in each of 3 regions; yardstick: {best}")
+    print(f"{'contender':<22} {'split':<14} {'rate':>6} {'accuracy':>8} {'points (95 %)':>16} {'loss':>7}", end=" ")
+    print(f"{'kB/step/link':>13} {'total MB':>9} {'asgd over it':>12} {'virtual s':>10}")
+    for (contender, split_name), outcomes in found.items():
+        against = [o.accuracy - y.accuracy for o, y in zip(outcomes, found[best, "iid"], strict=True)]
+        mean, half = interval(against)
+        sent = statistics.mean(o.bytes_total for o in outcomes)
+        ratio = dense / sent if sent else math.inf
+        shown = f"{mean:+.2f} ± {half:.2f}"
+        accuracy, loss = (statistics.mean(getattr(o, key) for o in outcomes) for key in ("accuracy", "loss"))
+        seconds = statistics.mean(o.seconds for o in outcomes)
+        print(f"{contender:<22} {split_name:<14} {rates[contender]:>6g} {accuracy:>8.2f} {shown:>16}", end=" ")
+        print(f"{loss:>7.4f} {sent / 6e3 / steps:>13.3f} {sent / 1e6:>9.3f} {ratio:>12.0f} {seconds:>10.1f}")
+        report.details[f"{workload.name}, {contender}, {split_name}"] = {
+            "rate": rates[contender], "points": mean, "half_interval": half, "accuracy": accuracy,
+            "loss": loss, "bytes": sent, "asgd_over_it": ratio, "virtual_seconds": seconds,
+        }  # fmt: skip
+        refused = sum(o.refused for o in outcomes)
+        if contender == DEFAULT:
+            title = f"{workload.name}, {split_name}"
+            report.bars += [
+                Bar.at_most(f"{title}: points lost (± {half:.2f})", -mean, "points", BARS[split_name]),
+                Bar.at_least(f"{title}: asgd's bytes over ours", ratio, "x", LEAST_RATIO),
+            ]
+        if contender not in ALONE:
+            report.bars.append(
+                Bar.at_most(f"{workload.name}, {split_name}, {contender}: honest updates refused", refused, "", 0)
+            )
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and half the 95 % confidence interval."""
+    if len(values) < 2:
+        return statistics.mean(values), math.nan
+    return statistics.mean(values), STUDENT.get(len(values), 2.2) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
