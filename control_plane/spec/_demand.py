@@ -5,11 +5,13 @@ from __future__ import annotations
 from datetime import datetime
 
 from control_plane._durations import parse_duration
-from control_plane.spec._model import JobSpec, Wan
+from control_plane.spec._model import MERGE_ON_ARRIVAL, JobSpec, Wan
 from scheduler import Demand
 
 SIGNIFICANCE = 0.01
 """Gaia's initial threshold (NSDI 2017, section 4.1)."""
+LEAD = 8
+"""Rounds; staleness without a bound makes a model diverge where rounds are shorter than the WAN's round trip."""
 COMPENSATION_STRENGTH = 0.04
 """Of DC-ASGD's term, as its paper has it for the adaptive form (arXiv 1609.08326, section 6.1)."""
 
@@ -46,8 +48,11 @@ def to_demand(spec: JobSpec, job: str, now: datetime) -> Demand:
 def _settings(wan: Wan) -> dict[str, float]:
     """What the job file sets of policy and exchange, as numbers by name."""
     found = dict(wan.outer.model_dump()) if wan.outer else {}
-    plain = {"fragments": 1, "quorum": 1, "lead": 0, "guard": 100.0}
+    plain = {"fragments": 1, "guard": 100.0}
     found |= {name: float(getattr(wan, name)) for name, default in plain.items() if getattr(wan, name) != default}
+    if wan.quorum is not None or wan.policy in MERGE_ON_ARRIVAL:
+        found["quorum"] = float(wan.quorum or 1)
+        found["lead"] = float(LEAD if wan.lead is None else wan.lead)
     if wan.grace:
         found["grace_seconds"] = wan.grace.total_seconds()
     if wan.staleness == "damping":

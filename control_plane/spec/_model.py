@@ -157,6 +157,10 @@ class Outer(_Section):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
 
 
+MERGE_ON_ARRIVAL = ("asgd", "asgd-ga", "asp")
+"""Policies that sum updates up instead of averaging those of a round."""
+
+
 class Wan(_Section):
     policy: Literal["auto", "ma", "diloco", "bsp", "asgd", "asgd-ga", "asp"] = "auto"
     """`ma`: model averaging every `interval` steps. `diloco`: the same, with an outer optimiser. `bsp`: the exact mean
@@ -176,12 +180,14 @@ class Wan(_Section):
     cheaper one that is as fast, give or take."""
     fragments: Annotated[int, Field(ge=1, le=1024)] = 1
     """Parts of the model of which one is sent in each round, in turn."""
-    quorum: Annotated[int, Field(ge=1)] = 1
-    """Regions, this one included, whose new updates a merge waits for within `grace`; in the background."""
+    quorum: Annotated[int, Field(ge=1)] | None = None
+    """Regions, this one included, whose new updates a merge waits for within `grace`; in the background. None: all that
+    keep up, each with the same round; `asgd`, `asgd-ga` and `asp` merge what there is."""
     grace: Duration | None = None
     """How long a merge waits for its quorum; none: it does not."""
-    lead: Annotated[int, Field(ge=0)] = 0
-    """Rounds that a region may be ahead of the slowest; 0: any number; in the background."""
+    lead: Annotated[int, Field(ge=0)] | None = None
+    """Rounds that a region may be ahead of the slowest one that keeps up, where there is a `quorum` or the policy
+    merges what there is; 0: any number; none: 8."""
     staleness: Literal["none", "damping", "compensation"] = "none"
     """What is done about late updates: `damping` divides by 1 + staleness, `compensation` is DC-ASGD."""
     significance: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -200,9 +206,11 @@ class Wan(_Section):
         if self.significance is not None and self.policy != "asp":
             raise ValueError("`significance` goes with `policy: asp`")
         if self.exchange == "synchronous":
-            late = {"quorum": self.quorum > 1, "grace": self.grace, "lead": self.lead, "staleness": self.staleness}
-            if odd := [name for name, value in late.items() if value not in (False, None, 0, "none")]:
+            late = {"quorum": self.quorum, "grace": self.grace, "lead": self.lead, "staleness": self.staleness}
+            if odd := [name for name, value in late.items() if value not in (None, "none")]:
                 raise ValueError(f"`{odd[0]}` goes with `exchange: background`")
+        if self.lead is not None and self.quorum is None and self.policy not in MERGE_ON_ARRIVAL:
+            raise ValueError("`lead` goes with `quorum`: without one a region is never more than a round ahead")
         return self
 
 

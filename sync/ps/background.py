@@ -4,7 +4,10 @@ At the end of a round the workers' model is put into the log, and they go on fro
 knew: their own fresh change in full, everybody's earlier ones as merged (delayed application with the own fresh term;
 arXiv 2502.12996, and Decoupled DiLoCo, arXiv 2604.21428, for the quorum and the grace window). Meanwhile the round's
 update is made, shipped and merged together with the remote ones that have come. Nobody waits for anybody, unless the
-workers end another round before this one is merged, or the plan bounds how far a region may run ahead.
+workers end another round before this one is merged: a merge waits for the same round of every region that keeps up.
+A region that does not is left out until it does (`Attendance`); its updates are merged when they come, and until then
+the others' count for more in the model that the workers go on from (`Replica`). A quorum makes a merge wait for fewer,
+a lead bounds how far a region may then run ahead.
 
 After its last round a region merges the others' updates until all have made their last: then every region's model
 holds every update.
@@ -12,6 +15,7 @@ holds every update.
 
 from __future__ import annotations
 
+from sync.ps.attendance import Attendance
 from sync.ps.crew import Evaluation
 from sync.ps.events import (
     Action,
@@ -25,12 +29,14 @@ from sync.ps.events import (
     Log,
     Logged,
     Manifest,
+    PatienceOver,
     Prepare,
     Refuse,
     Reply,
     Restart,
     Restarted,
     StartGrace,
+    StartPatience,
 )
 from sync.ps.ledger import NO_MODEL
 from sync.ps.machine import Machine, Recovered, Setup
@@ -63,8 +69,17 @@ class Background(Machine):
         self._grace: set[int] = set()
         """Rounds whose grace window was begun."""
         self._grace_over: set[int] = set()
-        self.interval = setup.steps_per_round
-        """Steps of the rounds to come."""
+        self._attendance = Attendance()
+        self._patience = 0
+        """The round for which patience is running out, or has."""
+        self.stretch = 1
+        """Times the planned interval that rounds should last, as seen from here."""
+        self._stretches = {
+            manifest.region: manifest.stretch
+            for manifest in sorted((*recovered.inbox, *recovered.outbox), key=lambda m: m.sequence)
+            if manifest.sequence <= self.ledger.marks[manifest.region]
+        }
+        """As each region said in its last update that is merged: the longest counts, for all."""
         if recovered.ended is not None:
             self._live_step = recovered.ended.step
 
@@ -164,14 +179,16 @@ class Background(Machine):
         return self._try_log()
 
     def _try_log(self) -> list[Action]:
-        busy = self._pending is not None or self._logging or self._boundary.applying
-        if len(self._boundary.arrived) < self.setup.workers or busy:
+        if len(self._boundary.arrived) < self.setup.workers or self._logging or self._boundary.applying:
             return []
+        if self._pending is not None:
+            return self._lose_patience(self._pending.sequence)
         agreed = self._agreed()
         if isinstance(agreed, Failed):
             return self._fail(agreed)
         end, weight = agreed
-        until = min(end.step + max(1, self.interval), self.setup.steps)
+        stretch = max(self._stretches.values(), default=1)
+        until = min(end.step + stretch * self.setup.steps_per_round, self.setup.steps)
         self._logging, self._boundary.arrived = True, {}
         return [Log(end.sequence, end.model_key, end.state_key, weight, end.step, self._correction_key, until)]
 
@@ -217,13 +234,13 @@ class Background(Machine):
         pending = self._pending
         if pending is not None and self.ledger.own(pending.sequence) is None:
             return [self._prepare(pending)]
-        remote = [manifest for region in self.setup.others for manifest in self.ledger.next_of(region)]
+        remote = self._mergeable()
         if pending is not None:
             waits = self._waits_for_quorum(pending.sequence, {manifest.region for manifest in remote})
             if waits is not None:
                 return waits
-            if self._ahead():
-                return []
+            if self._late():
+                return self._try_log()
             own = self.ledger.own(pending.sequence)
             return self._apply(pending.sequence, [*remote, *([own] if own is not None else [])])
         if remote and (self._own_last or len(remote) >= _BACKLOG):
@@ -242,10 +259,20 @@ class Background(Machine):
             ended.correction_key,
             seen=self.ledger.seen(),
             last=ended.step >= self.setup.steps,
+            stretch=self.stretch,
         )
+
+    def _mergeable(self) -> list[Manifest]:
+        """Remote updates that can be merged next: of no later round than ours, unless a merge takes what there is."""
+        all_ended = self._own_last and self._pending is None
+        up_to = None if self.setup.quorum or all_ended else self._ended_sequence
+        there = [manifest for region in self.setup.others for manifest in self.ledger.next_of(region)]
+        return [manifest for manifest in there if up_to is None or manifest.sequence <= up_to]
 
     def _waits_for_quorum(self, sequence: int, fresh: set[str]) -> list[Action] | None:
         """None: it does not wait."""
+        if not self.setup.quorum:
+            return None
         if len(fresh) + 1 >= min(self.setup.quorum, len(self.setup.regions)) or sequence in self._grace_over:
             return None
         if sequence in self._grace:
@@ -257,12 +284,33 @@ class Background(Machine):
         self._grace_over = {event.sequence}
         return self._try_apply()
 
-    def _ahead(self) -> list[str]:
-        """Regions whose last update here is too far behind ours (stale synchronous parallel, Ho et al. 2013)."""
-        if not self.setup.lead or self._own_last:
+    def _late(self) -> tuple[str, ...]:
+        """Regions that the merge of the pending round waits for.
+
+        Without a quorum all that keep up, for the same round; with one, those that are too far behind (stale
+        synchronous parallel, Ho et al. 2013).
+        """
+        bound = self._ended_sequence
+        if self.setup.quorum:
+            if not self.setup.lead or self._own_last:
+                return ()
+            bound -= self.setup.lead
+        away = {*self._attendance.absent, *self._lasts}
+        present = [region for region in self.setup.others if region not in away]
+        return tuple(r for r in present if self.ledger.newest(r) < bound and not self.ledger.has_ended(r))
+
+    def _lose_patience(self, sequence: int) -> list[Action]:
+        """The workers are held up by regions whose updates of a round have not come."""
+        late = self._late()
+        if not late or self._patience >= sequence or self.ledger.own(sequence) is None:
             return []
-        bound = self._ended_sequence - self.setup.lead
-        return [r for r in self.setup.others if r not in self._lasts and self.ledger.newest(r) < bound]
+        self._patience = sequence
+        return [StartPatience(sequence, late)]
+
+    def _patience_is_over(self, event: PatienceOver) -> list[Action]:
+        if self._pending is not None and self._pending.sequence == event.sequence:
+            self._attendance.gave_up(self._late())
+        return self._try_apply()
 
     def _apply(self, sequence: int, manifests: list[Manifest]) -> list[Action]:
         self._boundary.applying = True
@@ -300,6 +348,11 @@ class Background(Machine):
         self._samples, self._applied = apply.samples, apply.applied
         self._model_digest, self._lasts = event.digest or self._model_digest, set(apply.lasts)
         self.ledger.marks |= dict(apply.watermarks) | {self.setup.region: apply.sequence}
+        self._stretches |= {manifest.region: manifest.stretch for manifest in apply.manifests}
+        if any(manifest.region == self.setup.region for manifest in apply.manifests):
+            for region in self.setup.others:
+                in_time = self.ledger.marks[region] >= apply.sequence or region in self._lasts
+                self._attendance.merged(region, in_time=in_time)
         for manifest, stale in zip(apply.manifests, apply.staleness, strict=False):
             if manifest.region != self.setup.region:
                 old = self._staleness.get(manifest.region, float(stale))
@@ -337,6 +390,10 @@ class Background(Machine):
         if self._own_last and not self._complete:
             missing = [region for region in self.setup.others if region not in self._lasts]
             return f"waiting for the last updates from {', '.join(missing)}" if missing else ""
-        if self._pending is not None and (slow := self._ahead()):
-            return f"{self.setup.lead} rounds ahead of {', '.join(slow)}"
+        if self._pending is not None and self._boundary.arrived and (late := self._late()):
+            if self.setup.quorum:
+                return f"{self.setup.lead} rounds ahead of {', '.join(late)}"
+            return f"waiting for round {self._pending.sequence} of {', '.join(late)}"
+        if self._attendance.absent:
+            return f"going on without {', '.join(self._attendance.absent)}"
         return ""

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from geofed_pb.errors import GeofedError
 from sync.codec import codec_named
 from sync.layout import Layout
+from sync.ps.attendance import Punctuality
 from sync.ps.background import Background
 from sync.ps.events import (
     Action,
@@ -32,12 +33,15 @@ from sync.ps.events import (
     Keep,
     Log,
     Merge,
+    PatienceOver,
     Prepare,
     Refuse,
     Reply,
     Restart,
     Ship,
     StartGrace,
+    StartPatience,
+    Stored,
 )
 from sync.ps.machine import Machine
 from sync.ps.steering import Steering
@@ -66,6 +70,7 @@ class Engine:
         self.steering = Steering(exchange, works.codec_name, setup.steps_per_round, setup.steps)
         self.links: Callable[[], Mapping[str, LinkSample]] = dict
         """What the links to the peers have carried of late."""
+        self._punctuality = Punctuality()
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._next_call = 1
         self._tasks: set[asyncio.Task[None]] = set()
@@ -81,6 +86,8 @@ class Engine:
 
     def feed(self, event: Event) -> None:
         """Give the machine an event and carry out what it answers."""
+        if isinstance(event, Stored):
+            self._punctuality.came(event.manifest.region, time.monotonic())
         for action in self.machine.handle(event):
             self._carry_out(action)
         self._watch_exchange()
@@ -139,6 +146,9 @@ class Engine:
             case StartGrace():
                 over = GraceOver(action.sequence)
                 asyncio.get_running_loop().call_later(self._grace_seconds, self.feed, over)
+            case StartPatience():
+                seconds = self._punctuality.patience_seconds(action.regions, time.monotonic())
+                asyncio.get_running_loop().call_later(seconds, self.feed, PatienceOver(action.sequence))
             case Ship():
                 self.on_ship(action)
             case Failed():
@@ -177,7 +187,7 @@ class Engine:
             return
         coding = self.works.coding_bytes_per_second
         self.steering.round_over(sequence, machine.step_seconds, model.nbytes, self.links(), coding)
-        machine.interval = self.steering.interval_steps
+        machine.stretch = -(-self.steering.interval_steps // self.works.setup.steps_per_round)
         self.works.codec_wanted = codec_named(self.steering.codec)
 
     def fail(self, error: GeofedError) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "Manifest",
     "Merge",
     "Merged",
+    "PatienceOver",
     "Peer",
     "PeerHas",
     "Prepare",
@@ -42,6 +43,7 @@ __all__ = [
     "Restarted",
     "Ship",
     "StartGrace",
+    "StartPatience",
     "Stored",
     "Verdict",
 ]
@@ -63,6 +65,8 @@ class Manifest:
     """The last round of every other region that was in the model when this one was made, sorted; unseen: left out."""
     last: bool = False
     """The region makes no more."""
+    stretch: int = 1
+    """Times the planned interval that the region would have the rounds to come last."""
 
     @property
     def saw(self) -> dict[str, int]:
@@ -194,6 +198,13 @@ class GraceOver:
 
 
 @dataclass(frozen=True)
+class PatienceOver:
+    """Workers have been held up for longer than the regions that a merge waits for usually take."""
+
+    sequence: int
+
+
+@dataclass(frozen=True)
 class Restarted:
     """The model that a new attempt begins with is in the channel."""
 
@@ -254,6 +265,7 @@ Event = (
     | Stored
     | PeerHas
     | GraceOver
+    | PatienceOver
     | Restarted
     | Applied
     | Evaluated
@@ -378,6 +390,8 @@ class Prepare:
     correction_key: str = ""
     seen: tuple[tuple[str, int], ...] = ()
     last: bool = False
+    stretch: int = 1
+    """As the manifest tells it."""
 
 
 @dataclass(frozen=True)
@@ -429,6 +443,14 @@ class StartGrace:
 
 
 @dataclass(frozen=True)
+class StartPatience:
+    """Say `PatienceOver` for the round once these regions' updates are later than they usually are."""
+
+    sequence: int
+    regions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Keep:
     """Make the metrics of a round durable; then say `Kept`."""
 
@@ -453,7 +475,21 @@ class Failed:
     text: str
 
 
-Action = Reply | Refuse | Merge | Log | Prepare | Ship | Apply | Restart | StartGrace | Keep | Forget | Failed
+Action = (
+    Reply
+    | Refuse
+    | Merge
+    | Log
+    | Prepare
+    | Ship
+    | Apply
+    | Restart
+    | StartGrace
+    | StartPatience
+    | Keep
+    | Forget
+    | Failed
+)
 
 
 @dataclass(frozen=True)

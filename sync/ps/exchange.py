@@ -33,6 +33,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _Result = TypeVar("_Result")
 
 LARGEST_UPDATE_BYTES = 64 << 30
+_LONGEST_STRETCH = 64
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _WANT = sync_pb2.OfferReply.VERDICT_WANT
 _HAVE = sync_pb2.OfferReply.VERDICT_HAVE
@@ -194,6 +195,7 @@ class ExchangeService(sync_pb2_grpc.ExchangeServicer):
             proto.weight,
             seen,
             proto.last,
+            min(max(proto.stretch, 1), _LONGEST_STRETCH),
         )
 
     def _judge(self, job: str, manifest: Manifest, via: str = "") -> Verdict:

@@ -61,8 +61,12 @@ class Ledger:
         return found
 
     def newest(self, region: str) -> int:
-        """The last update of a region that is here."""
-        return max([self.marks[region], *(sequence for origin, sequence in self.kept if origin == region)])
+        """The last update of a region that is here with all before it."""
+        return self.marks[region] + len(self.next_of(region))
+
+    def has_ended(self, region: str) -> bool:
+        """Whether a region's last update is here, with all before it."""
+        return any(manifest.last for manifest in self.next_of(region))
 
     def own(self, sequence: int) -> Manifest | None:
         """Our update of a round, once it is durable."""

@@ -69,6 +69,7 @@ def manifest_to_proto(job: str, manifest: Manifest) -> sync_pb2.UpdateManifest:
         weight=manifest.weight,
         seen=dict(manifest.seen),
         last=manifest.last,
+        stretch=manifest.stretch,
     )
 
 

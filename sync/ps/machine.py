@@ -37,6 +37,7 @@ from sync.ps.events import (
     Manifest,
     Merge,
     Merged,
+    PatienceOver,
     PeerHas,
     Prepare,
     Prepared,
@@ -67,10 +68,11 @@ class Setup:
     """Rounds; 0: only after the last."""
     background: bool = False
     """Updates travel while the workers go on."""
-    quorum: int = 1
-    """Regions, this one included, whose new updates a merge in the background waits for."""
+    quorum: int = 0
+    """Regions, this one included, whose new updates a merge in the background waits for; 0: all that keep up, each
+    with its update of the same round."""
     lead: int = 0
-    """Rounds that this region may be ahead of the last update here of any other; 0: any number."""
+    """Rounds that this region may be ahead of the last update here of any other that keeps up; 0: any number."""
 
     def contributors(self, sequence: int) -> tuple[str, ...]:
         """The regions that make an update of a round."""
@@ -262,6 +264,9 @@ class Machine(abc.ABC):
     def _grace_is_over(self, event: GraceOver) -> list[Action]:
         return []
 
+    def _patience_is_over(self, event: PatienceOver) -> list[Action]:
+        return []
+
     # What may happen
 
     def handle(self, event: Event) -> list[Action]:
@@ -296,6 +301,8 @@ class Machine(abc.ABC):
                 return self._forget() + self._try_apply()
             case GraceOver():
                 return self._grace_is_over(event)
+            case PatienceOver():
+                return self._patience_is_over(event)
             case Restarted():
                 return self._was_restarted(event)
             case Applied():

@@ -1,10 +1,18 @@
 """The numbers of one parameter server, without sockets and files: its model, what its workers began with, what it owes.
 
-Two models matter. `model` is what the updates merged so far make, this region's own as its peers got them. `start` is
-what the workers began the open round from: with synchronous exchange the same, with background exchange also their
-last round's change in full, which has not come back from the merge yet. ``correction()`` leads from one to the other;
-the workers add it at the next end of a round (delayed application with the own fresh term, as in eager updates,
-arXiv 2502.12996).
+Three models matter. `model` is what the updates merged so far make, this region's own as its peers got them. `view` is
+the same, but for rounds of which a region's update has not come: there the updates that have come count for all of it,
+so that regions which are cut off from each other train on at full pace, and what they have made meanwhile is averaged
+when they meet again, not added up. `start` is what the workers began the open round from: with synchronous exchange
+the model, with background exchange also their last round's change in full, which has not come back from the merge yet.
+``correction()`` leads from there towards the view; the workers add it at the next end of a round (delayed application
+with the own fresh term, as in eager updates, arXiv 2502.12996).
+
+Where updates are averaged it leads half the way. It comes a round late: let e be how far a region's workers begin from
+the model, s its own optimum's distance from the mean of all, and let a round's steps leave the part r of what they
+begin with. Corrected by the part c, the next round begins at (r - c) e + (1 - r) s. In long rounds r is near 0, and
+below it where momentum overshoots: corrected in full the regions swing about the model ever further; by half they are
+stable for every r above -1/2, at a distance of at most two thirds of s.
 """
 
 from __future__ import annotations
@@ -22,6 +30,10 @@ from sync.wan import Contribution, ExchangeSettings, Guard, Policy, StateAverage
 __all__ = ["Made", "Numbers", "Replica", "expanded", "fragment"]
 
 _GUARD = "guard/"
+_WHOLE, _SINCE = "view/whole", "view/rounds"
+_LEAST_PRESENT = 1e-3
+_PULL = np.float32(0.5)
+"""The part of the way to the view that a correction leads, where updates are averaged."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +75,37 @@ class Replica:
         self._feedback = ErrorFeedback(codec, numbers.residual)
         self._model, self._memory = numbers.model, dict(numbers.memory)
         self._start = numbers.start
+        self._whole = self._memory.pop(_WHOLE, None)
+        """The model when it last held all updates of all merged rounds; None: it does."""
+        since, present = self._memory.pop(_SINCE, np.array([0, 1], np.float32))
+        self._since = int(since)
+        """Own rounds merged since then."""
+        self._present = np.float32(present)
+        """Of their weight, what has been merged."""
         self.trained = numbers.model.size
         """How many coordinates, from the first, gradients train; the state behind them is averaged, uncorrected."""
 
     @property
     def numbers(self) -> Numbers:
-        return Numbers(self._model, self._start, self._feedback.residual, self._memory)
+        memory = dict(self._memory)
+        if self._whole is not None:
+            memory |= {_WHOLE: self._whole, _SINCE: np.array([self._since, self._present], np.float32)}
+        return Numbers(self._model, self._start, self._feedback.residual, memory)
 
     @property
     def model(self) -> Vector:
         """What all updates merged so far make, shape (n,)."""
         return self._model
+
+    @property
+    def view(self) -> Vector:
+        """What the workers are led to, shape (n,)."""
+        if self._whole is None or not self._policy.averages or self._present >= 1.0:
+            return self._model
+        view = self._model.copy()
+        head = slice(self.trained)
+        view[head] += (1 / self._present - 1) * (self._model[head] - self._whole[head])
+        return view
 
     @property
     def start(self) -> Vector:
@@ -125,34 +157,46 @@ class Replica:
         self._start = end if correction is None else end + correction
 
     def restart(self) -> None:
-        """The workers begin the round from the model."""
+        """The workers begin the round from the view."""
         if self._exchange.background and self.trained < self._model.size:
             # Their statistics jump to the mean; the sum of this region's changes must still say where they are.
             jump = np.zeros_like(self._model)
             jump[self.trained :] = (self._model - self._start)[self.trained :]
             self._feedback.settle(jump, np.zeros_like(jump))
-        self._start = self._model
+        self._start = self.view
 
     def correction(self) -> Vector:
-        """What leads from the workers' beginning of the open round to the model; their own statistics stay theirs.
+        """What leads from the workers' beginning of the open round towards the view; their own statistics stay theirs.
 
         A running mean forgets what it was given, so a correction that comes rounds later would be made twice. Left
         alone, a region's changes of it add up to its present value, and the model's is the mean of all regions'.
         """
-        correction = self._model - self._start
+        correction = self.view - self._start
+        if self._policy.averages:
+            correction *= _PULL
         correction[self.trained :] = 0.0
         return correction
 
     # What comes
 
     def merge(
-        self, contributions: Sequence[Contribution], total: float | None, *, own: str
+        self,
+        contributions: Sequence[Contribution],
+        total: float | None,
+        *,
+        own: str,
+        rounds: int = 0,
+        lacking: float = 0.0,
     ) -> tuple[tuple[str, str], ...]:
         """Merge updates into the model; returns the regions whose updates were refused, each with the reason.
+
+        ``rounds``: of this region's own that are merged herewith. ``lacking``: of all its rounds merged so far, the
+        shares of a round's weight whose updates have not come, summed up.
 
         With background exchange (``total`` is known) the update of this region, ``own``, is not judged: its workers go
         on from what they changed in any case.
         """
+        before = self._model
         passed: list[Contribution] = []
         refused: list[tuple[str, str]] = []
         judged: dict[str, Vector] = {}
@@ -176,7 +220,18 @@ class Replica:
             outer = policy.merge(self._model, passed, memory, total)
             self._model, memory = outer.model, dict(outer.memory)
         self._memory = {**memory, **norms, **judged}
+        self._count(before, rounds, lacking)
         return tuple(refused)
+
+    def _count(self, before: Vector, rounds: int, lacking: float) -> None:
+        """Note how much of the rounds merged since the model was last whole is there."""
+        if lacking <= 0.0:
+            self._whole, self._since, self._present = None, 0, np.float32(1.0)
+            return
+        if self._whole is None:
+            self._whole = before
+        self._since += rounds
+        self._present = np.float32(max(1.0 - lacking / max(self._since, 1), _LEAST_PRESENT))
 
 
 def expanded(delta: Vector, part: slice, size: int) -> Vector:

@@ -237,7 +237,15 @@ class Works:
             self.storage.keep_state(action.sequence, state)
         total, digest = sum(piece.nbytes for piece in pieces), framing.digest_of(pieces)
         manifest = Manifest(
-            self.setup.region, action.epoch, action.sequence, digest, total, action.weight, action.seen, action.last
+            self.setup.region,
+            action.epoch,
+            action.sequence,
+            digest,
+            total,
+            action.weight,
+            action.seen,
+            action.last,
+            action.stretch,
         )
         self.storage.keep_update(manifest, pieces)
         if self.setup.background and self.replica is not None:
@@ -272,7 +280,10 @@ class Works:
         stale = action.staleness or (0,) * len(action.manifests)
         contributions = [self._contribution(m, s) for m, s in zip(action.manifests, stale, strict=True)]
         total = 1.0 if self.setup.background else None
-        refused = replica.merge(contributions, total, own=self.setup.region)
+        rounds = sum(1 for manifest in action.manifests if manifest.region == self.setup.region)
+        refused = replica.merge(
+            contributions, total, own=self.setup.region, rounds=rounds, lacking=self._lacking(action)
+        )
         for region, why in refused:
             _log.warning("an update of %s was not merged: %s", region, why)
         if self._exchange.compensation:
@@ -280,6 +291,14 @@ class Works:
             while len(self._history) > _HISTORY:
                 self._history.popitem(last=False)
         return refused
+
+    def _lacking(self, action: Apply) -> float:
+        """Of the rounds merged up to here: the share of a round's weight that is still to come, summed over rounds."""
+        if not self.setup.background:
+            return 0.0
+        marks = dict(action.watermarks)
+        to_come = [region for region in self.setup.others if region not in action.lasts]
+        return sum(self._shares[region] * max(0, action.sequence - marks[region]) for region in to_come)
 
     def _contribution(self, manifest: Manifest, staleness: int) -> Contribution:
         delta, part = self._decoded(manifest)

@@ -42,6 +42,10 @@ class Policy(Protocol):
     contributions nor on the machine: elementwise float32 and float64 operations only, bit for bit the same everywhere.
     """
 
+    @property
+    def averages(self) -> bool:
+        """Whether the weights of a round's updates add up to one."""
+
     def merge(
         self,
         base: Vector,

@@ -24,6 +24,8 @@ class DiLoCo:
     depend on when it came, since the filter is linear.
     """
 
+    averages = True
+
     def __init__(self, lr: float = 0.7, momentum: float = 0.9) -> None:
         if not 0 < lr <= 10 or not 0 <= momentum < 1:
             raise GeofedError(

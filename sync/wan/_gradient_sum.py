@@ -20,6 +20,8 @@ class GradientSum:
     model makes n times as many steps as a region: the learning rate must suit that.
     """
 
+    averages = False
+
     def merge(
         self,
         base: Vector,

@@ -28,6 +28,8 @@ def mean_delta(contributions: Sequence[Contribution], total: float | None) -> Ve
 class ModelAverage:
     """base + mean of the deltas. Since all regions start a round from the same base, this is the mean of the models."""
 
+    averages = True
+
     def merge(
         self,
         base: Vector,

@@ -17,12 +17,14 @@ class ExchangeSettings:
 
     background: float = 0.0
     """1: workers go on while updates travel. 0: all wait for all at the end of a round."""
-    quorum: float = 1.0
-    """Regions, this one included, whose new updates a merge waits for within the grace window; background only."""
+    quorum: float = 0.0
+    """Regions, this one included, whose new updates a merge waits for within the grace window; 0: for the round of
+    every region that keeps up. Background only."""
     grace_seconds: float = 0.0
     """How long a merge waits for its quorum."""
     lead: float = 0.0
-    """Rounds that a region may be ahead of the last update it has of any other; 0: any number. Background only."""
+    """Rounds that a region may be ahead of the last update it has of any other that keeps up; 0: any number. Only where
+    there is a quorum."""
     fragments: float = 1.0
     """Parts of the model of which one is sent in each round, in turn (streaming DiLoCo, arXiv 2501.18512)."""
     significance: float = 0.0
@@ -50,6 +52,6 @@ class ExchangeSettings:
             value = getattr(found, name)
             if not math.isfinite(value) or value < 0:
                 raise GeofedError("CONFIG_INVALID", f"wan setting {name} is {value}, it cannot be negative")
-        if found.fragments < 1 or found.fragments > 1024 or found.quorum < 1:
-            raise GeofedError("CONFIG_INVALID", "wan fragments must be 1 to 1024, wan quorum at least 1")
+        if found.fragments < 1 or found.fragments > 1024:
+            raise GeofedError("CONFIG_INVALID", "wan fragments must be 1 to 1024")
         return found, {name: value for name, value in settings.items() if name not in names}

@@ -22,6 +22,7 @@ class StateAveraged:
 
     def __init__(self, policy: Policy, trainable: int) -> None:
         self._policy, self._trainable, self._mean = policy, trainable, ModelAverage()
+        self.averages = policy.averages
 
     def merge(
         self,

@@ -67,8 +67,7 @@ def test_the_others_go_on_without_a_region_that_is_cut_off(running: Running) -> 
     assert min(through["rtt_ms"] / 100, through["staleness_rounds"]) >= 1, through
     assert through["goodput_mbps"] > 0, through
     assert through["sent_bytes"] >= through["received_bytes"] * 0.9 > 0, through
-    # The region that was away makes its last rounds alone, on its own data: that is what not waiting for it costs.
-    check_succeeded(running.wait_end(job), accuracy=0.3)
+    check_succeeded(running.wait_end(job))
 
 
 def test_no_byte_of_the_data_crosses_the_wan(running: Running, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from sync.ps.events import (
     Manifest,
     Merge,
     Merged,
+    PatienceOver,
     Peer,
     PeerHas,
     Prepare,
@@ -45,6 +46,7 @@ from sync.ps.events import (
     Restarted,
     Ship,
     StartGrace,
+    StartPatience,
     Stored,
     Verdict,
 )
@@ -110,6 +112,7 @@ class Site:
         self.setup, self.name = setup, setup.region
         self.disk = Disk()
         self.channel: set[str] = set()
+        self.lost_patience = False
         self.epoch, self.attempt = 1, 1
         self.machine: Machine | None = None
         self.work: list[Action] = []
@@ -210,6 +213,10 @@ class Site:
                 return Restarted(action.attempt, f"start/{action.attempt}", "")
             case StartGrace():
                 return GraceOver(action.sequence)
+            case StartPatience():
+                assert action.regions
+                self.lost_patience = True
+                return PatienceOver(action.sequence)
             case Apply():
                 return self._apply(action)
             case Keep():
@@ -232,6 +239,9 @@ class Site:
             marks[manifest.region] = manifest.sequence
         told = dict(action.watermarks) | {self.name: action.sequence}
         assert all(told[region] == mark for region, mark in marks.items()), (told, marks)
+        if not self.setup.quorum and not self.lost_patience:
+            whole = {(region, action.sequence) for region in self.setup.contributors(action.sequence)}
+            assert {(m.region, m.sequence) for m in action.manifests} == whole, "a merge of less than a round"
         merged = (*base.merged, *action.manifests)
         made = Checkpoint(
             action.sequence, action.step, action.samples, action.applied, "", action.version, action.watermarks,
@@ -399,13 +409,13 @@ class Miniature:
         steps: int,
         evaluate_every: int,
         *,
-        quorum: int = 0,
+        quorum: int | None = None,
         lead: int = 0,
         neighbours: tuple[tuple[str, str], ...] = (),
     ) -> None:
-        """``quorum`` 0: synchronous exchange."""
+        """``quorum`` None: synchronous exchange."""
         names = tuple(f"r{index}" for index in range(regions))
-        background = {"background": quorum > 0 and regions > 1, "quorum": max(1, quorum), "lead": lead}
+        background = {"background": quorum is not None and regions > 1, "quorum": quorum or 0, "lead": lead}
         self.sites = {n: Site(Setup(n, names, workers, rounds, steps, evaluate_every, **background)) for n in names}
         self.neighbours = neighbours
         self.wan: list[Message] = []

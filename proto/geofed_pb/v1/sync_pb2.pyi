@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class UpdateManifest(_message.Message):
-    __slots__ = ("job", "region", "epoch", "sequence", "digest", "total_bytes", "weight", "seen", "last")
+    __slots__ = ("job", "region", "epoch", "sequence", "digest", "total_bytes", "weight", "seen", "last", "stretch")
     class SeenEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class UpdateManifest(_message.Message):
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    STRETCH_FIELD_NUMBER: _ClassVar[int]
     job: str
     region: str
     epoch: int
@@ -35,7 +36,8 @@ class UpdateManifest(_message.Message):
     weight: float
     seen: _containers.ScalarMap[str, int]
     last: bool
-    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., weight: _Optional[float] = ..., seen: _Optional[_Mapping[str, int]] = ..., last: bool = ...) -> None: ...
+    stretch: int
+    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., weight: _Optional[float] = ..., seen: _Optional[_Mapping[str, int]] = ..., last: bool = ..., stretch: _Optional[int] = ...) -> None: ...
 
 class OfferReply(_message.Message):
     __slots__ = ("verdict", "have_bytes", "have", "bulk_port", "ticket")

@@ -108,7 +108,7 @@ def test_a_quorum_waits_for_its_grace_window_only(servers: Servers, workers: Wor
 
 
 def test_a_region_does_not_run_further_ahead_than_it_may(servers: Servers, workers: Workers) -> None:
-    east, north = servers("east", "north", **_settings(lead=2.0))
+    east, north = servers("east", "north", **_settings(quorum=1.0, lead=2.0))
     ahead = workers(east, 1.0)
     wait_until(lambda: "ahead of north" in east.status().condition, "the bound to hold it")
     assert east.status().round <= 3
