@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import default_collate
 
 TEMPLATES = Path(str(files("deploy") / "templates"))
-NAMES = ["image-classification", "text"]
+NAMES = ["image-classification", "matrix-factorisation", "sparse-logistic-regression", "text"]
 
 
 def load_task(name: str) -> ModuleType:

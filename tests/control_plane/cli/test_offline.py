@@ -16,7 +16,9 @@ from control_plane.cli._view import bytes_text, seconds_text, usd_text
 from tests.control_plane.cli.conftest import Run
 
 
-@pytest.mark.parametrize("template", ["image-classification", "text"])
+@pytest.mark.parametrize(
+    "template", ["image-classification", "matrix-factorisation", "sparse-logistic-regression", "text"]
+)
 def test_a_template_is_valid_as_written(run: Run, tmp_path: Path, template: str) -> None:
     folder = tmp_path / "mine"
     made = run("new", template, str(folder), "--name", "my-job")
