@@ -66,5 +66,5 @@ extras="worker,s3,demo"
 
 install "the WAN is then not shaped" iproute2
 if [ "$kind" = dev ]; then
-    install "some tests are then skipped" iputils-ping postgresql util-linux user-mode-linux
+    install "some tests are then skipped" iputils-ping postgresql redis-server util-linux user-mode-linux
 fi

@@ -116,6 +116,12 @@ CATALOGUE: dict[str, Entry] = {
     "FRAME_INVALID": Entry(Exit.BUG, False, "the two sides run different versions, or the bytes were damaged"),
     "DIGEST_MISMATCH": Entry(Exit.BUG, True, "the bytes were damaged on the way; they are sent again"),
     "TRANSFER_STALLED": Entry(Exit.UNAVAILABLE, True, "no byte arrived for too long; see the link"),
+    "CHANNEL_TIMEOUT": Entry(
+        Exit.UNAVAILABLE, True, "see that those who put it still run; where they are only slow, wait longer"
+    ),
+    "CHANNEL_UNAVAILABLE": Entry(
+        Exit.UNAVAILABLE, True, "see that the channel's store runs and that its address is right"
+    ),
     "LIMIT_EXCEEDED": Entry(Exit.USAGE, False, "make it smaller, or raise the limit in the configuration"),
     # the emulator
     "EMULATOR_UNSUPPORTED": Entry(

@@ -1,15 +1,49 @@
 """The region-local store through which stateless workers exchange tensors."""
 
-from sync.channel._contract import Channel, Usage
+from sync.channel._contract import Channel, Limits
 from sync.channel._file import FileChannel
+from sync.channel._meter import Usage
+from sync.channel._price import NODE_PRICES, REQUEST_PRICES, NodePrice, RequestPrices, cost_usd, node_cost_usd
 
-__all__ = ["Channel", "FileChannel", "Usage", "open_channel"]
+__all__ = [
+    "NODE_PRICES",
+    "REQUEST_PRICES",
+    "Channel",
+    "FileChannel",
+    "Limits",
+    "NodePrice",
+    "RequestPrices",
+    "Usage",
+    "cost_usd",
+    "node_cost_usd",
+    "open_channel",
+]
+
+
+_CLIENTS = {"redis": "redis", "s3": "boto3"}
 
 
 def open_channel(kind: str, address: str) -> Channel:
-    """Open the channel that a plan names; raises ``GeofedError("CONFIG_INVALID")`` for one that is not known."""
+    """Open the channel that a plan names; raises ``GeofedError("CONFIG_INVALID")`` for one that is not known.
+
+    The client of a store is loaded with the first channel to it, not before.
+    """
     if kind == "file":
         return FileChannel(address)
     from geofed_pb.errors import GeofedError
 
-    raise GeofedError("CONFIG_INVALID", f"unknown channel {kind!r}", hint="known: file")
+    try:
+        if kind == "redis":
+            from sync.channel._redis import RedisChannel
+
+            return RedisChannel(address)
+        if kind == "s3":
+            from sync.channel._s3 import S3Channel
+
+            return S3Channel(address)
+    except ModuleNotFoundError as error:
+        if error.name != _CLIENTS[kind]:
+            raise
+        text = f"the channel {kind!r} needs {error.name}"
+        raise GeofedError("CONFIG_INVALID", text, hint=f"pip install 'geofed[{kind}]'") from None
+    raise GeofedError("CONFIG_INVALID", f"unknown channel {kind!r}", hint="known: file, redis, s3")

@@ -6,52 +6,76 @@ import contextlib
 import errno
 import mmap
 import os
-import re
 import secrets
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
-from sync.channel._contract import Buffer, Usage
+from sync.channel._arrivals import Arrivals
+from sync.channel._contract import Buffer, Limits
+from sync.channel._inotify import Spare
+from sync.channel._keys import checked_key, late
+from sync.channel._meter import Meter, Usage
+from sync.channel._pieces import checked_size, views
 
 __all__ = ["FileChannel"]
 
-_KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(?:/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
 _TRIES = 100
+_VALUE_BYTES = 1 << 44
+"""The largest file of ext4."""
 _PIECES_AT_ONCE = 512
 """Below the kernel's limit on buffers for one write."""
 
 
 class FileChannel:
-    """A folder whose files are the values. A value is written beside its place and renamed into it."""
+    """A folder whose files are the values. A value is written beside its place and renamed into it.
+
+    A file lives until it is deleted. Whoever gave the folder removes it when the job is over.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self.usage = Usage()
+        self._meter, self._watches = Meter(), Spare()
+
+    @property
+    def usage(self) -> Usage:
+        return self._meter.usage
+
+    @property
+    def limits(self) -> Limits:
+        system = os.statvfs(self._folder)
+        return Limits(value_bytes=_VALUE_BYTES, total_bytes=system.f_blocks * system.f_frsize)
 
     def _path(self, key: str) -> Path:
-        if not _KEY.fullmatch(key):
-            raise GeofedError("FRAME_INVALID", f"not a channel key: {key!r}")
-        return self._folder / key
+        return self._folder / checked_key(key)
 
     def put(self, key: str, pieces: Sequence[Buffer]) -> None:
-        path = self._path(key)
+        path, left = self._path(key), views(pieces)
+        size = checked_size(key, left, _VALUE_BYTES, str(self._folder))
         for tries_left in reversed(range(_TRIES)):
             try:
-                written = _write_beside(path, pieces)
+                _write_beside(path, left)
                 break
             except (FileNotFoundError, FileExistsError):
                 # Somebody deletes the tree around it at this moment; the value is put all the same.
                 if not tries_left:
                     raise
             except OSError as error:
+                self._meter.count(failures=1)
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise GeofedError("DISK_FULL", f"the channel {self._folder} is full") from None
                 raise
-        self.usage.puts += 1
-        self.usage.bytes_in += written
+        self._meter.count(puts=1, bytes_in=size)
+
+    def put_many(self, items: Mapping[str, Sequence[Buffer]]) -> None:
+        # One after the other: the kernel copies as fast as the memory lets it, whatever the number of threads.
+        for key in items:
+            checked_key(key)
+        for key, pieces in items.items():
+            self.put(key, pieces)
 
     def get(self, key: str) -> memoryview | None:
         try:
@@ -60,33 +84,78 @@ class FileChannel:
                 # The mapping outlives the file's name, so a reader keeps what it read when the value is deleted.
                 view = memoryview(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)) if size else memoryview(b"")
         except FileNotFoundError:
-            self.usage.misses += 1
+            self._meter.count(misses=1)
             return None
-        self.usage.gets += 1
-        self.usage.bytes_out += size
+        self._meter.count(gets=1, bytes_out=size)
         return view
 
+    def wait(self, keys: Collection[str], timeout_seconds: float) -> Iterator[tuple[str, memoryview]]:
+        paths = {self._path(key): key for key in keys}
+        return self._wait(paths, time.monotonic() + timeout_seconds, timeout_seconds)
+
+    def _wait(self, left: dict[Path, str], deadline: float, seconds: float) -> Iterator[tuple[str, memoryview]]:
+        yield from self._arrived(left, set(left))
+        if not left:
+            return
+        with Arrivals(iter(left), self._watches) as arrivals:
+            arrivals.begin()
+            # What came between the first look and the watching.
+            maybe = set(left)
+            while True:
+                in_time = time.monotonic() < deadline
+                for key, value in self._arrived(left, maybe):
+                    arrivals.found(self._folder / key)
+                    yield key, value
+                if not left:
+                    return
+                if not in_time:
+                    raise late(left.values(), seconds)
+                self._meter.count(waits=arrivals.watching)
+                maybe = arrivals.next(max(0.0, deadline - time.monotonic()))
+                if time.monotonic() >= deadline:
+                    maybe = set(left)
+
+    def _arrived(self, left: dict[Path, str], maybe: set[Path]) -> Iterator[tuple[str, memoryview]]:
+        """Those of the files that are there, which are then no longer left."""
+        for path in [path for path in left if path in maybe]:
+            value = self.get(left[path])
+            if value is not None:
+                yield left.pop(path), value
+
     def has(self, key: str) -> bool:
-        return self._path(key).exists()
+        path = self._path(key)
+        self._meter.count(looks=1)
+        return path.exists()
 
     def delete(self, key: str) -> None:
-        self.usage.deletes += 1
+        path = self._path(key)
+        self._meter.count(deletes=1)
         with contextlib.suppress(FileNotFoundError):
-            self._path(key).unlink()
+            path.unlink()
+
+    def delete_many(self, keys: Collection[str]) -> None:
+        for key in keys:
+            checked_key(key)
+        for key in keys:
+            self.delete(key)
 
     def delete_tree(self, prefix: str) -> None:
-        self.usage.deletes += 1
-        shutil.rmtree(self._path(prefix), ignore_errors=True)
+        path = self._path(prefix)
+        self._meter.count(deletes=1)
+        shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        self._watches.close()
 
 
-def _write_beside(path: Path, pieces: Sequence[Buffer]) -> int:
+def _write_beside(path: Path, pieces: Sequence[memoryview]) -> None:
     """Write a file under a name of its own and rename it into its place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            written = _write_all(descriptor, pieces)
+            _write_all(descriptor, list(pieces))
         finally:
             os.close(descriptor)
         os.replace(partial, path)
@@ -94,16 +163,12 @@ def _write_beside(path: Path, pieces: Sequence[Buffer]) -> int:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
-    return written
 
 
-def _write_all(descriptor: int, pieces: Sequence[Buffer]) -> int:
-    left = [memoryview(piece).cast("B") for piece in pieces]
-    total = sum(piece.nbytes for piece in left)
+def _write_all(descriptor: int, left: list[memoryview]) -> None:
     while left:
         done = os.writev(descriptor, left[:_PIECES_AT_ONCE])
         while left and done >= left[0].nbytes:
             done -= left.pop(0).nbytes
         if left:
             left[0] = left[0][done:]
-    return total
