@@ -1,5 +1,54 @@
 """How the workers of one partition merge."""
 
+from sync.collective._contract import Collective, Merged, Settings, Settled, State
+from sync.collective._fold import Fold
 from sync.collective._mean import weighted_mean, weighted_sum
+from sync.collective._members import Member, chunk_bounds, owners, succession
+from sync.collective._model import (
+    PATTERNS,
+    ChannelCosts,
+    Choice,
+    Estimate,
+    Merge,
+    best_chunks,
+    choose,
+    estimate,
+    least_seconds,
+    unequal_batches,
+)
+from sync.collective._opening import open_collective
+from sync.collective._probe import probe
+from sync.collective._reducing import Buckets, Reducing
+from sync.collective._sharing import Sharing
+from sync.collective._significance import SignificanceFilter
 
-__all__ = ["weighted_mean", "weighted_sum"]
+__all__ = [
+    "PATTERNS",
+    "Buckets",
+    "ChannelCosts",
+    "Choice",
+    "Collective",
+    "Estimate",
+    "Fold",
+    "Member",
+    "Merge",
+    "Merged",
+    "Reducing",
+    "Settings",
+    "Settled",
+    "Sharing",
+    "SignificanceFilter",
+    "State",
+    "best_chunks",
+    "choose",
+    "chunk_bounds",
+    "estimate",
+    "least_seconds",
+    "open_collective",
+    "owners",
+    "probe",
+    "succession",
+    "unequal_batches",
+    "weighted_mean",
+    "weighted_sum",
+]

@@ -1,0 +1,251 @@
+"""What a collective takes and costs, in closed form. Imports nothing: a planner may take it as it is.
+
+The forms follow FasDL (10.1109/TC.2024.3485202, §1.2 and §1.3 of the notes in its code) for requests that are made one
+after the other, and replace sums by the slower of latency and bandwidth where they are made side by side. Merging
+itself is not counted: it is memory bandwidth, the same for every pattern.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = [
+    "PATTERNS",
+    "ChannelCosts",
+    "Choice",
+    "Estimate",
+    "Merge",
+    "best_chunks",
+    "choose",
+    "estimate",
+    "least_seconds",
+    "unequal_batches",
+]
+
+PATTERNS = ("all-reduce", "scatter-reduce", "pipelined-scatter-reduce", "k-reduce")
+
+
+@dataclass(frozen=True)
+class ChannelCosts:
+    """One worker's use of a channel: a request takes its latency, then its bytes over the worker's own bandwidth."""
+
+    put_seconds: float
+    get_seconds: float
+    up_bytes_per_second: float
+    down_bytes_per_second: float
+    poll_seconds: float = 0.0
+    """Between two looks of a worker that waits; 0: it is told."""
+    list_seconds: float = 0.0
+    """What a look takes that lists the channel, for the patterns as published."""
+    parallel: int = 8
+    """Requests of one worker that may be on their way at once, each way."""
+    put_usd: float = 0.0
+    get_usd: float = 0.0
+    """Also of a look that finds nothing."""
+    list_usd: float = 0.0
+
+
+@dataclass(frozen=True)
+class Merge:
+    """One merge of W workers' vectors."""
+
+    pattern: str
+    """One of `PATTERNS`, or ``isp``."""
+    workers: int
+    size_bytes: float
+    """S: one vector as it travels. Of ``isp``: one worker's list."""
+    chunks: int | None = None
+    """K; None: 1 for all-reduce, else a chunk for each worker. ``isp``: None for lists from all to all."""
+    faithful: bool = False
+    """One request after the other, and discovery by listing."""
+    merged_bytes: float | None = None
+    """Of the whole merged vector, where that differs from ``size_bytes``. ``isp``: the union of all lists."""
+
+    @property
+    def owners(self) -> int:
+        """K within its bounds."""
+        if self.pattern == "all-reduce":
+            return 1
+        return max(1, min(self.workers, self.chunks or self.workers))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one merge. Requests are those of all workers."""
+
+    seconds: float
+    """Until the last worker has the merged vector, all having begun together."""
+    puts: int
+    gets: int
+    polls: float
+    """Looks that find nothing; of ``faithful`` patterns all lists."""
+    up_bytes: float
+    """Of the worker that moves most."""
+    down_bytes: float
+    requests_usd: float
+
+    def usd(self, workers: int, usd_per_worker_second: float) -> float:
+        """Requests, and the workers' time while they merge."""
+        return self.requests_usd + workers * usd_per_worker_second * self.seconds
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `choose` takes."""
+
+    merge: Merge
+    estimate: Estimate
+    usd: float
+
+
+def estimate(merge: Merge, costs: ChannelCosts) -> Estimate:
+    """Time, requests and bytes of one merge; zeros for a worker alone."""
+    workers = merge.workers
+    if workers < 2:
+        return Estimate(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0)
+    if merge.pattern == "isp" and merge.chunks is None:
+        return _all_to_all(merge, costs)
+    chunks = merge.owners
+    part, merged = merge.size_bytes / chunks, (merge.merged_bytes or merge.size_bytes) / chunks
+    uploads = chunks if chunks < workers else chunks - 1
+    """Of the slowest worker: one that owns no chunk, where there are such."""
+    look = costs.list_seconds + costs.poll_seconds / 2 if merge.faithful else costs.poll_seconds / 2
+    up_one = costs.put_seconds + merged / costs.up_bytes_per_second
+    if merge.faithful:
+        given = uploads * (costs.put_seconds + part / costs.up_bytes_per_second)
+        collected = given + look + (workers - 1) * (costs.get_seconds + part / costs.down_bytes_per_second)
+        pulled = max(1, chunks - 1) * (costs.get_seconds + merged / costs.down_bytes_per_second)
+    else:
+        given = _lane(uploads, costs.put_seconds, part, costs.up_bytes_per_second, costs.parallel)
+        all_parts = _lane(workers - 1, costs.get_seconds, part, costs.down_bytes_per_second, costs.parallel)
+        if merge.pattern == "scatter-reduce":
+            collected = given + look + all_parts
+        else:
+            first = costs.put_seconds + part / costs.up_bytes_per_second
+            last = costs.get_seconds + part / costs.down_bytes_per_second
+            collected = look + max(given + last, first + all_parts)
+        pulled = _lane(max(1, uploads), costs.get_seconds, merged, costs.down_bytes_per_second, costs.parallel)
+    seconds = collected + up_one + look + pulled
+    puts, gets = chunks * workers, 2 * chunks * (workers - 1)
+    waited = (workers - chunks) * (collected + up_one - given) + chunks * (look + up_one)
+    pause = costs.list_seconds + costs.poll_seconds
+    # As published, a worker lists at least twice in a merge, however soon it finds what it looks for.
+    least = 2 * chunks + (workers - chunks) if merge.faithful else 0
+    every = pause if merge.faithful else costs.poll_seconds
+    polls = least + (waited / every if every > 0 else 0.0)
+    usd = puts * costs.put_usd + gets * costs.get_usd + polls * (costs.list_usd if merge.faithful else costs.get_usd)
+    down = (workers - 1) * part + (chunks - 1) * merged
+    return Estimate(seconds, puts, gets, polls, (chunks - 1) * part + merged, max(down, chunks * merged), usd)
+
+
+def _all_to_all(merge: Merge, costs: ChannelCosts) -> Estimate:
+    workers, size = merge.workers, merge.size_bytes
+    given = costs.put_seconds + size / costs.up_bytes_per_second
+    if merge.faithful:
+        pulled = (workers - 1) * (costs.get_seconds + size / costs.down_bytes_per_second)
+    else:
+        pulled = _lane(workers - 1, costs.get_seconds, size, costs.down_bytes_per_second, costs.parallel)
+    gets = workers * (workers - 1)
+    usd = workers * costs.put_usd + gets * costs.get_usd
+    down = (workers - 1) * size
+    return Estimate(given + costs.poll_seconds / 2 + pulled, workers, gets, 0.0, size, down, usd)
+
+
+def _lane(requests: int, latency: float, size_bytes: float, bytes_per_second: float, parallel: int) -> float:
+    """Seconds of so many requests of one size side by side over one link."""
+    if requests < 1:
+        return 0.0
+    one = size_bytes / bytes_per_second
+    turns = math.ceil(requests / max(1, parallel))
+    return max(latency + requests * one, turns * (latency + one))
+
+
+def least_seconds(workers: int, size_bytes: float, costs: ChannelCosts) -> float:
+    """The bound: through a store that computes nothing, W workers must each move 2 S (W - 1) / W down, or S up."""
+    if workers < 2:
+        return 0.0
+    down = 2 * size_bytes * (workers - 1) / workers / costs.down_bytes_per_second
+    return max(down, size_bytes / costs.up_bytes_per_second)
+
+
+def best_chunks(
+    workers: int, size_bytes: float, costs: ChannelCosts, *, usd_per_worker_second: float | None = None
+) -> int:
+    """K-REDUCE's best K for requests one after the other: T(K) = const + K P + Q / K, so K = sqrt(Q / P).
+
+    With a price of time it is the cheapest K: every chunk costs W puts and 2 (W - 1) gets. It is the better of the two
+    whole numbers around the optimum. Compared with them are K = 1 and 2, as K = 1 reads one merged chunk where the form
+    says none, and K = W, where every worker keeps its part of its own chunk.
+    """
+    latency = costs.put_seconds + costs.get_seconds
+    bytes_term = size_bytes * (1 / costs.up_bytes_per_second + (workers - 2) / costs.down_bytes_per_second)
+    if usd_per_worker_second is not None:
+        rate = workers * usd_per_worker_second
+        latency = latency * rate + workers * costs.put_usd + 2 * (workers - 1) * costs.get_usd
+        bytes_term *= rate
+    around = math.sqrt(max(0.0, bytes_term) / latency) if latency > 0 else float(workers)
+    candidates = {max(1, min(workers, k)) for k in (1, 2, math.floor(around), math.ceil(around), workers)}
+
+    def worth(chunks: int) -> float:
+        # No looks: they depend on who waits for whom, hardly on K.
+        told = ChannelCosts(
+            costs.put_seconds, costs.get_seconds, costs.up_bytes_per_second, costs.down_bytes_per_second,
+            put_usd=costs.put_usd, get_usd=costs.get_usd,
+        )  # fmt: skip
+        one = estimate(Merge("k-reduce", workers, size_bytes, chunks, faithful=True), told)
+        return one.seconds if usd_per_worker_second is None else one.usd(workers, usd_per_worker_second)
+
+    return min(sorted(candidates), key=worth)
+
+
+def choose(
+    workers: int,
+    size_bytes: float,
+    costs: ChannelCosts,
+    *,
+    usd_per_worker_second: float = 0.0,
+    minimise: Literal["time", "cost"] = "time",
+    slack: float = 0.0,
+    patterns: Sequence[str] = PATTERNS,
+) -> Choice:
+    """The pattern and K that take least time, or cost least; of two that are equal the one that is better otherwise.
+
+    ``slack``: what may be so much worse (0.05: a twentieth) is as good, and the other measure decides.
+    """
+    weighed: list[Choice] = []
+    for pattern in patterns:
+        for chunks in range(1, workers + 1) if pattern == "k-reduce" else (None,):
+            merge = Merge(pattern, workers, size_bytes, chunks)
+            cost = estimate(merge, costs)
+            weighed.append(Choice(merge, cost, cost.usd(workers, usd_per_worker_second)))
+    first, then = (_seconds, _usd) if minimise == "time" else (_usd, _seconds)
+    limit = min(first(choice) for choice in weighed) * (1 + slack)
+    return min(
+        (choice for choice in weighed if first(choice) <= limit), key=lambda choice: (then(choice), first(choice))
+    )
+
+
+def _seconds(choice: Choice) -> float:
+    return choice.estimate.seconds
+
+
+def _usd(choice: Choice) -> float:
+    return choice.usd
+
+
+def unequal_batches(
+    batch: int, chunks: int, workers: int, *, aggregation_seconds: float, seconds_per_sample: float, most: int
+) -> int:
+    """The batch of a worker that owns no chunk, such that it computes as long as an owner computes and aggregates.
+
+    FasDL's A = min(round((T_agg + T_train(B)) (M + m) / a - b), floor((most - B K) / (W - K))), whose first term is
+    B + T_agg / (seconds per sample). ``batch``: B, an owner's; ``most``: the largest global batch. At least B, where
+    the global batch has room for it, and at least 1; B where every worker owns a chunk.
+    """
+    if chunks >= workers:
+        return batch
+    equal = round(batch + aggregation_seconds / seconds_per_sample)
+    return max(1, min(equal, (most - batch * chunks) // (workers - chunks)))

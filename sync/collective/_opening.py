@@ -1,0 +1,44 @@
+"""The collective that a plan names."""
+
+from __future__ import annotations
+
+from geofed_pb.errors import GeofedError
+from sync.channel import Channel
+from sync.collective._contract import Collective, Settings
+from sync.collective._members import Member
+from sync.collective._reducing import Reducing
+from sync.collective._sharing import Sharing
+
+__all__ = ["check", "open_collective"]
+
+_CODECS = {"isp": ("fp32", "bf16")}
+
+
+def open_collective(settings: Settings, member: Member, channel: Channel, place: str, size: int) -> Collective:
+    """A worker's side of the collective for vectors of ``size`` elements.
+
+    ``place``: what its keys begin with, the same for all workers of the partition; whoever starts a new attempt deletes
+    ``place/<attempt>`` of the old one. Raises ``GeofedError("CONFIG_INVALID")`` for settings that do not fit together.
+    """
+    check(settings, member.workers)
+    if settings.pattern == "isp":
+        return Sharing(settings, member, channel, place, size)
+    return Reducing(settings, member, channel, place, size)
+
+
+def check(settings: Settings, workers: int) -> None:
+    """Raise ``GeofedError("CONFIG_INVALID")`` for settings that do not fit together."""
+    if settings.pattern not in ("all-reduce", "scatter-reduce", "pipelined-scatter-reduce", "k-reduce", "isp"):
+        raise GeofedError("CONFIG_INVALID", f"unknown collective {settings.pattern!r}")
+    codecs = _CODECS.get(settings.pattern, ("fp32", "bf16", "int8"))
+    if settings.codec not in codecs:
+        text = f"{settings.pattern} does not send in {settings.codec!r}"
+        raise GeofedError("CONFIG_INVALID", text, hint=f"known: {', '.join(codecs)}")
+    if settings.chunks is not None and settings.pattern not in ("k-reduce", "isp"):
+        raise GeofedError("CONFIG_INVALID", f"{settings.pattern} takes no number of chunks")
+    if settings.chunks is not None and not 1 <= settings.chunks <= workers:
+        raise GeofedError("CONFIG_INVALID", f"{settings.chunks} chunks for {workers} workers")
+    if settings.staleness < 0 or (settings.staleness and settings.pattern != "k-reduce"):
+        raise GeofedError("CONFIG_INVALID", f"{settings.pattern} with a staleness of {settings.staleness}")
+    if not settings.significance >= 0:
+        raise GeofedError("CONFIG_INVALID", f"a significance of {settings.significance}")

@@ -1,0 +1,306 @@
+"""Reduction through a channel: chunks go to their owners, each owner merges its chunk once, all read the merged bytes.
+
+One scheme serves four published ones. With one chunk it is LambdaML's AllReduce, with a chunk for every worker its
+ScatterReduce (arXiv 2105.07806 §4.3); where the upload of further chunks overlaps the download of others' parts of
+the own one, FuncPipe's pipelined scatter-reduce (10.1145/3570607 §4); with K chunks for W workers, FasDL's K-REDUCE
+(10.1109/TC.2024.3485202).
+
+Who deletes what: an owner deletes the parts it has merged, once the merged chunk is stored, and its own merged chunks
+of steps that everybody has left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from geofed_pb.errors import GeofedError
+from sync import framing
+from sync.collective._arithmetic import Arithmetic
+from sync.collective._contract import Merged
+from sync.collective._exchange import Arrived, Delete, Event, Fetch, Given, Put, Request, Stored
+from sync.collective._members import Member
+from sync.collective._model import ChannelCosts
+from sync.layout import Vector
+
+__all__ = ["Call", "Plan", "Pull", "Reduce"]
+
+_LATER = 1.1
+"""A look that comes a moment too early costs a pause, one that comes a moment late only that moment."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What stays the same from exchange to exchange."""
+
+    member: Member
+    bounds: tuple[slice, ...]
+    """The chunks."""
+    owners: tuple[int, ...]
+    """Which worker merges each."""
+    place: str
+    """What all keys begin with."""
+    overlapped: bool = True
+    """Whether an owner reads others' parts of its chunk while it still uploads its own of theirs."""
+
+    asked: ChannelCosts | None = None
+    """As in `Settings`."""
+    element_bytes: float = 4.0
+    """As it travels."""
+
+    @property
+    def size(self) -> int:
+        return int(self.bounds[-1].stop)
+
+    @property
+    def own(self) -> int | None:
+        """The chunk that this worker merges."""
+        me = self.member.worker
+        return self.owners.index(me) if me in self.owners else None
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The chunks in the order in which this worker uploads them: from the one after its own on, so that every
+        owner is sent its first part at once (FuncPipe §4). Workers without a chunk begin at different ones."""
+        return tuple(sorted(range(len(self.bounds)), key=lambda chunk: self.turn(chunk, self.member.worker)))
+
+    def turn(self, chunk: int, worker: int) -> int:
+        """As which of its chunks, from 0, a worker uploads this one."""
+        first = self.owners.index(worker) + 1 if worker in self.owners else worker
+        return (chunk - first) % len(self.bounds)
+
+    def stored_after(self) -> float | None:
+        """Seconds until a chunk that another worker begins to put now is there, of a channel that has to be asked."""
+        if self.asked is None:
+            return None
+        return _LATER * (self.asked.put_seconds + self.chunk_bytes / self.asked.up_bytes_per_second)
+
+    def merged_after(self) -> float | None:
+        """The same of a merged chunk, by a worker that owns none and has put its parts of all.
+
+        Owners have read meanwhile as many parts as there are chunks, and have the rest to read.
+        """
+        if self.asked is None:
+            return None
+        rest = (
+            max(1, len(self.member.present) - 1 - len(self.bounds)) if self.overlapped else len(self.member.present) - 1
+        )
+        read = self.asked.get_seconds + rest * self.chunk_bytes / self.asked.down_bytes_per_second
+        return _LATER * read + (self.stored_after() or 0.0)
+
+    @property
+    def chunk_bytes(self) -> float:
+        """On average."""
+        return self.element_bytes * self.size / len(self.bounds)
+
+    def part_key(self, where: str, chunk: int, worker: int) -> str:
+        return f"{self.place}/{where}/p/{chunk}.{worker}"
+
+    def merged_key(self, where: str, chunk: int) -> str:
+        return f"{self.place}/{where}/m/{chunk}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One exchange."""
+
+    kind: str
+    """Keeps kinds of exchange in one step apart: a letter."""
+    step: int
+    weight: float
+    wanted: tuple[int, ...]
+    """The steps whose merged vectors this worker takes up now; of an owner its own step is among them."""
+    expired: tuple[int, ...] = ()
+    """Steps whose merged chunks this owner may delete once all have given their part of this one."""
+
+    def where(self, step: int) -> str:
+        return f"{self.kind}{step}"
+
+
+class Pull:
+    """Reads the merged chunks of some steps."""
+
+    def __init__(self, plan: Plan, call: Call, arithmetic: Arithmetic) -> None:
+        self._arithmetic, self._bounds = arithmetic, plan.bounds
+        self._after = plan.merged_after() if plan.own is None else plan.stored_after()
+        # They come together, but not faster than the link carries them.
+        self._gap = 0.0 if plan.asked is None else plan.chunk_bytes / plan.asked.down_bytes_per_second
+        self._vectors: dict[int, Vector] = {step: np.empty(plan.size, np.float32) for step in call.wanted}
+        self._weights: dict[int, list[float]] = {step: [] for step in call.wanted}
+        self._missing: dict[str, tuple[int, int]] = {}
+        for step in call.wanted:
+            for chunk in plan.order:
+                self._missing[plan.merged_key(call.where(step), chunk)] = (step, chunk)
+
+    def start(self) -> list[Request]:
+        return [Fetch(tuple(self._missing), self._after, self._gap)] if self._missing else []
+
+    def handle(self, event: Event) -> list[Request]:
+        if isinstance(event, Arrived) and event.key in self._missing:
+            chunk = self._missing[event.key][1]
+            frame = framing.decode(event.value)
+            size = self._bounds[chunk].stop - self._bounds[chunk].start
+            self.place(event.key, self._arithmetic.read_merged(chunk, frame.tensors, size), weight_of(frame))
+        return []
+
+    def place(self, key: str, values: Vector, weight: float) -> None:
+        """Take up a merged chunk."""
+        step, chunk = self._missing.pop(key)
+        self._vectors[step][self._bounds[chunk]] = values
+        self._weights[step].append(weight)
+
+    @property
+    def done(self) -> bool:
+        return not self._missing
+
+    @property
+    def result(self) -> tuple[Merged, ...]:
+        merged = []
+        for step, vector in self._vectors.items():
+            vector.flags.writeable = False
+            merged.append(Merged(step, vector, min(self._weights[step])))
+        return tuple(merged)
+
+
+class Reduce:
+    """One worker's part in one exchange."""
+
+    def __init__(self, plan: Plan, call: Call, arithmetic: Arithmetic, vector: Vector, *, whole: bool = True) -> None:
+        """``whole``: all of the vector is there; otherwise `Given` tells of each chunk."""
+        self._plan, self._call, self._arithmetic, self._vector = plan, call, arithmetic, vector
+        self._whole = whole
+        self._awaited = 0 if whole else len(plan.bounds)
+        """Chunks that the caller has not handed in."""
+        self._where = call.where(call.step)
+        self._pull = Pull(plan, call, arithmetic)
+        self._own = plan.own
+        me, present = plan.member.worker, plan.member.present
+        self._uploads = {plan.part_key(self._where, chunk, me): chunk for chunk in plan.order if chunk != self._own}
+        self._unstored = set(self._uploads)
+        self._parts: dict[str, int] = {}
+        if self._own is not None:
+            self._fold = arithmetic.fold(self._own, self._length(self._own), present)
+            # Begun with those that upload this chunk first.
+            givers = sorted((plan.turn(self._own, worker), worker) for worker in present if worker != me)
+            self._parts = {plan.part_key(self._where, self._own, worker): worker for _, worker in givers}
+        self._merged_key = plan.merged_key(self._where, self._own or 0)
+        self._pulling = self._merging = False
+        self._merged_stored = self._own is None
+
+    def start(self) -> list[Request]:
+        requests: list[Request] = []
+        if self._whole:
+            # One request for all, so that the channel may send them together.
+            values = {key: self._part(chunk) for key, chunk in self._uploads.items()}
+            if values:
+                requests.append(Put(values))
+            if self._own is not None:
+                self._fold.add(self._plan.member.worker, self._own_values(self._own), self._call.weight)
+        stale = self._call.step not in self._call.wanted
+        # A channel that has to be asked is not asked while chunks are still computed: so they are elsewhere.
+        if self._own is not None and (self._plan.overlapped or not self._unstored) and self._may_ask:
+            requests += self._fetch_parts()
+        if stale:
+            # It is there by now, or nearly.
+            requests += self._fetch_merged()
+        return requests + self._merge_if_complete()
+
+    def handle(self, event: Event) -> list[Request]:
+        if isinstance(event, Given):
+            return self._given(event.chunk)
+        if isinstance(event, Stored):
+            return self._stored(event.keys)
+        if isinstance(event, Arrived) and event.key in self._parts:
+            frame = framing.decode(event.value)
+            assert self._own is not None
+            values = self._arithmetic.read_part(self._own, frame.tensors, self._length(self._own))
+            self._fold.add(self._parts[event.key], values, weight_of(frame))
+            return self._merge_if_complete()
+        return self._pull.handle(event)
+
+    @property
+    def done(self) -> bool:
+        # What a stale worker uploads may go on beside its next step; a merged chunk that is not stored is nobody's.
+        return self._pull.done and self._merged_stored and not self._awaited
+
+    @property
+    def result(self) -> tuple[Merged, ...]:
+        return self._pull.result
+
+    def _length(self, chunk: int) -> int:
+        return int(self._plan.bounds[chunk].stop - self._plan.bounds[chunk].start)
+
+    def _part(self, chunk: int) -> Sequence[memoryview]:
+        tensors = self._arithmetic.part(chunk, self._vector[self._plan.bounds[chunk]])
+        return _framed(tensors, self._call.weight)
+
+    def _own_values(self, chunk: int) -> npt.NDArray[np.float32] | npt.NDArray[np.float64]:
+        return self._arithmetic.own(chunk, self._vector[self._plan.bounds[chunk]])
+
+    def _given(self, chunk: int) -> list[Request]:
+        asks = self._plan.asked is not None and self._plan.overlapped and self._own is not None
+        self._awaited -= 1
+        requests = self._fetch_parts() if asks and not self._awaited else []
+        if chunk == self._own:
+            self._fold.add(self._plan.member.worker, self._own_values(chunk), self._call.weight)
+            return [*requests, *self._merge_if_complete()]
+        key = self._plan.part_key(self._where, chunk, self._plan.member.worker)
+        return [Put({key: self._part(chunk)}), *requests]
+
+    @property
+    def _may_ask(self) -> bool:
+        return self._plan.asked is None or not self._awaited
+
+    def _stored(self, keys: Sequence[str]) -> list[Request]:
+        requests: list[Request] = []
+        if self._own is not None and self._merged_key in keys:
+            self._merged_stored = True
+            expired = tuple(self._plan.merged_key(self._call.where(step), self._own) for step in self._call.expired)
+            requests.append(Delete((*self._parts, *expired)))
+        before = len(self._unstored)
+        self._unstored.difference_update(keys)
+        if self._unstored or not before:
+            return requests
+        if self._own is not None:
+            return requests if self._plan.overlapped else [*requests, *self._fetch_parts()]
+        # Before its own parts are stored nothing can be merged, and looking for it would cost requests.
+        return [*requests, *self._fetch_merged()]
+
+    def _fetch_parts(self) -> list[Request]:
+        if not self._parts:
+            return []
+        after, gap, asked = self._plan.stored_after(), 0.0, self._plan.asked
+        if asked is not None and self._plan.overlapped:
+            # All have uploaded all their chunks when the last part comes.
+            gap = self._plan.chunk_bytes * len(self._plan.bounds) / len(self._parts) / asked.up_bytes_per_second
+        elif asked is not None:
+            # The others have put theirs while this worker did.
+            after = 0.0
+        return [Fetch(tuple(self._parts), after, gap)]
+
+    def _fetch_merged(self) -> list[Request]:
+        if self._pulling:
+            return []
+        self._pulling = True
+        return self._pull.start()
+
+    def _merge_if_complete(self) -> list[Request]:
+        if self._own is None or self._merging or not self._fold.complete:
+            return []
+        self._merging = True
+        tensors, values, weight = self._arithmetic.merged(self._own, self._fold)
+        self._pull.place(self._merged_key, values, weight)
+        return [Put({self._merged_key: _framed(tensors, weight)}), *self._fetch_merged()]
+
+
+def _framed(tensors: Mapping[str, framing.Array], weight: float) -> Sequence[memoryview]:
+    return framing.encode(tensors, {"weight": weight})
+
+
+def weight_of(frame: framing.Frame) -> float:
+    if "weight" not in frame.facts:
+        raise GeofedError("FRAME_INVALID", "a part without a weight")
+    return frame.facts["weight"]

@@ -1,0 +1,251 @@
+"""ISP, collectives of changes: each worker applies its own change at once and shares what of it is significant.
+
+As published (MLLess, 10.1145/3464298.3494884 §3) every worker reads every other's list: W - 1 lists a step. With
+chunks, coordinate ranges have owners as in K-REDUCE: an owner adds the lists of its range up once, and all read the
+union, at most as many entries as the vector has, however many workers there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from geofed_pb.errors import GeofedError
+from sync import framing
+from sync.channel import Channel
+from sync.codec import Codec, ErrorFeedback, Float32, Tensors
+from sync.collective._contract import Merged, Settings, Settled, State
+from sync.collective._exchange import Arrived, Delete, Event, Fetch, Put, Request
+from sync.collective._fold import Fold, Numbers
+from sync.collective._lists import AsPublished, Lists
+from sync.collective._members import Member
+from sync.collective._reduce import Call, Plan, Reduce, weight_of
+from sync.collective._reducing import driver_of, plan_of
+from sync.collective._significance import SignificanceFilter
+from sync.layout import Vector
+
+__all__ = ["Sharing"]
+
+
+class _Ranges:
+    """Changes merged by ranges: sums of lists."""
+
+    def __init__(self, plan: Plan, held: SignificanceFilter, codec: Codec) -> None:
+        self._plan, self._held, self._codec = plan, held, codec
+        self.model: Vector = np.zeros(plan.size, np.float32)
+        self.step = 0
+        self.sent: Vector = np.zeros(plan.size, np.float32)
+        """What of this worker's changes the others are told in this step."""
+        self.published = ErrorFeedback(codec, None)
+        """What the lists of the own range hold back of the sums."""
+
+    def part(self, chunk: int, values: Vector) -> Tensors:
+        part = self._plan.bounds[chunk]
+        tensors, self.sent[part] = self._held.send(part, values, self.model[part], self.step, self._codec)
+        return tensors
+
+    def own(self, chunk: int, values: Vector) -> Numbers:
+        self.part(chunk, values)
+        return self.sent[self._plan.bounds[chunk]]
+
+    def read_part(self, chunk: int, tensors: Tensors, size: int) -> Numbers:
+        return self._codec.decode(tensors, size)
+
+    def fold(self, chunk: int, size: int, contributors: Sequence[int]) -> Fold:
+        return Fold(size, contributors, weighted=False)
+
+    def merged(self, chunk: int, fold: Fold) -> tuple[Tensors, Vector, float]:
+        sums, weight = fold.sum()
+        if self.published.residual is None:
+            self.published.residual = np.zeros(sums.size)
+        # Given in float64, so that the rounding of the sums is held back as well.
+        tensors, values = self.published.encode(cast(Vector, sums))
+        return tensors, values, weight
+
+    def read_merged(self, chunk: int, tensors: Tensors, size: int) -> Vector:
+        return self._codec.decode(tensors, size)
+
+
+class _Models:
+    """One model out of many that differ by what each has held back.
+
+    An owner adds to its range of its own model what the others have held back of theirs; what gradients do not train is
+    averaged.
+    """
+
+    def __init__(
+        self, plan: Plan, held: SignificanceFilter, trained: int, extra: npt.NDArray[np.float64] | None
+    ) -> None:
+        self._plan, self._held, self._trained, self._extra = plan, held, trained, extra
+        self._lists, self._dense = Lists("fp32"), Float32()
+
+    def part(self, chunk: int, values: Vector) -> Tensors:
+        part, head = self._plan.bounds[chunk], self._head(chunk)
+        tensors, _ = self._held.flush(slice(part.start, part.start + head), self._lists)
+        return {**tensors, "state": values[head:]}
+
+    def own(self, chunk: int, values: Vector) -> Numbers:
+        part, head = self._plan.bounds[chunk], self._head(chunk)
+        self._held.drop(slice(part.start, part.start + head))
+        whole = values.astype(np.float64)
+        if self._extra is not None:
+            whole += self._extra
+        return whole
+
+    def read_part(self, chunk: int, tensors: Tensors, size: int) -> Numbers:
+        head = self._head(chunk)
+        state = self._dense.decode({"delta": tensors["state"]} if "state" in tensors else {}, size - head)
+        rest = {name: array for name, array in tensors.items() if name != "state"}
+        return np.concatenate([self._lists.decode(rest, head), state])
+
+    def fold(self, chunk: int, size: int, contributors: Sequence[int]) -> Fold:
+        return Fold(size, contributors, weighted=False)
+
+    def merged(self, chunk: int, fold: Fold) -> tuple[Tensors, Vector, float]:
+        sums, weight = fold.sum()
+        sums[self._head(chunk) :] /= len(self._plan.member.present)
+        values = sums.astype(np.float32)
+        return self._dense.encode(values), values, weight
+
+    def read_merged(self, chunk: int, tensors: Tensors, size: int) -> Vector:
+        return self._dense.decode(tensors, size)
+
+    def _head(self, chunk: int) -> int:
+        """How many elements of the chunk gradients train."""
+        part = self._plan.bounds[chunk]
+        return min(max(0, self._trained - int(part.start)), int(part.stop - part.start))
+
+
+class AllToAll:
+    """One worker's part in an exchange in which each reads each other's list."""
+
+    def __init__(self, plan: Plan, call: Call, codec: Codec, tensors: Tensors) -> None:
+        member = plan.member
+        where = call.where(call.step)
+        # A list is short: of a put, only the latency counts.
+        self._after = None if plan.asked is None else 1.1 * plan.asked.put_seconds
+        self._own_key = plan.part_key(where, 0, member.worker)
+        self._put = Put({self._own_key: framing.encode(tensors, {"weight": call.weight})})
+        others = [worker for worker in member.present if worker != member.worker]
+        self._missing = {plan.part_key(where, 0, worker): worker for worker in others}
+        self._expired = tuple(plan.part_key(call.where(step), 0, member.worker) for step in call.expired)
+        self._fold = Fold(plan.size, others, weighted=False)
+        self._step, self._weight, self._codec, self._size = call.step, call.weight, codec, plan.size
+
+    def start(self) -> list[Request]:
+        return [self._put, Fetch(tuple(self._missing), self._after)]
+
+    def handle(self, event: Event) -> list[Request]:
+        if not isinstance(event, Arrived):
+            return []
+        frame = framing.decode(event.value)
+        values = self._codec.decode(frame.tensors, self._size)
+        self._fold.add(self._missing.pop(event.key), values, weight_of(frame))
+        # Who has given its list of this step has read all those of the one before.
+        return [Delete(self._expired)] if self._fold.complete and self._expired else []
+
+    @property
+    def done(self) -> bool:
+        return self._fold.complete
+
+    @property
+    def result(self) -> tuple[Merged, ...]:
+        sums, weight = self._fold.sum()
+        return (Merged(self._step, _read_only(sums.astype(np.float32)), weight + self._weight),)
+
+
+class Sharing:
+    """ISP. Steps are numbered from 1. What gradients do not train is left to each worker, and averaged on settling."""
+
+    shares: Literal["changes"] = "changes"
+
+    def __init__(self, settings: Settings, member: Member, channel: Channel, place: str, size: int) -> None:
+        if settings.codec not in ("fp32", "bf16"):
+            raise GeofedError("CONFIG_INVALID", f"isp sends its values in fp32 or bf16, not in {settings.codec}")
+        self._member, self._size = member, size
+        self._trained = size if settings.trained is None else min(size, settings.trained)
+        self._plan = plan_of(member, size, settings, place)
+        self._all_to_all = settings.chunks is None
+        self._codec: Codec = AsPublished() if settings.faithful else Lists(settings.codec)
+        self._held = SignificanceFilter(size, settings.significance)
+        self._ranges = _Ranges(self._plan, self._held, self._codec)
+        self._given: deque[int] = deque()
+        """Steps whose lists or merged ranges of this worker are in the channel."""
+        self._settled: deque[int] = deque()
+        self._driver = driver_of(channel, settings)
+
+    def merge(self, step: int, vector: Vector, weight: float, model: Vector | None = None) -> tuple[Merged, ...]:
+        if model is None or not vector.shape == model.shape == (self._size,):
+            raise GeofedError(
+                "FRAME_INVALID", f"a change of shape {vector.shape} and its model, of {self._size} elements"
+            )
+        if not (math.isfinite(weight) and weight >= 0):
+            raise GeofedError("FRAME_INVALID", f"a weight of {weight}")
+        if len(self._member.present) == 1:
+            return ()
+        return self.merged(self._driver.run(self.part(step, vector, weight, model)))
+
+    def part(self, step: int, vector: Vector, weight: float, model: Vector) -> Reduce | AllToAll:
+        """What `merge` runs; `merged` makes the result of it."""
+        change = vector
+        if self._trained < self._size:
+            change = vector.copy()
+            change[self._trained :] = 0.0
+        self._given.append(step)
+        if self._all_to_all:
+            expired = tuple(self._given.popleft() for _ in range(len(self._given) - 1))
+            whole = slice(0, self._size)
+            tensors, self._ranges.sent = self._held.send(whole, change, model, max(0, step - 1), self._codec)
+            return AllToAll(self._plan, Call("g", step, weight, (step,), expired), self._codec, tensors)
+        self._ranges.model, self._ranges.step = model, max(0, step - 1)
+        expired = tuple(self._given.popleft() for _ in range(len(self._given) - 2))
+        return Reduce(self._plan, Call("g", step, weight, (step,), expired), self._ranges, change)
+
+    def merged(self, merged: tuple[Merged, ...]) -> tuple[Merged, ...]:
+        """Without this worker's own changes, which it has applied."""
+        if self._all_to_all:
+            return merged
+        return tuple(Merged(one.step, _read_only(one.vector - self._ranges.sent), one.weight) for one in merged)
+
+    def settle(self, step: int, model: Vector) -> Settled:
+        if model.shape != (self._size,):
+            raise GeofedError("FRAME_INVALID", f"a model of shape {model.shape} for {self._size} elements")
+        if len(self._member.present) == 1:
+            return Settled((), None)
+        return Settled((), self._driver.run(self.settling(step, model))[0].vector)
+
+    def settling(self, step: int, model: Vector) -> Reduce:
+        """What `settle` runs."""
+        self._settled.append(step)
+        expired = tuple(self._settled.popleft() for _ in range(len(self._settled) - 2))
+        extra, self._ranges.published.residual = self._ranges.published.residual, None
+        models = _Models(self._plan, self._held, self._trained, extra)
+        return Reduce(self._plan, Call("s", step, 1.0, (step,), expired), models, model)
+
+    def state(self) -> State:
+        self._driver.drain()
+        tensors: dict[str, npt.NDArray[np.generic]] = {"held": self._held.held}
+        if self._ranges.published.residual is not None:
+            tensors["published"] = self._ranges.published.residual
+        facts = {f"given.{number}": float(step) for number, step in enumerate(self._given)}
+        return State(tensors, facts | {f"settled.{n}": float(step) for n, step in enumerate(self._settled)})
+
+    def restore(self, state: State) -> None:
+        self._held.held[:] = state.tensors["held"]
+        if "published" in state.tensors:
+            self._ranges.published.residual = np.array(state.tensors["published"], np.float64)
+        for kind, steps in (("given", self._given), ("settled", self._settled)):
+            steps.extend(sorted(int(step) for name, step in state.facts.items() if name.startswith(f"{kind}.")))
+
+    def close(self) -> None:
+        self._driver.close()
+
+
+def _read_only(vector: Vector) -> Vector:
+    vector.flags.writeable = False
+    return vector

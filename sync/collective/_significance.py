@@ -1,0 +1,58 @@
+"""MLLess' significance filter (10.1145/3464298.3494884 §3.1): what a worker keeps to itself, and until when."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from sync.codec import Codec, Tensors
+from sync.layout import Vector
+
+__all__ = ["SignificanceFilter", "significant"]
+
+_FLOOR = 1e-6
+"""A weight counts as at least this large: by the published rule every change of a weight of zero is infinitely
+significant, and none at all is not a number."""
+
+
+def significant(change: Vector, model: Vector, significance: float, step: int) -> npt.NDArray[np.bool_]:
+    """Which changes are sent in step t = 0, 1, ...: |change / weight| > v / sqrt(t + 1). Shapes (n,)."""
+    threshold = significance / math.sqrt(step + 1)
+    return np.asarray(np.abs(change) > threshold * np.maximum(np.abs(model), np.float32(_FLOOR)))
+
+
+class SignificanceFilter:
+    """All change that a worker has made and not sent, shape (n,).
+
+    Sent plus held back is all change that was ever given in, exactly, as long as the changes of a coordinate lie within
+    a factor of 2^29: what is held back is kept in float64, and includes what the values' coding rounds away.
+    """
+
+    def __init__(self, size: int, significance: float) -> None:
+        self.held = np.zeros(size)
+        self._significance = significance
+
+    def send(self, part: slice, change: Vector, model: Vector, step: int, codec: Codec) -> tuple[Tensors, Vector]:
+        """Add a part's change; what of the part is sent, coded, and as it will be read. Shapes (part,)."""
+        held = self.held[part]
+        held += change
+        chosen = held.astype(np.float32)
+        chosen[~significant(chosen, model, self._significance, step)] = 0.0
+        return self._sent(held, chosen, codec)
+
+    def flush(self, part: slice, codec: Codec) -> tuple[Tensors, Vector]:
+        """Send all of a part, up to what the codec holds back."""
+        held = self.held[part]
+        return self._sent(held, held.astype(np.float32), codec)
+
+    def drop(self, part: slice) -> None:
+        """Forget a part that has reached the others in another way."""
+        self.held[part] = 0.0
+
+    def _sent(self, held: npt.NDArray[np.float64], chosen: Vector, codec: Codec) -> tuple[Tensors, Vector]:
+        tensors = codec.encode(chosen)
+        sent = codec.decode(tensors, chosen.size)
+        held -= sent
+        return tensors, sent

@@ -1,0 +1,261 @@
+"""ISP: the filter, the lists, and workers that share changes over a modelled channel."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+from support.memory_channel import MemoryChannel
+from support.virtual_channel import Program, Virtual
+
+from geofed_pb.errors import GeofedError
+from sync import framing
+from sync.collective import ChannelCosts, Member, Settings, Sharing, SignificanceFilter
+from sync.collective._lists import Lists
+from sync.layout import Vector
+
+QUICK = ChannelCosts(0.1, 0.02, 1e8, 1e8, list_seconds=0.05)
+tame = st.one_of(st.just(0.0), st.floats(2**-10, 2**10, width=32), st.floats(-(2**10), -(2**-10), width=32))
+
+
+def changes(size: int, density: float, seed: int) -> Vector:
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(size) * (rng.random(size) < density)).astype(np.float32)
+
+
+# The lists
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 30_000), st.floats(0, 1), st.integers(0, 9), st.sampled_from(["fp32", "bf16"]))
+def test_lists_say_what_they_were_told(size: int, density: float, seed: int, values: str) -> None:
+    vector, codec = changes(size, density**4, seed), Lists(values)
+    frame = framing.decode(b"".join(framing.encode(codec.encode(vector))))
+    got = codec.decode(frame.tensors, size)
+    if values == "fp32":
+        assert np.array_equal(got, vector)
+    else:
+        np.testing.assert_allclose(got, vector, rtol=2**-8)
+        residual = vector - got
+        assert np.array_equal(residual.astype(np.float64), vector.astype(np.float64) - got)
+
+
+@pytest.mark.parametrize("one_in", [1, 2, 5, 30, 64, 1000, 100_000])
+@pytest.mark.parametrize("values", ["fp32", "bf16"])
+def test_an_entry_takes_five_bytes_at_most(one_in: int, values: str) -> None:
+    size = 1_000_000
+    vector = changes(size, 1 / one_in, 1)
+    nbytes = sum(np.asarray(array).nbytes for array in Lists(values).encode(vector).values())
+    if values == "bf16" or one_in <= 64:
+        assert nbytes <= 5 * np.count_nonzero(vector) + 8
+    # Never larger than the dense vector.
+    assert nbytes <= size * (4 if values == "fp32" else 2)
+
+
+@pytest.mark.parametrize("broken", ["values", "low", "high", "too many", "dtype"])
+def test_damaged_lists_are_refused(broken: str) -> None:
+    codec, vector = Lists("bf16"), changes(5000, 0.01, 3)
+    tensors = dict(codec.encode(vector))
+    if broken == "too many":
+        tensors["bf16"] = np.append(tensors["bf16"], tensors["bf16"][:1])
+    elif broken == "dtype":
+        tensors["low"] = tensors["low"].astype(np.float32)
+    else:
+        tensors[{"values": "bf16"}.get(broken, broken)] = tensors[{"values": "bf16"}.get(broken, broken)][:-1]
+    with pytest.raises(GeofedError) as raised:
+        codec.decode(tensors, 5000)
+    assert raised.value.code == "FRAME_INVALID"
+
+
+# The filter
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st_numpy.arrays(np.float32, 60, elements=tame), min_size=1, max_size=6),
+    st_numpy.arrays(np.float32, 60, elements=tame),
+    st.floats(0, 2),
+    st.sampled_from(["fp32", "bf16"]),
+)
+def test_sent_plus_held_back_is_all_change(
+    given_in: list[Vector], model: Vector, significance: float, values: str
+) -> None:
+    kept, codec = SignificanceFilter(60, significance), Lists(values)
+    sent, total = np.zeros(60), np.zeros(60)
+    for step, change in enumerate(given_in):
+        for part in (slice(0, 25), slice(25, 60)):
+            sent[part] += kept.send(part, change[part], model[part], step, codec)[1]
+        total += change
+        assert np.array_equal(sent + kept.held, total)
+        if values == "fp32":
+            bound = significance / math.sqrt(step + 1) * np.maximum(np.abs(model), 1e-6)
+            assert (np.abs(kept.held) <= bound * (1 + 1e-6) + 2**-24 * np.abs(total)).all()
+    sent += kept.flush(slice(0, 60), Lists("fp32"))[1]
+    assert np.array_equal(sent + kept.held, total)
+
+
+def test_the_published_rule() -> None:
+    kept, model = SignificanceFilter(5, 0.5), np.array([1, 1, -1, 0, 0], np.float32)
+    change = np.array([0.5, 0.51, -0.6, 0.0, 1e-3], np.float32)
+    _, sent = kept.send(slice(0, 5), change, model, 0, Lists("fp32"))
+    # As much as the threshold is not more than it; a weight of zero is guarded.
+    assert sent.tolist() == [0, np.float32(0.51), np.float32(-0.6), 0, np.float32(1e-3)]
+    _, sent = kept.send(slice(0, 5), np.zeros(5, np.float32), model, 3, Lists("fp32"))
+    assert sent.tolist() == [0.5, 0, 0, 0, 0]
+
+
+# The collective
+
+
+def share(
+    workers: int, size: int, given_settings: Settings, count: int, density: float = 0.2, every: int = 0
+) -> tuple[list[Vector], npt.NDArray[np.float64], Virtual]:
+    """Workers that make some steps and settle; their models, what they should be, and the channel."""
+    virtual = Virtual(QUICK)
+    start = changes(size, 1.0, 99)
+    models = [start.copy() for _ in range(workers)]
+    exact = start.astype(np.float64)
+    ones = [Sharing(given_settings, Member(w, workers, 1), MemoryChannel(), "c", size) for w in range(workers)]
+    trained = size if given_settings.trained is None else given_settings.trained
+    for worker in range(workers):
+        for step in range(1, count + 1):
+            exact[:trained] += 0.01 * changes(trained, density, 1000 * worker + step).astype(np.float64)
+
+    def program(worker: int) -> Program:
+        one, model = ones[worker], models[worker]
+        for step in range(1, count + 1):
+            change = np.zeros(size, np.float32)
+            change[:trained] = np.float32(0.01) * changes(trained, density, 1000 * worker + step)
+            change[trained:] = worker
+            model += change
+            merged = yield one.part(step, change, 1.0, model)
+            for each in one.merged(merged):
+                assert each.weight == workers
+                assert not each.vector[trained:].any()
+                model += each.vector
+            if step == count or (every and step % every == 0):
+                merged = yield one.settling(step, model)
+                model[:] = merged[0].vector
+
+    for worker in range(workers):
+        virtual.add(program(worker), serial=given_settings.faithful)
+    virtual.run()
+    assert all(worker.ended for worker in virtual.workers)
+    return models, exact, virtual
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(2, 9), st.integers(1, 3000), st.integers(0, 4), st.sampled_from(["fp32", "bf16"]), st.booleans(),
+    st.floats(0, 3), st.data(),
+)  # fmt: skip
+def test_all_end_with_all_changes_in_the_same_bits(
+    workers: int, size: int, every: int, codec: str, faithful: bool, significance: float, data: st.DataObject
+) -> None:
+    chunks = data.draw(st.one_of(st.none(), st.integers(1, workers)))
+    given_settings = Settings(
+        "isp", chunks=chunks, codec=codec, significance=significance, faithful=faithful and chunks is None
+    )
+    models, exact, _ = share(workers, size, given_settings, 6, every=every)
+    assert len({model.tobytes() for model in models}) == 1
+    np.testing.assert_allclose(models[0], exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunks", [None, 3])
+def test_with_no_threshold_every_step_is_synchronous(chunks: int | None) -> None:
+    workers, size = 4, 500
+    ones = [
+        Sharing(Settings("isp", chunks=chunks, significance=0.0), Member(w, workers, 1), MemoryChannel(), "c", size)
+        for w in range(workers)
+    ]
+    virtual, models = Virtual(QUICK), [np.ones(size, np.float32) for _ in range(workers)]
+
+    def program(worker: int) -> Program:
+        for step in range(1, 5):
+            change = changes(size, 0.5, worker * 100 + step)
+            models[worker] += change
+            merged = yield ones[worker].part(step, change, 1.0, models[worker])
+            for each in ones[worker].merged(merged):
+                models[worker] += each.vector
+
+    for worker in range(workers):
+        virtual.add(program(worker))
+    virtual.run()
+    exact = 1.0 + sum(
+        changes(size, 0.5, worker * 100 + step).astype(np.float64) for worker in range(workers) for step in range(1, 5)
+    )
+    for model in models:
+        np.testing.assert_allclose(model, exact, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunks", [None, 2])
+def test_what_gradients_do_not_train_is_averaged_on_settling(chunks: int | None) -> None:
+    models, exact, _ = share(3, 1000, Settings("isp", chunks=chunks, trained=900), 4)
+    assert len({model.tobytes() for model in models}) == 1
+    np.testing.assert_allclose(models[0][:900], exact[:900], rtol=1e-4, atol=1e-5)
+    # Every worker has added its own number four times.
+    np.testing.assert_allclose(models[0][900:], exact[900:] + 4 * np.mean([0, 1, 2]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("chunks", [None, 2])
+def test_what_the_channel_holds_does_not_grow(chunks: int | None) -> None:
+    held = [len(share(4, 1000, Settings("isp", chunks=chunks), count, every=3)[2].values) for count in (6, 12)]
+    assert held[0] == held[1] <= 2 * 4 + 2 * 4
+
+
+def test_ranges_move_fewer_bytes_than_all_to_all() -> None:
+    """With 16 workers, whose changes touch the same few coordinates, as popular features do."""
+    workers, size = 16, 40_000
+
+    def down(given_settings: Settings) -> float:
+        virtual = Virtual(QUICK)
+        for worker in range(workers):
+            one = Sharing(given_settings, Member(worker, workers, 1), MemoryChannel(), "c", size)
+
+            def program(one: Sharing = one, worker: int = worker) -> Program:
+                model = np.ones(size, np.float32)
+                for step in range(1, 4):
+                    change = np.zeros(size, np.float32)
+                    change[:4000] = 10 * changes(4000, 0.3, worker * 100 + step)
+                    yield one.part(step, change, 1.0, model)
+
+            virtual.add(program(), serial=given_settings.faithful)
+        virtual.run()
+        return sum(worker.meter.bytes_out for worker in virtual.workers)
+
+    published = down(Settings("isp", faithful=True, significance=0.5))
+    compact = down(Settings("isp", codec="bf16", significance=0.5))
+    ranges = down(Settings("isp", chunks=4, codec="bf16", significance=0.5))
+    assert compact * 4 < published
+    assert ranges * 3 < compact
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
+    with pytest.raises(GeofedError, match="fp32 or bf16"):
+        Sharing(Settings("isp", codec="int8"), Member(0, 2, 1), MemoryChannel(), "c", 10)
+    one = Sharing(Settings("isp"), Member(0, 2, 1), MemoryChannel(), "c", 10)
+    vector: Any = np.zeros(10, np.float32)
+    for call in (
+        lambda: one.merge(1, vector, 1.0),
+        lambda: one.merge(1, vector[:3], 1.0, vector),
+        lambda: one.merge(1, vector, -1.0, vector),
+        lambda: one.settle(1, vector[:2]),
+    ):
+        with pytest.raises(GeofedError) as raised:
+            call()
+        assert raised.value.code == "FRAME_INVALID"
+    one.close()
+
+
+def test_alone_there_is_nothing_to_share() -> None:
+    one = Sharing(Settings("isp"), Member(0, 1, 1), MemoryChannel(), "c", 10)
+    vector = np.ones(10, np.float32)
+    assert one.merge(1, vector, 1.0, vector) == ()
+    assert one.settle(1, vector).model is None
+    one.close()
