@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Literal, cast
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,31 +19,38 @@ import numpy.typing as npt
 from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.channel import Channel
-from sync.codec import Codec, ErrorFeedback, Float32, Tensors
+from sync.codec import Codec, Float32, Tensors
 from sync.collective._contract import Merged, Settings, Settled, State
 from sync.collective._exchange import Arrived, Delete, Event, Fetch, Put, Request
 from sync.collective._fold import Fold, Numbers
-from sync.collective._lists import AsPublished, Lists
+from sync.collective._lists import AsPublished, ListCodec, Lists
 from sync.collective._members import Member
 from sync.collective._reduce import Call, Plan, Reduce, weight_of
 from sync.collective._reducing import driver_of, plan_of
-from sync.collective._significance import SignificanceFilter
+from sync.collective._significance import SignificanceFilter, significant
 from sync.layout import Vector
 
 __all__ = ["Sharing"]
 
 
 class _Ranges:
-    """Changes merged by ranges: sums of lists."""
+    """Changes merged by ranges: sums of lists.
 
-    def __init__(self, plan: Plan, held: SignificanceFilter, codec: Codec) -> None:
-        self._plan, self._held, self._codec = plan, held, codec
+    The union of the lists is what all read, so it is filtered as well, by the published rule: an owner holds back sums
+    that are not significant of its own model. Workers send what is significant at a lower threshold: it reaches one
+    owner, and costs little. A worker goes on with its own change until the owner publishes a sum that holds it.
+    """
+
+    def __init__(self, plan: Plan, held: SignificanceFilter, codec: ListCodec, significance: float) -> None:
+        self._plan, self._held, self._codec, self._significance = plan, held, codec, significance
         self.model: Vector = np.zeros(plan.size, np.float32)
         self.step = 0
         self.sent: Vector = np.zeros(plan.size, np.float32)
-        """What of this worker's changes the others are told in this step."""
-        self.published = ErrorFeedback(codec, None)
-        """What the lists of the own range hold back of the sums."""
+        """What of this worker's changes the owners are told in this step."""
+        self.unpublished = np.zeros(plan.size)
+        """What of this worker's changes owners were told and have not published, shape (n,)."""
+        self.withheld = np.zeros(0 if plan.own is None else plan.bounds[plan.own].stop - plan.bounds[plan.own].start)
+        """Of the own range: sums of what was told, not published."""
 
     def part(self, chunk: int, values: Vector) -> Tensors:
         part = self._plan.bounds[chunk]
@@ -61,14 +69,39 @@ class _Ranges:
 
     def merged(self, chunk: int, fold: Fold) -> tuple[Tensors, Vector, float]:
         sums, weight = fold.sum()
-        if self.published.residual is None:
-            self.published.residual = np.zeros(sums.size)
-        # Given in float64, so that the rounding of the sums is held back as well.
-        tensors, values = self.published.encode(cast(Vector, sums))
+        self.withheld += sums
+        whole = self.withheld.astype(np.float32)
+        chosen = significant(whole, self.model[self._plan.bounds[chunk]], self._significance, self.step)
+        if self._significance == 0:
+            # What coding rounds away would be significant for ever: it waits until a worker tells of the coordinate.
+            chosen &= sums != 0
+        (places,) = np.nonzero(chosen)
+        tensors, read = self._codec.encode_entries(whole.size, places, whole[places])
+        self.withheld[places] -= read
+        values = np.zeros(whole.size, np.float32)
+        values[places] = read
         return tensors, values, weight
 
     def read_merged(self, chunk: int, tensors: Tensors, size: int) -> Vector:
         return self._codec.decode(tensors, size)
+
+    def others(self, published: Vector) -> Vector:
+        """Without this worker's own changes, which it has applied; shape (n,)."""
+        self.unpublished += self.sent
+        (places,) = np.nonzero(published != 0)
+        change = np.zeros(published.size, np.float32)
+        change[places] = published[places] - self.unpublished[places]
+        self.unpublished[places] = 0.0
+        return change
+
+    def settle(self) -> npt.NDArray[np.float64] | None:
+        """What the own range of the own model lacks of what owners were told; from now on, it has it."""
+        lacking = None
+        if self._plan.own is not None:
+            lacking = self.withheld - self.unpublished[self._plan.bounds[self._plan.own]]
+        self.withheld[:] = 0.0
+        self.unpublished[:] = 0.0
+        return lacking
 
 
 class _Models:
@@ -165,15 +198,20 @@ class Sharing:
     shares: Literal["changes"] = "changes"
 
     def __init__(self, settings: Settings, member: Member, channel: Channel, place: str, size: int) -> None:
-        if settings.codec not in ("fp32", "bf16"):
-            raise GeofedError("CONFIG_INVALID", f"isp sends its values in fp32 or bf16, not in {settings.codec}")
+        if settings.codec not in ("fp32", "bf16", "fp8"):
+            raise GeofedError("CONFIG_INVALID", f"isp sends its values in fp32, bf16 or fp8, not in {settings.codec}")
         self._member, self._size = member, size
         self._trained = size if settings.trained is None else min(size, settings.trained)
-        self._plan = plan_of(member, size, settings, place)
+        # Values of eight bits travel in as many bytes as int8's.
+        like = replace(settings, codec="int8") if settings.codec == "fp8" else settings
+        self._plan = plan_of(member, size, like, place)
         self._all_to_all = settings.chunks is None
-        self._codec: Codec = AsPublished() if settings.faithful else Lists(settings.codec)
-        self._held = SignificanceFilter(size, settings.significance)
-        self._ranges = _Ranges(self._plan, self._held, self._codec)
+        self._codec: ListCodec = AsPublished() if settings.faithful else Lists(settings.codec)
+        by_ranges = not self._all_to_all and not settings.faithful
+        of_a_list = settings.significance / (len(member.present) if by_ranges else 1)
+        self._held = SignificanceFilter(size, of_a_list)
+        # As published nothing is held back twice.
+        self._ranges = _Ranges(self._plan, self._held, self._codec, settings.significance if by_ranges else 0.0)
         self._given: deque[int] = deque()
         """Steps whose lists or merged ranges of this worker are in the channel."""
         self._settled: deque[int] = deque()
@@ -210,7 +248,7 @@ class Sharing:
         """Without this worker's own changes, which it has applied."""
         if self._all_to_all:
             return merged
-        return tuple(Merged(one.step, _read_only(one.vector - self._ranges.sent), one.weight) for one in merged)
+        return tuple(Merged(one.step, _read_only(self._ranges.others(one.vector)), one.weight) for one in merged)
 
     def settle(self, step: int, model: Vector) -> Settled:
         if model.shape != (self._size,):
@@ -223,22 +261,22 @@ class Sharing:
         """What `settle` runs."""
         self._settled.append(step)
         expired = tuple(self._settled.popleft() for _ in range(len(self._settled) - 2))
-        extra, self._ranges.published.residual = self._ranges.published.residual, None
-        models = _Models(self._plan, self._held, self._trained, extra)
+        models = _Models(self._plan, self._held, self._trained, self._ranges.settle())
         return Reduce(self._plan, Call("s", step, 1.0, (step,), expired), models, model)
 
     def state(self) -> State:
         self._driver.drain()
         tensors: dict[str, npt.NDArray[np.generic]] = {"held": self._held.held}
-        if self._ranges.published.residual is not None:
-            tensors["published"] = self._ranges.published.residual
+        if not self._all_to_all:
+            tensors |= {"withheld": self._ranges.withheld, "unpublished": self._ranges.unpublished}
         facts = {f"given.{number}": float(step) for number, step in enumerate(self._given)}
         return State(tensors, facts | {f"settled.{n}": float(step) for n, step in enumerate(self._settled)})
 
     def restore(self, state: State) -> None:
         self._held.held[:] = state.tensors["held"]
-        if "published" in state.tensors:
-            self._ranges.published.residual = np.array(state.tensors["published"], np.float64)
+        if not self._all_to_all:
+            self._ranges.withheld[:] = state.tensors["withheld"]
+            self._ranges.unpublished[:] = state.tensors["unpublished"]
         for kind, steps in (("given", self._given), ("settled", self._settled)):
             steps.extend(sorted(int(step) for name, step in state.facts.items() if name.startswith(f"{kind}.")))
 

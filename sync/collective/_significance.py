@@ -7,7 +7,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from sync.codec import Codec, Tensors
+from sync.codec import Tensors
+from sync.collective._lists import ListCodec, Places
 from sync.layout import Vector
 
 __all__ = ["SignificanceFilter", "significant"]
@@ -34,25 +35,30 @@ class SignificanceFilter:
         self.held = np.zeros(size)
         self._significance = significance
 
-    def send(self, part: slice, change: Vector, model: Vector, step: int, codec: Codec) -> tuple[Tensors, Vector]:
+    def send(self, part: slice, change: Vector, model: Vector, step: int, codec: ListCodec) -> tuple[Tensors, Vector]:
         """Add a part's change; what of the part is sent, coded, and as it will be read. Shapes (part,)."""
         held = self.held[part]
         held += change
-        chosen = held.astype(np.float32)
-        chosen[~significant(chosen, model, self._significance, step)] = 0.0
-        return self._sent(held, chosen, codec)
+        whole = held.astype(np.float32)
+        (places,) = np.nonzero(significant(whole, model, self._significance, step))
+        return self._sent(held, places, whole[places], codec)
 
-    def flush(self, part: slice, codec: Codec) -> tuple[Tensors, Vector]:
+    def flush(self, part: slice, codec: ListCodec) -> tuple[Tensors, Vector]:
         """Send all of a part, up to what the codec holds back."""
         held = self.held[part]
-        return self._sent(held, held.astype(np.float32), codec)
+        whole = held.astype(np.float32)
+        (places,) = np.nonzero(whole != 0)
+        return self._sent(held, places, whole[places], codec)
 
     def drop(self, part: slice) -> None:
         """Forget a part that has reached the others in another way."""
         self.held[part] = 0.0
 
-    def _sent(self, held: npt.NDArray[np.float64], chosen: Vector, codec: Codec) -> tuple[Tensors, Vector]:
-        tensors = codec.encode(chosen)
-        sent = codec.decode(tensors, chosen.size)
-        held -= sent
+    def _sent(
+        self, held: npt.NDArray[np.float64], places: Places, values: Vector, codec: ListCodec
+    ) -> tuple[Tensors, Vector]:
+        tensors, read = codec.encode_entries(held.size, places, values)
+        held[places] -= read
+        sent = np.zeros(held.size, np.float32)
+        sent[places] = read
         return tensors, sent
