@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from region_agent.config import PricesConfig
+from region_agent.config import ChannelPricesConfig, PricesConfig
 
 __all__ = ["Item", "bill", "invocation_amounts"]
 
@@ -29,8 +29,8 @@ def invocation_amounts(seconds: float, memory_mb: int) -> dict[str, float]:
     return {"gb_seconds": billed * memory_mb / 1024, "calls": 1.0}
 
 
-def bill(meters: dict[str, float], prices: PricesConfig) -> list[Item]:
-    """The account of a partition, by item; egress by the region it went to."""
+def bill(meters: dict[str, float], prices: PricesConfig, channel: ChannelPricesConfig | None = None) -> list[Item]:
+    """The account of a partition, by item; egress by the region it went to. ``channel``: None for one that is free."""
     lines = [
         ("function-seconds", meters.get("gb_seconds", 0.0), "GB-s", prices.function_usd_per_gb_second),
         ("function-calls", meters.get("calls", 0.0), "1", prices.function_usd_per_request),
@@ -40,4 +40,18 @@ def bill(meters: dict[str, float], prices: PricesConfig) -> list[Item]:
         if name.startswith("sent_bytes:"):
             to = name.removeprefix("sent_bytes:")
             lines.append((f"egress to {to}", value / 1e9, "GB", prices.egress_to.get(to, prices.egress_usd_per_gb)))
+    told = [Item(item, quantity, unit, quantity * price, prices.source) for item, quantity, unit, price in lines]
+    return told + (_bill_channel(meters, channel) if channel is not None else [])
+
+
+def _bill_channel(meters: dict[str, float], prices: ChannelPricesConfig) -> list[Item]:
+    def requests(*kinds: str) -> float:
+        return sum(meters.get(f"channel_{kind}", 0.0) for kind in kinds)
+
+    lines = [
+        ("channel-server", meters.get("ps_seconds", 0.0) / 3600, "h", prices.usd_per_hour),
+        ("channel-puts", requests("puts", "lists"), "1", prices.usd_per_put),
+        ("channel-gets", requests("gets", "misses", "looks", "waits"), "1", prices.usd_per_get),
+        ("channel-deletes", requests("deletes"), "1", prices.usd_per_delete),
+    ]
     return [Item(item, quantity, unit, quantity * price, prices.source) for item, quantity, unit, price in lines]

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from geofed_pb.errors import GeofedError
 
-__all__ = ["DatasetConfig", "RegionConfig", "StoreConfig", "load_config"]
+__all__ = [
+    "ChannelPricesConfig",
+    "DatasetConfig",
+    "FileChannelConfig",
+    "PricesConfig",
+    "RedisChannelConfig",
+    "RegionConfig",
+    "S3ChannelConfig",
+    "StoreConfig",
+    "load_config",
+]
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+_Resolved = TypeVar("_Resolved", bound="_Section")
 
 
 def _two_or_more(ports: tuple[int, int]) -> tuple[int, int]:
@@ -109,12 +122,52 @@ class OpenFaasGateway(_Section):
     namespace: str = ""
 
 
-class ChannelConfig(_Section):
-    """Where the workers of a partition exchange tensors."""
+class ChannelPricesConfig(_Section):
+    """What the channel costs: its server by the hour, requests by kind. What is not billed is 0, and said to be."""
+
+    source: Annotated[str, Field(min_length=1)]
+    as_of: Annotated[str, Field(pattern=r"^\d{4}-\d{2}(-\d{2})?$")]
+    usd_per_hour: NotNegative = 0.0
+    usd_per_put: NotNegative = 0.0
+    """Also of a request that lists."""
+    usd_per_get: NotNegative = 0.0
+    """Also of one that finds nothing."""
+    usd_per_delete: NotNegative = 0.0
+
+
+class FileChannelConfig(_Section):
+    """A folder."""
 
     kind: Literal["file"] = "file"
     path: Path | None = None
     """Default: shared memory, or the state directory where there is none."""
+    prices: None = None
+
+
+class RedisChannelConfig(_Section):
+    """A Redis server."""
+
+    kind: Literal["redis"]
+    url: Annotated[str, Field(pattern=r"^(redis|rediss)://[^@?]+$|^unix://[^@?]+$")]
+    """Without credentials."""
+    user: str = "default"
+    password_file: Path | None = None
+    """With it, each job's workers get a Redis user of their own, which sees that job's keys only."""
+    prices: ChannelPricesConfig | None = None
+
+
+class S3ChannelConfig(_Section):
+    """A bucket of an S3-compatible object store; credentials come from the SDK's own chain."""
+
+    kind: Literal["s3"]
+    bucket: Annotated[str, Field(min_length=3)]
+    prefix: str = ""
+    endpoint_url: str | None = None
+    region: str | None = None
+    path_style: bool = False
+    worker_credentials_file: Path | None = None
+    """An SDK's credentials file as workers see it, good for this bucket and no more; none: they have a role."""
+    prices: ChannelPricesConfig | None = None
 
 
 class PolicyConfig(_Section):
@@ -152,9 +205,23 @@ class RegionConfig(_Section):
     links: dict[str, LinkConfig] = {}
     stores: dict[str, StoreConfig] = {}
     gateway: Annotated[EmbeddedGateway | OpenFaasGateway, Field(discriminator="kind")] = EmbeddedGateway()
-    channel: ChannelConfig = ChannelConfig()
+    channel: Annotated[FileChannelConfig | RedisChannelConfig | S3ChannelConfig, Field(discriminator="kind")] = (
+        FileChannelConfig()
+    )
+    """Where the workers of a partition exchange tensors."""
     policy: PolicyConfig = PolicyConfig()
     server: ServerConfig = ServerConfig()
+
+    @field_validator("channel", mode="before")
+    @classmethod
+    def _a_folder_unless_it_says_otherwise(cls, value: Any) -> Any:
+        return {"kind": "file", **value} if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _every_price_is_stated(self) -> RegionConfig:
+        if self.prices is not None and self.channel.kind != "file" and self.channel.prices is None:
+            raise ValueError("`channel.prices` is missing: what the account leaves out would be counted as free")
+        return self
 
     @property
     def name(self) -> str:
@@ -167,6 +234,7 @@ class RegionConfig(_Section):
             "name": self.name,
             "cloud": self.cloud,
             "capacity": self.capacity.model_dump(),
+            "channel": self.channel.kind,
             "prices": prices,
             "datasets": [
                 {
@@ -233,12 +301,12 @@ def _resolved(config: RegionConfig, folder: Path) -> RegionConfig:
             split: part.model_copy(update={"uri": _absolute(part.uri, folder)}) for split, part in held.splits.items()
         }
         datasets[name] = held.model_copy(update={"splits": splits})
-    channel = _files_resolved(config.channel, ("path",), folder)
+    channel = _files_resolved(config.channel, ("path", "password_file"), folder)
     gateway = _files_resolved(config.gateway, ("user_file", "password_file", "ca_file"), folder)
     return config.model_copy(update={"datasets": datasets, "channel": channel, "gateway": gateway})
 
 
-def _files_resolved(section: _Section, names: tuple[str, ...], folder: Path) -> _Section:
+def _files_resolved(section: _Resolved, names: tuple[str, ...], folder: Path) -> _Resolved:
     given = {name: value for name in names if (value := getattr(section, name, None)) is not None}
     return section.model_copy(update={name: folder / value for name, value in given.items()})
 

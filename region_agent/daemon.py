@@ -20,7 +20,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import to_proto
 from geofed_pb.v1 import agent_pb2
 from region_agent.billing import invocation_amounts
-from region_agent.config import OpenFaasGateway, RegionConfig
+from region_agent.config import FileChannelConfig, OpenFaasGateway, RegionConfig
 from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess
 from region_agent.gateway import BasicAuth, GatewayClient
 from region_agent.hub import Hub
@@ -29,6 +29,7 @@ from region_agent.partition import Partition, Surroundings
 from region_agent.partition_events import Happened, PublishAsked, Stopped
 from region_agent.policy import check_partition
 from region_agent.ps_process import PsProcess
+from region_agent.region_channel import RegionChannel
 from region_agent.store import AgentStore, PartitionRow
 from sync.framing import digest_of
 from sync.ps.storage import disk_full_is_told, write_durably
@@ -128,7 +129,7 @@ class Agent:
             store=self._store,
             gateway=client,
             state_dir=self._state_dir,
-            channel_address=str(self._channel_folder()),
+            channel=RegionChannel(self._config.channel, self._channel_folder(), self._config.name),
             image=gateway.image if isinstance(gateway, OpenFaasGateway) else WORKER_IMAGE,
             fetch_bundle=self._fetch_bundle,
             publish_model=self._publish_model,
@@ -139,8 +140,9 @@ class Agent:
 
     def _channel_folder(self) -> Path:
         """Shared memory, one folder for each agent of the machine; the state directory where there is none."""
-        if self._config.channel.path is not None:
-            return self._config.channel.path
+        configured = self._config.channel
+        if isinstance(configured, FileChannelConfig) and configured.path is not None:
+            return configured.path
         shared = Path("/dev/shm")
         if not os.access(shared, os.W_OK):
             return self._state_dir / "channel"
@@ -156,12 +158,15 @@ class Agent:
                 else None
             )
             return GatewayClient(gateway.url, auth=auth, verify=gateway.ca_file, namespace=gateway.namespace)
-        channel = self._channel_folder()
-        channel.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folders = self._data_folders()
+        if isinstance(self._config.channel, FileChannelConfig):
+            channel = self._channel_folder()
+            channel.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folders.append(str(channel))
         self._gateway = EmbeddedGatewayProcess(
             self._state_dir,
             profile=gateway.profile,
-            keep_paths=[str(channel), *self._data_folders()],
+            keep_paths=folders,
             hide_paths=[str(self._state_dir.resolve())],
         )
         return await self._gateway.start()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import shutil
 import time
 from collections.abc import Callable, Collection, Coroutine
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from geofed_pb.errors import GeofedError
-from geofed_pb.rpc import region_name
 from geofed_pb.v1 import agent_pb2, sync_pb2
 from region_agent.billing import invocation_amounts
 from region_agent.config import DatasetConfig, RegionConfig
 from region_agent.gateway import FunctionSpec, GatewayClient, fixed_scale_labels, timeout_env
 from region_agent.identity import Identity
+from region_agent.partition_calls import CALL_GRACE, Told, bundle_key, invocation_of, server_config_of
 from region_agent.partition_events import (
     Action,
     Begin,
@@ -51,20 +50,17 @@ from region_agent.partition_events import (
 from region_agent.partition_machine import PartitionMachine
 from region_agent.partition_news import News
 from region_agent.partition_report import PartitionMeter, report_of, view_of
-from region_agent.ps_process import PsProcess, free_ports
+from region_agent.ps_process import PsProcess
+from region_agent.region_channel import RegionChannel
 from region_agent.shards import SIGNATURE_LIFE, shard_files
 from region_agent.store import AgentStore
-from region_agent.worker.invocation import Invocation, Outcome
-from sync.channel import open_channel
+from region_agent.worker.invocation import Outcome
+from sync.channel import fence_key
 from sync.ps.config import PsConfig
-from sync.ps.tokens import WorkerIdentity, sign
 
 __all__ = ["Partition", "Surroundings"]
 
 _log = logging.getLogger("geofed.partition")
-_CALL_GRACE = timedelta(seconds=120)
-"""Beyond its slice an invocation may finish the step it is in, and wait for the parameter server."""
-_TOKEN_GRACE = timedelta(seconds=300)
 _READY = timedelta(seconds=60)
 _METER_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 15.0
@@ -79,8 +75,7 @@ class Surroundings:
     store: AgentStore
     gateway: GatewayClient
     state_dir: Path
-    channel_address: str
-    """Under which each job has a folder of its own."""
+    channel: RegionChannel
     image: str
     """Of the worker function."""
     fetch_bundle: Callable[[str], Coroutine[Any, Any, bytes]]
@@ -107,7 +102,11 @@ class Partition:
         self.machine = PartitionMachine(start.region, start.plan.workers, epoch=start.epoch, attempt=row.attempt)
         self._folder = around.state_dir / "jobs" / start.job
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._channel_address = f"{around.channel_address}/{start.job}"
+        self._worker_channel = ""
+        """Address of the channel for the workers; empty: not made yet."""
+        self._costs: dict[str, float] = {}
+        """What requests to the channel take, where the workers have to choose by that."""
+        self._merged_by = ""
         self._function = f"geofed-{start.job}"[:63].rstrip("-")
         self._ps: PsProcess | None = None
         self._ps_runs = False
@@ -195,7 +194,14 @@ class Partition:
             self.feed(failed(GeofedError("INTERNAL", f"{type(error).__name__}: {error}")))
 
     def _report(self, *, durable: bool, blob_digest: str = "") -> None:
-        message = report_of(self.machine, self.job, self._status, self.meter, self._around.config.prices)
+        message = report_of(
+            self.machine,
+            self.job,
+            self._status,
+            self.meter,
+            self._around.config.prices,
+            self._around.config.channel.prices,
+        )
         message.workers = self.start.plan.workers
         message.blob_digest = blob_digest
         self._around.report(message, durable)
@@ -210,15 +216,15 @@ class Partition:
             raise GeofedError("SHARD_UNREADABLE", f"this region has no shard of {task.dataset}")
         await self._sign_splits(dataset)
         bundle = await around.fetch_bundle(task.bundle_digest)
-        channel = open_channel(plan.channel, self._channel_address)
-        await asyncio.to_thread(channel.put, self._bundle_key, [bundle])
+        around.channel.require(plan.channel or "auto")
+        await asyncio.to_thread(self._prepare_channel, bundle)
         limits = {"memory": f"{plan.memory_mb}Mi"}
-        call_seconds = timedelta(seconds=plan.slice_seconds) + _CALL_GRACE
+        call_seconds = timedelta(seconds=plan.slice_seconds) + CALL_GRACE
         spec = FunctionSpec(
             service=self._function,
             image=around.image,
             labels=fixed_scale_labels(plan.workers),
-            env_vars=timeout_env(call_seconds),
+            env_vars={**timeout_env(call_seconds), **around.channel.worker_env()},
             limits=limits,
         )
         await around.gateway.deploy(spec)
@@ -228,13 +234,32 @@ class Partition:
             self._run(self._follow_logs())
         self.feed(Prepared())
 
+    def _prepare_channel(self, bundle: bytes) -> None:
+        channel = self._around.channel.open(self.job)
+        try:
+            channel.put(bundle_key(self.start), [bundle])
+        finally:
+            self.meter.channel_used(channel.usage)
+            channel.close()
+        plan = self.start.plan
+        open_choice = plan.collective in ("auto", "k-reduce", "isp")
+        if plan.workers > 1 and self._around.channel.kind != "file" and open_choice and not self._costs:
+            costs, usage = self._around.channel.costs(self.job)
+            self._costs = {name: float(value) for name, value in asdict(costs).items()}
+            self.meter.channel_used(usage)
+
+    def _end_attempt(self, attempt: int) -> None:
+        """Tell workers that wait for each other in the channel that their attempt is over."""
+        channel = self._around.channel.open(self.job)
+        try:
+            channel.put(fence_key(attempt), [b"over"])
+        finally:
+            self.meter.channel_used(channel.usage)
+            channel.close()
+
     async def _sign_splits(self, dataset: DatasetConfig) -> None:
         self._splits = await asyncio.to_thread(shard_files, dataset, self._around.config.stores)
         self._signed_at = time.monotonic()
-
-    @property
-    def _bundle_key(self) -> str:
-        return f"bundle/{self.start.task.bundle_digest.removeprefix('sha256:')}"
 
     async def _follow_logs(self) -> None:
         with contextlib.suppress(GeofedError):
@@ -249,7 +274,7 @@ class Partition:
         try:
             self._around.store.keep_attempt(self.job, action.attempt)
             ps = PsProcess(
-                self._ps_config(action),
+                await self._ps_config(action),
                 self._folder / "ps.json",
                 self._around.identity,
                 lambda line: self._around.log(self.job, "ps", line),
@@ -290,40 +315,22 @@ class Partition:
             self._around.store.keep_ports(self.job, 0, 0, 0)
         return self._around.store.partition(self.job) or self._row
 
-    def _ps_config(self, action: StartPs) -> PsConfig:
-        plan, server, identity = self.start.plan, self._around.config.server, self._around.identity
-        kept = (self._row.worker_port, self._row.exchange_port, self._row.bulk_port)
-        worker_port, exchange_port, bulk_port = free_ports(server.exchange_host, server.ports, kept)
-        if bulk_port is None:
-            text = "server.ports has no free port for bulk streams: large updates take the exchange port, and longer"
-            self._around.log(self.job, "ps", text)
-        return PsConfig(
-            job=self.job,
-            region=self.start.region,
-            regions=tuple(self.start.regions),
-            epoch=action.epoch,
-            attempt=action.attempt,
-            workers=plan.workers,
-            rounds=plan.rounds,
-            steps_per_round=plan.steps_per_round,
-            evaluate_every=plan.evaluate_every,
-            wan_policy=plan.wan_policy,
-            wan_settings=dict(plan.wan_settings),
-            shares=dict(plan.shares),
-            neighbours=tuple((pair.a, pair.b) for pair in plan.neighbours),
-            codec=plan.codec,
-            channel=plan.channel,
-            channel_address=self._channel_address,
-            state_dir=self._folder / "ps",
-            worker_listen=f"{server.worker_host}:{worker_port}",
-            exchange_listen=f"{server.exchange_host}:{exchange_port}",
-            bulk_port=bulk_port,
-            ready_file=self._folder / "ps-ready.json",
-            token_key=self._row.token_key,
-            ca_file=identity.ca_file,
-            certificate_file=identity.certificate_file,
-            key_file=identity.key_file,
+    async def _ps_config(self, action: StartPs) -> PsConfig:
+        around = self._around
+        config = server_config_of(
+            self.start,
+            action,
+            identity=around.identity,
+            server=around.config.server,
+            row=self._row,
+            channel=around.channel.kind,
+            channel_address=await asyncio.to_thread(around.channel.address, self.job),
+            folder=self._folder,
         )
+        if config.bulk_port is None:
+            text = "server.ports has no free port for bulk streams: large updates take the exchange port, and longer"
+            around.log(self.job, "ps", text)
+        return config
 
     async def _watch(self, ps: PsProcess) -> None:
         metered, status = 0.0, None
@@ -356,13 +363,13 @@ class Partition:
         around.store.keep_attempt(self.job, action.attempt)
         if time.monotonic() - self._signed_at > SIGNATURE_LIFE.total_seconds() / 2:
             await self._sign_splits(around.config.datasets[self.start.task.dataset])
-        body = self._invocation(action).model_dump_json().encode()
+        body = await self._invocation(action)
         begun = time.time()
         number = around.store.invocation_begun(self.job, begun)
         failure: GeofedError | None = None
         outcome: Outcome | None = None
         try:
-            outcome = await self._call(body, timedelta(seconds=plan.slice_seconds) + _CALL_GRACE)
+            outcome = await self._call(body, timedelta(seconds=plan.slice_seconds) + CALL_GRACE)
         except GeofedError as error:
             failure = error
         finally:
@@ -372,9 +379,13 @@ class Partition:
             self.feed(WorkerEnded(action.worker, action.attempt, "failed", error=failure))
             return
         self.meter.invocation_said(outcome)
-        if outcome.status == "failed":
+        if outcome.status in ("failed", "left"):
             failure = GeofedError(outcome.code or "FUNCTION_FAILED", outcome.message, hint=outcome.hint or None)
-        self.feed(WorkerEnded(action.worker, action.attempt, outcome.status, outcome.resume_key, failure))
+        if outcome.merged_by and outcome.merged_by != self._merged_by and self.start.plan.workers > 1:
+            self._merged_by = outcome.merged_by
+            text = f"{self.start.region}: {plan.workers} workers merge by {outcome.merged_by}"
+            self._around.happened(self.job, Happened("collective.used", text, {"collective": outcome.merged_by}))
+        self.feed(WorkerEnded(action.worker, action.attempt, outcome.status, outcome.resume_key, failure, outcome.step))
 
     async def _call(self, body: bytes, limit: timedelta) -> Outcome:
         """One call of the function; only a busy platform is asked again, since the call has not begun there."""
@@ -395,35 +406,20 @@ class Partition:
             except ValidationError:
                 raise GeofedError("FUNCTION_FAILED", f"the function answered {answer.body[:200]!r}") from None
 
-    def _invocation(self, action: Invoke) -> Invocation:
-        plan, task, identity = self.start.plan, self.start.task, self._around.identity
-        who = WorkerIdentity(self.job, self.start.region, action.worker, action.attempt)
-        life = timedelta(seconds=plan.slice_seconds) + _TOKEN_GRACE
-        return Invocation(
-            job=self.job,
-            region=self.start.region,
-            worker=action.worker,
-            workers=plan.workers,
-            attempt=action.attempt,
-            token=sign(who, self._row.token_key, life),
-            ps_address=f"{self._around.config.server.worker_host}:{self._row.worker_port}",
-            ps_name=region_name(self.start.region),
-            ca_pem=identity.ca_file.read_text(),
-            channel=plan.channel,
-            channel_address=self._channel_address,
-            bundle_key=self._bundle_key,
-            module=task.module,
-            config=json.loads(task.config_json or "{}"),
-            splits=self._splits,
-            batch=plan.batch,
-            steps_per_round=plan.steps_per_round,
-            rounds=plan.rounds,
-            seed=plan.seed,
-            slice_seconds=plan.slice_seconds,
-            resume_key=action.resume_key,
-        )
+    async def _invocation(self, action: Invoke) -> bytes:
+        around = self._around
+        if not self._worker_channel:
+            self._worker_channel = await asyncio.to_thread(around.channel.worker_address, self.job)
+        told = Told(
+            around.identity, around.config.server, self._row, self._splits, around.channel.kind, self._worker_channel,
+            self._costs,
+        )  # fmt: skip
+        return invocation_of(self.start, action, told).model_dump_json().encode()
 
     async def _pause(self, action: Restart) -> None:
+        if action.attempt > 1 and self.start.plan.workers > 1:
+            with contextlib.suppress(GeofedError):
+                await asyncio.to_thread(self._end_attempt, action.attempt - 1)
         await asyncio.sleep(action.seconds)
         self.feed(Retry(action.attempt))
 
@@ -436,7 +432,8 @@ class Partition:
     async def _quit(self, action: Quit) -> None:
         await _cancelled(self._tasks - {asyncio.current_task()})
         await self._delete_function()
-        await asyncio.to_thread(shutil.rmtree, self._channel_address, ignore_errors=True)
+        with contextlib.suppress(GeofedError):
+            await asyncio.to_thread(self._around.channel.discard, self.job)
         if action.discard:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 

@@ -97,13 +97,15 @@ class PsEnded:
 
 @dataclass(frozen=True)
 class WorkerEnded:
-    """An invocation is over: "continue", "done" or "failed"."""
+    """An invocation is over: "continue", "done", "failed", or "left": its attempt was over, but not its work."""
 
     worker: int
     attempt: int
     status: str
     resume_key: str = ""
     error: GeofedError | None = None
+    step: int = 0
+    """At which ``resume_key`` goes on."""
 
 
 @dataclass(frozen=True)

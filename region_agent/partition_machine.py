@@ -69,6 +69,8 @@ _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 15.0
 _OUTSIDE_PAUSE_SECONDS = 3.0
 """Looking again whether it is mended costs little."""
+_LONGEST_WAIT_FOR_LEFT_SECONDS = 5.0
+"""For workers of a broken attempt to leave what they have; they do at their next exchange."""
 _OVER = frozenset({"failed", "stopped", "published"})
 
 
@@ -78,6 +80,18 @@ class _Workers:
 
     running: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Broken:
+    """The attempt before, while its workers end."""
+
+    attempt: int = 0
+    running: set[int] = field(default_factory=set)
+    resume_key: str = ""
+    """What the one that got furthest has left."""
+    step: int = -1
+    waited_seconds: float = 0.0
 
 
 class PartitionMachine:
@@ -95,6 +109,7 @@ class PartitionMachine:
         self._peers: tuple[PsPeer, ...] = ()
         self._view = PsView()
         self._crew = _Workers()
+        self._broken = _Broken()
         self._setbacks = 0
         self._setback_round = 0
         self._publish_wanted = False
@@ -205,9 +220,18 @@ class PartitionMachine:
 
     def _invoke_all(self) -> list[Action]:
         self._crew = _Workers(running=set(range(self.workers)))
-        return [Invoke(worker, self.attempt) for worker in range(self.workers)]
+        left, self._broken = self._broken, _Broken()
+        actions: list[Action] = [Invoke(worker, self.attempt, left.resume_key) for worker in range(self.workers)]
+        if left.resume_key:
+            text = f"{self.region}: attempt {self.attempt} goes on from step {left.step}"
+            actions.append(Happened("attempt.resumed", text, {"attempt": self.attempt, "step": left.step}))
+        return actions
 
     def _worker_ended(self, event: WorkerEnded) -> list[Action]:
+        if event.attempt == self._broken.attempt and event.worker in self._broken.running:
+            self._broken.running.discard(event.worker)
+            self._take_up(event)
+            return []
         if event.attempt != self.attempt or event.worker not in self._crew.running:
             return []
         if event.status == "continue":
@@ -217,7 +241,14 @@ class PartitionMachine:
             self._crew.done.add(event.worker)
             return self._maybe_finish()
         error = event.error or GeofedError("FUNCTION_FAILED", f"worker {event.worker} ended without a reason")
-        return self._after_setback(error, "worker-failed", f"worker {event.worker} failed")
+        actions = self._after_setback(error, "worker-failed", f"worker {event.worker} failed")
+        self._take_up(event)
+        return actions
+
+    def _take_up(self, event: WorkerEnded) -> None:
+        """All go on from where the furthest of a broken attempt was; it is at most one step ahead of any other."""
+        if event.status in ("left", "continue") and event.resume_key and event.step > self._broken.step:
+            self._broken.resume_key, self._broken.step = event.resume_key, event.step
 
     def _maybe_finish(self) -> list[Action]:
         """The end is told once the last invocation has returned, so that the account it goes with is whole."""
@@ -244,13 +275,19 @@ class PartitionMachine:
         self.condition = f"{error.code}: {error.message}; trying again"
         if kind == "worker-failed":
             # The workers that still run belong to the old attempt; they are fenced as soon as the new one begins.
+            self._broken = _Broken(self.attempt, set(self._crew.running))
             self.attempt += 1
             self._crew = _Workers()
-        return [told, self._report(), Restart(self.attempt, pause)]
+        # The parameter server must know at once, so that those who wait there hear that their attempt is over.
+        fenced = self._configure() if kind == "worker-failed" else []
+        return [told, self._report(), *fenced, Restart(self.attempt, pause)]
 
     def _retry(self, event: Retry) -> list[Action]:
         if event.attempt != self.attempt:
             return []
+        if self._broken.running and self._broken.waited_seconds < _LONGEST_WAIT_FOR_LEFT_SECONDS:
+            self._broken.waited_seconds += _FIRST_PAUSE_SECONDS
+            return [Restart(self.attempt, _FIRST_PAUSE_SECONDS)]
         self.condition = self._view.condition
         actions = self._prepare()
         if not self._ps_up:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import error_of, to_proto
 from geofed_pb.v1 import agent_pb2, common_pb2, sync_pb2
 from region_agent.billing import bill
-from region_agent.config import PricesConfig
+from region_agent.config import ChannelPricesConfig, PricesConfig
 from region_agent.partition_events import PsView
 from region_agent.partition_machine import PartitionMachine
+from region_agent.region_channel import usage_meters
 from region_agent.store import AgentStore
 from region_agent.worker.invocation import Outcome
+from sync.channel import Usage
 
 __all__ = ["PartitionMeter", "report_of", "view_of"]
 
@@ -41,6 +45,7 @@ class PartitionMeter:
         counters = {f"sent_bytes:{region}": float(count) for region, count in status.sent_bytes.items()}
         counters |= {f"received_bytes:{region}": float(count) for region, count in status.received_bytes.items()}
         counters |= {f"refused:{region}": float(count) for region, count in status.refused.items()}
+        counters |= usage_meters(status.channel)
         counters["wait_seconds"] = status.wait_seconds
         grown = {name: value - self._counted.get(name, 0.0) for name, value in counters.items()}
         self._counted = counters
@@ -49,8 +54,17 @@ class PartitionMeter:
 
     def invocation_said(self, outcome: Outcome) -> None:
         self._store.add_to_meters(
-            self._job, {"compute_seconds": outcome.compute_seconds, "computed_samples": outcome.samples}
+            self._job,
+            {
+                "compute_seconds": outcome.compute_seconds,
+                "computed_samples": outcome.samples,
+                **usage_meters(outcome.channel),
+            },
         )
+
+    def channel_used(self, usage: Usage) -> None:
+        """By the agent itself."""
+        self._store.add_to_meters(self._job, usage_meters(asdict(usage)))
 
     def _add_server_time(self, now: float) -> None:
         if self._server_since is not None:
@@ -65,7 +79,12 @@ def view_of(status: sync_pb2.PsStatus) -> PsView:
 
 
 def report_of(
-    machine: PartitionMachine, job: str, status: sync_pb2.PsStatus, meter: PartitionMeter, prices: PricesConfig | None
+    machine: PartitionMachine,
+    job: str,
+    status: sync_pb2.PsStatus,
+    meter: PartitionMeter,
+    prices: PricesConfig | None,
+    channel: ChannelPricesConfig | None = None,
 ) -> agent_pb2.PartitionReport:
     """How the partition stands; sums are cumulative, so a lost report is made good by the next."""
     meters = meter.values()
@@ -87,7 +106,7 @@ def report_of(
         received_bytes=_by_region(meters, "received_bytes:"),
         money=[
             common_pb2.Money(item=i.item, quantity=i.quantity, unit=i.unit, usd=i.usd, source=i.source)
-            for i in (bill(meters, prices) if prices else [])
+            for i in (bill(meters, prices, channel) if prices else [])
         ],
         model_digest=status.model_digest,
         error=to_proto(machine.error) if machine.error else None,

@@ -190,7 +190,10 @@ def _reachable(listen: str) -> str:
 
 def _environment() -> dict[str, str]:
     kept = {
-        name: value for name, value in os.environ.items() if name in ("PATH", "LANG", "HOME", "TMPDIR", "PYTHONPATH")
+        name: value
+        for name, value in os.environ.items()
+        # AWS_: where an SDK finds the credentials of the region's channel.
+        if name in ("PATH", "LANG", "HOME", "TMPDIR", "PYTHONPATH") or name.startswith("AWS_")
     }
     # One thread is enough: the server waits far more than it computes.
     return kept | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -78,6 +78,8 @@ class Region:
     datasets: tuple[Dataset, ...] = ()
     links: tuple[Link, ...] = ()
     """The links that begin here, as the operator states or the agent measured them."""
+    channel: str = "file"
+    """What its workers exchange tensors through: "file", "redis" or "s3"."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,9 @@ class Demand:
     """Steps between WAN exchanges; None: the plan says."""
     collective: str | None = None
     channel: str | None = None
+    merging: dict[str, float] = field(default_factory=dict)
+    """Of the collective, where the job file sets them: "k", "staleness", "significance"."""
+    merging_codec: str = "fp32"
     wan_policy: str | None = None
     wan_settings: dict[str, float] = field(default_factory=dict)
     """Of the policy, where the job file sets them."""
@@ -207,7 +212,9 @@ class Plan:
     interval: int
     """Local steps between WAN exchanges of the region that makes the most."""
     collective: str
+    """"auto": each region chooses, by what it measures of its channel."""
     channel: str
+    """"auto": each region's own."""
     wan_policy: str
     codec: str
     topology: str
@@ -221,6 +228,10 @@ class Plan:
     alternatives: tuple[Alternative, ...] = ()
     wan_settings: dict[str, float] = field(default_factory=dict)
     """Of policy and exchange."""
+    merging: dict[str, float] = field(default_factory=dict)
+    """Of the collective."""
+    merging_codec: str = "fp32"
+    """Of what the workers of a region send each other."""
 
     @property
     def background(self) -> bool:

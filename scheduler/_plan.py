@@ -42,8 +42,10 @@ def plan(snapshot: Snapshot, demand: Demand) -> Plan | Declined:
         partitions=tuple(partitions),
         rounds=rounds,
         interval=interval,
-        collective=demand.collective or "server-reduce",
-        channel=demand.channel or "file",
+        collective=demand.collective or "auto",
+        channel=demand.channel or "auto",
+        merging=demand.merging,
+        merging_codec=demand.merging_codec,
         wan_policy=demand.wan_policy or "ma",
         wan_settings=wan.settings,
         codec=wan.codec,
@@ -176,6 +178,9 @@ def _unfit(region: Region, part: Partition, snapshot: Snapshot, demand: Demand) 
                 "lower function.memory_mb",
             )
         )
+    if demand.channel not in (None, region.channel):
+        text = f"region {name} has the channel {region.channel}, {demand.channel} is asked for"
+        reasons.append(Reason("INADMISSIBLE", text, "leave `channel` out, or keep the region out with regions.avoid"))
     return reasons
 
 

@@ -75,13 +75,20 @@ def description_text(view: Data) -> str:
     return "\n\n".join(parts)
 
 
+def _collective(plan: Data) -> str:
+    if plan["collective"] == "auto":
+        return "as is fastest in each region"
+    k = plan.get("merging", {}).get("k")
+    return f"{plan['collective']} in a region" + (f" (K = {k:.0f})" if k else "")
+
+
 def plan_text(plan: Data) -> str:
     """A plan: who does what, what it takes, and what may go where."""
     estimate = plan["estimate"]
     head = fields(
         [
             ("rounds", f"{plan['rounds']}, one after {plan['interval']} local steps"),
-            ("merge", f"{plan['collective']} in a region, {plan['wan_policy']} between regions, {plan['codec']}"),
+            ("merge", f"{_collective(plan)}, {plan['wan_policy']} between regions, {plan['codec']}"),
             ("exchange", _exchange(plan)),
             ("time", _range(estimate["seconds"], seconds_text)),
             ("WAN bytes", _range(estimate["wan_bytes"], bytes_text)),

@@ -117,6 +117,8 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             slice_seconds=plan.slice_seconds,
             collective=plan.collective,
             channel=plan.channel,
+            merging=plan.merging,
+            merging_codec=plan.merging_codec,
             wan_policy=plan.wan_policy,
             wan_settings=plan.wan_settings,
             topology=plan.topology,

@@ -33,6 +33,8 @@ def to_demand(spec: JobSpec, job: str, now: datetime) -> Demand:
         interval=_count(spec.wan.interval),
         collective=_fixed(spec.collective),
         channel=_fixed(spec.channel),
+        merging=_merging(spec),
+        merging_codec=spec.merge.codec,
         wan_policy=_fixed(spec.wan.policy),
         wan_settings=_settings(spec.wan),
         exchange=_fixed(spec.wan.exchange),
@@ -43,6 +45,12 @@ def to_demand(spec: JobSpec, job: str, now: datetime) -> Demand:
         deadline_seconds=_seconds_left(spec.objective.deadline, now),
         budget_usd=spec.objective.budget,
     )
+
+
+def _merging(spec: JobSpec) -> dict[str, float]:
+    """What the job file sets of the collective, as numbers by name."""
+    found = {"k": _count(spec.k), "staleness": spec.merge.staleness or None, "significance": spec.merge.significance}
+    return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def _settings(wan: Wan) -> dict[str, float]:

@@ -214,6 +214,17 @@ class Wan(_Section):
         return self
 
 
+class Merge(_Section):
+    """How the workers of a region merge, beyond the collective's name."""
+
+    codec: Literal["fp32", "bf16", "int8"] = "fp32"
+    """What they send each other in, both ways; what a lossy one holds back goes with the next step."""
+    staleness: Annotated[int, Field(ge=0, le=8)] = 0
+    """Of `k-reduce`: workers that merge no part go on with the mean of so many steps before (FasDL: 1)."""
+    significance: Annotated[float, Field(ge=0)] | None = None
+    """Of `isp`: v of the filter |change / weight| > v / sqrt(t); none: 0.7."""
+
+
 class Function(_Section):
     memory_mb: AutoOrCount = "auto"
     slice: Duration = timedelta(seconds=30)
@@ -243,13 +254,32 @@ class JobSpec(_Section):
     train: Train
     objective: Objective = Field(default_factory=Objective)
     regions: Regions = Field(default_factory=Regions)
-    collective: Literal["auto", "server-reduce"] = "auto"
-    """How the workers of a region merge their gradients."""
-    channel: Literal["auto", "file"] = "auto"
-    """What the workers of a region exchange tensors through."""
+    collective: Literal[
+        "auto", "server-reduce", "all-reduce", "scatter-reduce", "pipelined-scatter-reduce", "k-reduce", "isp"
+    ] = "auto"
+    """How the workers of a region merge. `auto`: each region takes the fastest, by what it measures of its channel."""
+    k: AutoOrCount = "auto"
+    """Of `k-reduce` and `isp`: how many workers merge a part each; never more than there are."""
+    channel: Literal["auto", "file", "redis", "s3"] = "auto"
+    """What the workers of a region exchange tensors through. `auto`: what the region has."""
+    merge: Merge = Field(default_factory=lambda: Merge())
     wan: Wan = Field(default_factory=Wan)
     function: Function = Field(default_factory=Function)
     limits: Limits = Field(default_factory=Limits)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> JobSpec:
+        if self.k != "auto" and self.collective not in ("k-reduce", "isp"):
+            raise ValueError("`k` goes with `collective: k-reduce` or `isp`")
+        if self.merge.staleness and self.collective != "k-reduce":
+            raise ValueError("`merge.staleness` goes with `collective: k-reduce`")
+        if self.merge.significance is not None and self.collective != "isp":
+            raise ValueError("`merge.significance` goes with `collective: isp`")
+        if self.merge.codec != "fp32" and self.collective in ("auto", "server-reduce"):
+            raise ValueError("`merge.codec` goes with a `collective` other than `server-reduce`; name one")
+        if self.merge.codec == "int8" and self.collective == "isp":
+            raise ValueError("`collective: isp` sends its values in `fp32` or `bf16`")
+        return self
 
     def to_json(self) -> str:
         """The normalised form: all defaults filled in, keys in the order of the model."""

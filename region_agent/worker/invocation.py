@@ -54,7 +54,14 @@ class Invocation(BaseModel):
     seed: int
     slice_seconds: float = Field(gt=0)
     resume_key: str = ""
-    """Channel key of what the last slice of this attempt left."""
+    """Channel key of what the last slice left, or, at the beginning of an attempt, a worker of the one before."""
+    collective: str = "server-reduce"
+    """Or "auto": the workers choose, all alike."""
+    merging: dict[str, float] = {}
+    """Of the collective: "k", "staleness", "significance"."""
+    merging_codec: str = "fp32"
+    channel_costs: dict[str, float] = {}
+    """The fields of `ChannelCosts`, as the agent has measured them."""
 
 
 class Outcome(BaseModel):
@@ -62,12 +69,19 @@ class Outcome(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    status: Literal["continue", "done", "failed"]
+    status: Literal["continue", "done", "failed", "left"]
+    """"left": the attempt was over, and what this worker had is under `resume_key`."""
     resume_key: str = ""
+    step: int = 0
+    """At which `resume_key` goes on."""
     steps: int = 0
     """Made in this invocation."""
     samples: int = 0
     compute_seconds: float = 0.0
+    channel: dict[str, int] = {}
+    """What this invocation asked of the channel, and bytes, by kind."""
+    merged_by: str = ""
+    """The collective that was used, for people."""
     code: str = ""
     """Of the error catalogue, where it failed."""
     message: str = ""

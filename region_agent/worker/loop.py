@@ -12,9 +12,11 @@ from __future__ import annotations
 import random
 import time
 import zlib
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,16 +25,23 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import worker_pb2
 from region_agent.worker.data import BatchStream, evaluation_batches, move
 from region_agent.worker.invocation import Invocation, Outcome
+from region_agent.worker.merging import merging_for
 from region_agent.worker.optimizer_state import State, dump_state, load_state
 from region_agent.worker.ps_client import PsClient, SliceOver
 from region_agent.worker.task import Task, task_errors
 from sync import framing
 from sync.channel import Channel
+from sync.collective import State as CollectiveState
 from sync.flat import FlatModel
 from sync.layout import Vector
 
 __all__ = ["WorkerLoop"]
 
+_BROKEN = ("FENCED", "CHANNEL_TIMEOUT")
+"""Codes with which an attempt ends for a worker that is itself well: others can go on from where it is."""
+_Value = TypeVar("_Value")
+_NEWS_SECONDS = 1.0
+"""Between two news of steps."""
 _STATE_SECONDS = 10.0
 """With background exchange the optimiser's state is handed over this often: only a new attempt asks for it."""
 
@@ -92,20 +101,35 @@ class WorkerLoop:
         self._state_given = 0.0
         self._snapshot: Vector | None = None
         self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="boundary")
+        self._merging = merging_for(invocation, task, self._optimizer, self._flat, channel)
+        self._told = time.monotonic()
+        self._settled = 0
+        """The last step after which the workers have made sure that they hold the same."""
         self._round = _Round()
         self._outcome_steps, self._outcome_samples, self._compute_seconds = 0, 0, 0.0
 
     def run(self) -> Outcome:
-        """Train until the job's end or the slice's."""
-        with PsClient(self._call, self._slice_ends) as server, self._beside:
+        """Train until the job's end or the slice's, or until the attempt is over."""
+        broken: GeofedError | None = None
+        finished = False
+        with PsClient(self._call, self._slice_ends) as server, self._beside, closing(self._merging):
             try:
                 finished = self._train(server)
             except SliceOver:
-                finished = False
-            resume_key = self._forget_left() if finished else self._leave()
+                pass
+            except GeofedError as error:
+                if error.code not in _BROKEN or not self._attached or self._background:
+                    raise
+                broken = error
+            resume_key = self._forget_left() if finished else self._leave(broken is not None)
         return Outcome(
-            status="done" if finished else "continue",
+            status="done" if finished else "left" if broken else "continue",
             resume_key=resume_key,
+            step=self._step,
+            code=broken.code if broken else "",
+            message=broken.message if broken else "",
+            channel=asdict(self._channel.usage),
+            merged_by=self._merging.name,
             steps=self._outcome_steps,
             samples=self._outcome_samples,
             compute_seconds=self._compute_seconds,
@@ -157,6 +181,7 @@ class WorkerLoop:
 
     def _begin_end_of_round(self, server: PsClient, sequence: int) -> None:
         """Take the model of now and hand it over beside the next step."""
+        self._settle()
         self._snapshot = self._flat.vector(self._snapshot)
         request, state = self._boundary_of(sequence, self._snapshot), None
         if self._call.worker == 0 and time.monotonic() - self._state_given > _STATE_SECONDS:
@@ -222,6 +247,7 @@ class WorkerLoop:
         """Hand the round's model over and wait for the federation's; ``known``: it was handed over before."""
         request = worker_pb2.BoundaryRequest(round=sequence, step=self._step)
         if not known:
+            self._settle()
             vector = self._flat.vector()
             request = self._boundary_of(sequence, vector)
             # All workers hold the same model and optimiser state, so one hands them over for all.
@@ -230,6 +256,11 @@ class WorkerLoop:
         if not self._background:
             self._channel.delete_tree(f"b/{self._call.attempt}/{sequence - 1}")
         return reply
+
+    def _settle(self) -> None:
+        if self._settled < self._step:
+            self._merging.settle(self._step)
+            self._settled = self._step
 
     def _boundary_of(self, sequence: int, vector: Vector) -> worker_pb2.BoundaryRequest:
         place = f"b/{self._call.attempt}/{sequence}"
@@ -270,25 +301,17 @@ class WorkerLoop:
         if not np.isfinite(value):
             text = f"the loss is {value} at step {step}"
             raise GeofedError("TASK_FAILED", text, hint="training diverged: lower the learning rate")
-        if self._call.workers > 1:
-            self._merge(server, step, samples, value)
-        with task_errors(self._task.folder, "the optimiser's step"):
-            self._optimizer.step()
+        self._merging.step(server, step, samples, value)
         self._step = step
+        if self._call.worker == 0 and not self._merging.server_knows and time.monotonic() - self._told > _NEWS_SECONDS:
+            self._told = time.monotonic()
+            server.stepped(worker_pb2.SteppedRequest(step=step, loss=value))
         self._round.samples += samples
         self._round.loss_sum += value * samples
         self._round.compute_seconds += seconds
         self._outcome_steps += 1
         self._outcome_samples += samples
         self._compute_seconds += seconds
-
-    def _merge(self, server: PsClient, step: int, samples: int, loss: float) -> None:
-        """Replace the gradients by the partition's sample-weighted mean."""
-        key = f"g/{self._call.attempt}/{step}/{self._call.worker}"
-        self._channel.put(key, framing.encode({"gradient": self._flat.gradient()}, {"samples": samples}))
-        reply = server.reduce(worker_pb2.ReduceRequest(step=step, key=key, samples=samples, loss=loss))
-        merged = self._require(reply.merged_key).tensors["gradient"]
-        self._flat.load_gradient(np.asarray(merged, np.float32))
 
     def _evaluate(self, server: PsClient) -> None:
         samples, metrics = 0, {}
@@ -305,20 +328,26 @@ class WorkerLoop:
 
     # What passes from one invocation to the next
 
-    def _leave(self) -> str:
-        """Store model, optimiser and the round's sums where the next slice finds them."""
+    def _leave(self, broken: bool = False) -> str:
+        """Store model, optimiser and the round's sums where the next slice finds them, or the next attempt."""
         if not self._attached:
             return self._call.resume_key
         tensors, numbers = dump_state(self._optimizer)
-        facts = {"round": self._completed, "step": self._step, **_sums("", self._round)}
+        facts = {"round": self._completed, "step": self._step, "settled": self._settled, **_sums("", self._round)}
+        facts |= {"attempt": self._call.attempt, "worker": self._call.worker}
         if self._ended is not None:
             # The slice ends in the wait for an answer, which the next one will ask for again.
             facts |= {"ended_step": self._ended.request.step, **_sums("ended_", self._ended.sums)}
         key = f"w/{self._call.attempt}/{self._call.worker}/{self._step}"
         prefixed = {f"o/{name}": array for name, array in tensors.items()}
         facts |= {f"o/{name}": value for name, value in numbers.items()}
+        if not broken:
+            # What was sent of a merge that broke off is not known: what is held back goes with the attempt.
+            state = self._merging.state()
+            prefixed |= {f"c/{name}": array for name, array in state.tensors.items()}
+            facts |= {f"c/{name}": value for name, value in state.facts.items()}
         self._channel.put(key, framing.encode({"model": self._flat.vector(), **prefixed}, facts))
-        if self._call.resume_key and self._call.resume_key != key:
+        if self._call.resume_key.startswith(f"w/{self._call.attempt}/") and self._call.resume_key != key:
             self._channel.delete(self._call.resume_key)
         return key
 
@@ -339,12 +368,19 @@ class WorkerLoop:
         missed = self._background and behind == 1 and (facts.get("ended_step") or facts["step"]) == start.step
         if behind and not missed:
             return False
+        other_attempt = facts["attempt"] != self._call.attempt
+        if other_attempt and self._background:
+            # There an attempt begins from the server's model, since the server must know where.
+            return False
         self._step = int(facts["step"])
         self._round = _read_sums("", facts)
         self._flat.load(np.asarray(frame.tensors["model"], np.float32))
-        tensors = {name.removeprefix("o/"): array for name, array in frame.tensors.items() if name.startswith("o/")}
-        numbers = {name.removeprefix("o/"): value for name, value in facts.items() if name.startswith("o/")}
-        load_state(self._optimizer, tensors, numbers)
+        load_state(self._optimizer, _under("o/", frame.tensors), _under("o/", facts))
+        if not other_attempt:
+            self._settled = int(facts["settled"])
+            held = CollectiveState(_under("c/", frame.tensors), _under("c/", facts))
+            if held.tensors or held.facts:
+                self._merging.restore(held)
         if missed:
             if "ended_step" not in facts:
                 self._round = _Round()
@@ -380,6 +416,10 @@ class WorkerLoop:
 
     def _load_optimizer(self, frame: framing.Frame) -> None:
         load_state(self._optimizer, frame.tensors, frame.facts)
+
+
+def _under(prefix: str, named: Mapping[str, _Value]) -> dict[str, _Value]:
+    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
 
 
 def _sums(prefix: str, sums: _Round) -> dict[str, float]:

@@ -18,6 +18,8 @@ __all__ = ["PsClient", "SliceOver"]
 
 _UNREACHABLE_SECONDS = 90.0
 """After this long without any answer the worker gives up; the agent then decides."""
+_NEWS_SECONDS = 0.5
+"""Training does not wait longer to be told of."""
 _CALL_SECONDS = 30.0
 """Above the server's patience, so that `pending` comes first."""
 
@@ -57,6 +59,15 @@ class PsClient:
 
     def evaluated(self, request: worker_pb2.EvaluatedRequest) -> None:
         self._until_settled(self._stub.Evaluated, request)
+
+    def stepped(self, request: worker_pb2.SteppedRequest) -> None:
+        """Tell of a step, if the server is there to hear of it; raises what it refuses."""
+        try:
+            self._stub.Stepped(request, metadata=self._metadata, timeout=_NEWS_SECONDS)
+        except grpc.RpcError as raised:
+            error = error_of(raised)
+            if error.code == "FENCED":
+                raise error from None
 
     def _until_settled(self, method: Callable[..., Any], request: Any) -> Any:
         while True:

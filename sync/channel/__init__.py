@@ -2,6 +2,7 @@
 
 from sync.channel._contract import Channel, Limits
 from sync.channel._file import FileChannel
+from sync.channel._keys import fence_key
 from sync.channel._meter import Usage
 from sync.channel._price import NODE_PRICES, REQUEST_PRICES, NodePrice, RequestPrices, cost_usd, node_cost_usd
 
@@ -15,6 +16,7 @@ __all__ = [
     "RequestPrices",
     "Usage",
     "cost_usd",
+    "fence_key",
     "node_cost_usd",
     "open_channel",
 ]

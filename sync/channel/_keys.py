@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from geofed_pb.errors import GeofedError
 
-__all__ = ["checked_key", "late"]
+__all__ = ["checked_key", "fence_key", "late"]
 
 _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(?:/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
 _NAMED = 5
@@ -25,3 +25,8 @@ def late(missing: Collection[str], seconds: float) -> GeofedError:
     named = ", ".join(sorted(missing)[:_NAMED])
     more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
     return GeofedError("CHANNEL_TIMEOUT", f"not in the channel after {seconds:g} s: {named}{more}")
+
+
+def fence_key(attempt: int) -> str:
+    """Key of the sign that an attempt of a partition's workers is over."""
+    return f"fence/{attempt}"

@@ -44,6 +44,7 @@ __all__ = [
     "Ship",
     "StartGrace",
     "StartPatience",
+    "Stepped",
     "Stored",
     "Verdict",
 ]
@@ -248,6 +249,14 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class Stepped:
+    """A worker of the present attempt has made a step that needed nothing of this server."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
 class CallGone:
     """Nobody waits for the answer to this call any more."""
 
@@ -270,6 +279,7 @@ Event = (
     | Applied
     | Evaluated
     | Kept
+    | Stepped
     | CallGone
 )
 

@@ -46,6 +46,7 @@ from sync.ps.events import (
     Refuse,
     Reply,
     Restarted,
+    Stepped,
     Stored,
     Verdict,
 )
@@ -313,6 +314,9 @@ class Machine(abc.ABC):
                 return self._was_evaluated(event)
             case Kept():
                 return self._was_kept(event.keep)
+            case Stepped():
+                self._live_step, self._loss = max(self._live_step, event.step), event.loss
+                return []
             case CallGone():
                 self._attaching.pop(event.call, None)
                 self._merge.waiting.pop(event.call, None)

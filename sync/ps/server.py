@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -26,6 +27,7 @@ from sync.ps.events import (
     Peer,
     ReduceAnswer,
     ReduceArrived,
+    Stepped,
 )
 from sync.ps.exchange import Links
 from sync.ps.export import to_safetensors
@@ -96,6 +98,14 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
         if not isinstance(answer, ReduceAnswer):
             return worker_pb2.ReduceReply(pending=True)
         return worker_pb2.ReduceReply(merged_key=answer.key, samples=answer.samples)
+
+    @answering
+    async def Stepped(self, request: worker_pb2.SteppedRequest, context: _Context) -> worker_pb2.SteppedReply:
+        who, present = self._who(context), self._engine.machine.attempt
+        if who.attempt < present:
+            raise GeofedError("FENCED", f"attempt {present} has taken over from {who.attempt}")
+        self._engine.feed(Stepped(request.step, request.loss))
+        return worker_pb2.SteppedReply()
 
     @answering
     async def Boundary(self, request: worker_pb2.BoundaryRequest, context: _Context) -> worker_pb2.BoundaryReply:
@@ -216,6 +226,7 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
             interval=progress.interval,
             codec=self._engine.works.codec_name,
             decisions=self._engine.steering.decisions,
+            channel=asdict(self._engine.channel.usage),
             link_streams={region: courier.meter.streams for region, courier in couriers.items()},
             links_down=sorted(region for region, courier in couriers.items() if not courier.meter.up),
         )

@@ -41,7 +41,7 @@ from sync.wan import Contribution, ExchangeSettings, Policy
 __all__ = ["Works", "merged_key"]
 
 _log = logging.getLogger("geofed.ps")
-_ATTEMPT_KINDS = ("init", "g", "b", "w")
+_ATTEMPT_KINDS = ("init", "g", "b", "w", "c")
 """Channel folders whose next part is the attempt."""
 _CHECKPOINT_SHARE = 0.1
 """Of the time may go into checkpoints where the log makes them dispensable."""

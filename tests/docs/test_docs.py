@@ -72,8 +72,11 @@ def test_commands_and_options_are_there(page: Path) -> None:
 
 
 def _yaml(page: str) -> str:
-    (block,) = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
-    return str(block)
+    return _yamls(page)[0]
+
+
+def _yamls(page: str) -> list[str]:
+    return re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
 def test_the_region_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
@@ -81,6 +84,11 @@ def test_the_region_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
     file.write_text(_yaml("region-file.md"))
     config = load_config(file)
     assert config.name == "frankfurt"
+    whole, *channels = _yamls("region-file.md")
+    for kind, channel in zip(("redis", "s3"), channels, strict=True):
+        file.write_text(re.sub(r"^channel:.*\n", channel, whole, flags=re.MULTILINE))
+        assert load_config(file).channel.kind == kind
+    file.write_text(whole)
     gateway = re.search(r"^    gateway:\n(?:     .*\n)+", (ROOT / "docs" / "production.md").read_text(), re.MULTILINE)
     assert gateway is not None
     other = "".join(line.removeprefix("    ") + "\n" for line in gateway[0].splitlines())

@@ -23,6 +23,7 @@ from region_agent.config import RegionConfig
 from region_agent.identity import Identity
 from region_agent.partition import Partition, Surroundings
 from region_agent.partition_events import Happened, Stopped
+from region_agent.region_channel import RegionChannel
 from region_agent.store import AgentStore
 from region_agent.worker.invocation import Invocation, Outcome
 from sync.framing import digest_of
@@ -100,7 +101,7 @@ class Scene:
             store=self.store,
             gateway=self.gateway,  # type: ignore[arg-type]
             state_dir=folder,
-            channel_address=str(folder / "channel"),
+            channel=RegionChannel(self.config.channel, folder / "channel", "east"),
             image="image",
             fetch_bundle=self._fetch,
             publish_model=self._publish,

@@ -98,7 +98,7 @@ class Region:
                 self.running.clear()
                 self.pauses.clear()
             case Happened():
-                assert action.data["code"] in CATALOGUE
+                assert action.kind == "attempt.resumed" or action.data["code"] in CATALOGUE
 
     # What the region does
 
@@ -123,7 +123,9 @@ class Region:
         self.running.discard(key)
         worker, attempt = key
         if attempt < self.ps_attempt:
-            self.feed(WorkerEnded(worker, attempt, "failed", error=GeofedError("FENCED", "newer")))
+            # Whether it was in the middle of a round, or had not come to the server yet.
+            status, left = ("left", f"w/{attempt}/{worker}/7") if slice_over else ("failed", "")
+            self.feed(WorkerEnded(worker, attempt, status, left, GeofedError("FENCED", "newer"), 7))
         elif slice_over:
             self.feed(WorkerEnded(worker, attempt, "continue", "w/key"))
         else:
@@ -291,6 +293,8 @@ def _fail_a_worker(region: Region, code: str) -> None:
     worker, attempt = min(key for key in region.running if key[1] == region.machine.attempt)
     region.running.discard((worker, attempt))
     region.feed(WorkerEnded(worker, attempt, "failed", error=GeofedError(code, "x")))
+    for key in sorted(region.running):
+        region.worker_ends(key, slice_over=False)
     if region.pauses:
         region.pause_ends()
 
@@ -400,8 +404,44 @@ def test_a_new_attempt_is_told_to_the_server_before_its_workers_are_called() -> 
     region = _training()
     region.running.discard((0, 1))
     region.feed(WorkerEnded(0, 1, "failed", error=GeofedError("FUNCTION_FAILED", "x")))
+    assert region.ps_attempt == 2, "so that the other worker, which may wait there, hears of it"
+    region.worker_ends((1, 1), slice_over=False)
     kinds = [type(action) for action in region.machine.handle(Retry(region.pauses.pop()))]
     assert kinds == [ConfigurePs, Invoke, Invoke]
+
+
+def _left(region: Region, worker: int, step: int) -> None:
+    region.running.discard((worker, 1))
+    error = GeofedError("FENCED", "newer")
+    region.feed(WorkerEnded(worker, 1, "left", f"w/1/{worker}/{step}", error, step))
+
+
+def test_all_go_on_from_where_the_furthest_worker_of_a_broken_attempt_was() -> None:
+    region = _training(workers=3)
+    region.running.discard((0, 1))
+    region.feed(WorkerEnded(0, 1, "failed", error=GeofedError("FUNCTION_FAILED", "killed")))
+    _left(region, 1, 41)
+    _left(region, 2, 42)
+    invoked = [a for a in region.machine.handle(Retry(region.pauses.pop())) if isinstance(a, Invoke)]
+    assert [(action.worker, action.attempt, action.resume_key) for action in invoked] == [
+        (worker, 2, "w/1/2/42") for worker in range(3)
+    ]
+
+
+def test_workers_that_do_not_leave_are_waited_for_some_seconds_only() -> None:
+    region = _training()
+    region.running.discard((0, 1))
+    region.feed(WorkerEnded(0, 1, "failed", error=GeofedError("FUNCTION_FAILED", "killed")))
+    seconds = 0.0
+    while True:
+        actions = region.machine.handle(Retry(region.pauses.pop()))
+        again = next((action for action in actions if isinstance(action, Restart)), None)
+        if again is None:
+            break
+        seconds += again.seconds
+        region.pauses.append(again.attempt)
+    assert 4 < seconds < 6
+    assert [action.resume_key for action in actions if isinstance(action, Invoke)] == ["", ""]
 
 
 def test_a_model_that_was_asked_for_while_the_server_was_down_is_published_when_it_is_back() -> None:

@@ -86,6 +86,14 @@ class Running:
 
         eventually(there, f"round {least} of {job}")
 
+    def wait_step(self, job: str, least: int, region: str) -> None:
+        """Until a region has made so many steps."""
+
+        def there() -> bool:
+            return any(p["step"] >= least for p in self.describe(job)["partitions"] if p["region"] == region)
+
+        eventually(there, f"step {least} of {job} in {region}")
+
     def wait_end(self, job: str, seconds: float = JOB_SECONDS) -> dict[str, Any]:
         """Wait for the job as a user does; how it ended."""
         self.federation.control_plane("wait", job, "--timeout", f"{seconds:.0f}s", check=False, timeout=seconds + 30)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19geofed_pb/v1/worker.proto\x12\tgeofed.v1\"9\n\rAttachRequest\x12\x13\n\x0blayout_json\x18\x01 \x01(\t\x12\x13\n\x0binitial_key\x18\x02 \x01(\t\"\xd7\x01\n\x0b\x41ttachReply\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tmodel_key\x18\x03 \x01(\t\x12\x11\n\tstate_key\x18\x04 \x01(\t\x12\x10\n\x08\x62oundary\x18\x05 \x01(\x08\x12\x10\n\x08\x66inished\x18\x06 \x01(\x08\x12\x10\n\x08\x65valuate\x18\x07 \x01(\x08\x12\x0f\n\x07pending\x18\x08 \x01(\x08\x12\x12\n\nuntil_step\x18\t \x01(\x04\x12\x16\n\x0e\x63orrection_key\x18\n \x01(\t\x12\x12\n\nbackground\x18\x0b \x01(\x08\"I\n\rReduceRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0f\n\x07samples\x18\x03 \x01(\x01\x12\x0c\n\x04loss\x18\x04 \x01(\x01\"C\n\x0bReduceReply\x12\x0f\n\x07pending\x18\x01 \x01(\x08\x12\x12\n\nmerged_key\x18\x02 \x01(\t\x12\x0f\n\x07samples\x18\x03 \x01(\x01\"\x9c\x01\n\x0f\x42oundaryRequest\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x11\n\tmodel_key\x18\x04 \x01(\t\x12\x11\n\tstate_key\x18\x05 \x01(\t\x12\x0f\n\x07samples\x18\x06 \x01(\x01\x12\x0c\n\x04loss\x18\x07 \x01(\x01\x12\x17\n\x0f\x63ompute_seconds\x18\x08 \x01(\x01\"\xa5\x01\n\rBoundaryReply\x12\x0f\n\x07pending\x18\x01 \x01(\x08\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x11\n\tmodel_key\x18\x03 \x01(\t\x12\x10\n\x08\x65valuate\x18\x04 \x01(\x08\x12\x10\n\x08\x66inished\x18\x05 \x01(\x08\x12\x11\n\tstate_key\x18\x06 \x01(\t\x12\x12\n\nuntil_step\x18\x07 \x01(\x04\x12\x16\n\x0e\x63orrection_key\x18\x08 \x01(\t\"\x9d\x01\n\x10\x45valuatedRequest\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0f\n\x07samples\x18\x02 \x01(\x01\x12\x39\n\x07metrics\x18\x03 \x03(\x0b\x32(.geofed.v1.EvaluatedRequest.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"!\n\x0e\x45valuatedReply\x12\x0f\n\x07pending\x18\x01 \x01(\x08\x32\x8b\x02\n\nWorkerPort\x12:\n\x06\x41ttach\x12\x18.geofed.v1.AttachRequest\x1a\x16.geofed.v1.AttachReply\x12:\n\x06Reduce\x12\x18.geofed.v1.ReduceRequest\x1a\x16.geofed.v1.ReduceReply\x12@\n\x08\x42oundary\x12\x1a.geofed.v1.BoundaryRequest\x1a\x18.geofed.v1.BoundaryReply\x12\x43\n\tEvaluated\x12\x1b.geofed.v1.EvaluatedRequest\x1a\x19.geofed.v1.EvaluatedReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19geofed_pb/v1/worker.proto\x12\tgeofed.v1\"9\n\rAttachRequest\x12\x13\n\x0blayout_json\x18\x01 \x01(\t\x12\x13\n\x0binitial_key\x18\x02 \x01(\t\"\xd7\x01\n\x0b\x41ttachReply\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tmodel_key\x18\x03 \x01(\t\x12\x11\n\tstate_key\x18\x04 \x01(\t\x12\x10\n\x08\x62oundary\x18\x05 \x01(\x08\x12\x10\n\x08\x66inished\x18\x06 \x01(\x08\x12\x10\n\x08\x65valuate\x18\x07 \x01(\x08\x12\x0f\n\x07pending\x18\x08 \x01(\x08\x12\x12\n\nuntil_step\x18\t \x01(\x04\x12\x16\n\x0e\x63orrection_key\x18\n \x01(\t\x12\x12\n\nbackground\x18\x0b \x01(\x08\"I\n\rReduceRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0f\n\x07samples\x18\x03 \x01(\x01\x12\x0c\n\x04loss\x18\x04 \x01(\x01\"C\n\x0bReduceReply\x12\x0f\n\x07pending\x18\x01 \x01(\x08\x12\x12\n\nmerged_key\x18\x02 \x01(\t\x12\x0f\n\x07samples\x18\x03 \x01(\x01\",\n\x0eSteppedRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04loss\x18\x02 \x01(\x01\"\x0e\n\x0cSteppedReply\"\x9c\x01\n\x0f\x42oundaryRequest\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x11\n\tmodel_key\x18\x04 \x01(\t\x12\x11\n\tstate_key\x18\x05 \x01(\t\x12\x0f\n\x07samples\x18\x06 \x01(\x01\x12\x0c\n\x04loss\x18\x07 \x01(\x01\x12\x17\n\x0f\x63ompute_seconds\x18\x08 \x01(\x01\"\xa5\x01\n\rBoundaryReply\x12\x0f\n\x07pending\x18\x01 \x01(\x08\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x11\n\tmodel_key\x18\x03 \x01(\t\x12\x10\n\x08\x65valuate\x18\x04 \x01(\x08\x12\x10\n\x08\x66inished\x18\x05 \x01(\x08\x12\x11\n\tstate_key\x18\x06 \x01(\t\x12\x12\n\nuntil_step\x18\x07 \x01(\x04\x12\x16\n\x0e\x63orrection_key\x18\x08 \x01(\t\"\x9d\x01\n\x10\x45valuatedRequest\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0f\n\x07samples\x18\x02 \x01(\x01\x12\x39\n\x07metrics\x18\x03 \x03(\x0b\x32(.geofed.v1.EvaluatedRequest.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"!\n\x0e\x45valuatedReply\x12\x0f\n\x07pending\x18\x01 \x01(\x08\x32\xca\x02\n\nWorkerPort\x12:\n\x06\x41ttach\x12\x18.geofed.v1.AttachRequest\x1a\x16.geofed.v1.AttachReply\x12:\n\x06Reduce\x12\x18.geofed.v1.ReduceRequest\x1a\x16.geofed.v1.ReduceReply\x12=\n\x07Stepped\x12\x19.geofed.v1.SteppedRequest\x1a\x17.geofed.v1.SteppedReply\x12@\n\x08\x42oundary\x12\x1a.geofed.v1.BoundaryRequest\x1a\x18.geofed.v1.BoundaryReply\x12\x43\n\tEvaluated\x12\x1b.geofed.v1.EvaluatedRequest\x1a\x19.geofed.v1.EvaluatedReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,16 +41,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REDUCEREQUEST']._serialized_end=390
   _globals['_REDUCEREPLY']._serialized_start=392
   _globals['_REDUCEREPLY']._serialized_end=459
-  _globals['_BOUNDARYREQUEST']._serialized_start=462
-  _globals['_BOUNDARYREQUEST']._serialized_end=618
-  _globals['_BOUNDARYREPLY']._serialized_start=621
-  _globals['_BOUNDARYREPLY']._serialized_end=786
-  _globals['_EVALUATEDREQUEST']._serialized_start=789
-  _globals['_EVALUATEDREQUEST']._serialized_end=946
-  _globals['_EVALUATEDREQUEST_METRICSENTRY']._serialized_start=900
-  _globals['_EVALUATEDREQUEST_METRICSENTRY']._serialized_end=946
-  _globals['_EVALUATEDREPLY']._serialized_start=948
-  _globals['_EVALUATEDREPLY']._serialized_end=981
-  _globals['_WORKERPORT']._serialized_start=984
-  _globals['_WORKERPORT']._serialized_end=1251
+  _globals['_STEPPEDREQUEST']._serialized_start=461
+  _globals['_STEPPEDREQUEST']._serialized_end=505
+  _globals['_STEPPEDREPLY']._serialized_start=507
+  _globals['_STEPPEDREPLY']._serialized_end=521
+  _globals['_BOUNDARYREQUEST']._serialized_start=524
+  _globals['_BOUNDARYREQUEST']._serialized_end=680
+  _globals['_BOUNDARYREPLY']._serialized_start=683
+  _globals['_BOUNDARYREPLY']._serialized_end=848
+  _globals['_EVALUATEDREQUEST']._serialized_start=851
+  _globals['_EVALUATEDREQUEST']._serialized_end=1008
+  _globals['_EVALUATEDREQUEST_METRICSENTRY']._serialized_start=962
+  _globals['_EVALUATEDREQUEST_METRICSENTRY']._serialized_end=1008
+  _globals['_EVALUATEDREPLY']._serialized_start=1010
+  _globals['_EVALUATEDREPLY']._serialized_end=1043
+  _globals['_WORKERPORT']._serialized_start=1046
+  _globals['_WORKERPORT']._serialized_end=1376
 # @@protoc_insertion_point(module_scope)

@@ -62,6 +62,18 @@ class ReduceReply(_message.Message):
     samples: float
     def __init__(self, pending: bool = ..., merged_key: _Optional[str] = ..., samples: _Optional[float] = ...) -> None: ...
 
+class SteppedRequest(_message.Message):
+    __slots__ = ("step", "loss")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    loss: float
+    def __init__(self, step: _Optional[int] = ..., loss: _Optional[float] = ...) -> None: ...
+
+class SteppedReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class BoundaryRequest(_message.Message):
     __slots__ = ("round", "step", "digest", "model_key", "state_key", "samples", "loss", "compute_seconds")
     ROUND_FIELD_NUMBER: _ClassVar[int]

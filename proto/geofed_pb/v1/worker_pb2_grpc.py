@@ -44,6 +44,11 @@ class WorkerPortStub(object):
                 request_serializer=geofed__pb_dot_v1_dot_worker__pb2.ReduceRequest.SerializeToString,
                 response_deserializer=geofed__pb_dot_v1_dot_worker__pb2.ReduceReply.FromString,
                 _registered_method=True)
+        self.Stepped = channel.unary_unary(
+                '/geofed.v1.WorkerPort/Stepped',
+                request_serializer=geofed__pb_dot_v1_dot_worker__pb2.SteppedRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_worker__pb2.SteppedReply.FromString,
+                _registered_method=True)
         self.Boundary = channel.unary_unary(
                 '/geofed.v1.WorkerPort/Boundary',
                 request_serializer=geofed__pb_dot_v1_dot_worker__pb2.BoundaryRequest.SerializeToString,
@@ -69,6 +74,13 @@ class WorkerPortServicer(object):
     def Reduce(self, request, context):
         """"My gradient of this step is in the channel." Answered when the merged one is there, or after a while with
         `pending`: ask again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Stepped(self, request, context):
+        """"I have made this step": now and then, from one worker, where the server would not know.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,6 +112,11 @@ def add_WorkerPortServicer_to_server(servicer, server):
                     servicer.Reduce,
                     request_deserializer=geofed__pb_dot_v1_dot_worker__pb2.ReduceRequest.FromString,
                     response_serializer=geofed__pb_dot_v1_dot_worker__pb2.ReduceReply.SerializeToString,
+            ),
+            'Stepped': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stepped,
+                    request_deserializer=geofed__pb_dot_v1_dot_worker__pb2.SteppedRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_worker__pb2.SteppedReply.SerializeToString,
             ),
             'Boundary': grpc.unary_unary_rpc_method_handler(
                     servicer.Boundary,
@@ -166,6 +183,33 @@ class WorkerPort(object):
             '/geofed.v1.WorkerPort/Reduce',
             geofed__pb_dot_v1_dot_worker__pb2.ReduceRequest.SerializeToString,
             geofed__pb_dot_v1_dot_worker__pb2.ReduceReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stepped(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.WorkerPort/Stepped',
+            geofed__pb_dot_v1_dot_worker__pb2.SteppedRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_worker__pb2.SteppedReply.FromString,
             options,
             channel_credentials,
             insecure,

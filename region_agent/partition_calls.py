@@ -1,0 +1,125 @@
+"""What a partition's processes are told: the worker in each invocation, the parameter server in its file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from geofed_pb.rpc import region_name
+from geofed_pb.v1 import agent_pb2
+from region_agent.config import ServerConfig
+from region_agent.identity import Identity
+from region_agent.partition_events import Invoke, StartPs
+from region_agent.ps_process import free_ports
+from region_agent.worker.invocation import Invocation
+from sync.ps.config import PsConfig
+from sync.ps.tokens import WorkerIdentity, sign
+
+__all__ = ["CALL_GRACE", "Told", "bundle_key", "invocation_of", "server_config_of"]
+
+CALL_GRACE = timedelta(seconds=120)
+"""Beyond its slice an invocation may finish the step it is in, and wait for the parameter server."""
+_TOKEN_GRACE = timedelta(seconds=300)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What of the region goes into an invocation."""
+
+    identity: Identity
+    server: ServerConfig
+    row: Any
+    """The partition's row in the agent's store."""
+    splits: Mapping[str, Any]
+    channel: str
+    """Kind."""
+    channel_address: str
+    channel_costs: Mapping[str, float]
+
+
+def bundle_key(start: agent_pb2.StartPartition) -> str:
+    """Channel key of the packed task folder."""
+    return f"bundle/{start.task.bundle_digest.removeprefix('sha256:')}"
+
+
+def invocation_of(start: agent_pb2.StartPartition, action: Invoke, told: Told) -> Invocation:
+    """One bounded call of a worker."""
+    plan, task = start.plan, start.task
+    who = WorkerIdentity(start.job, start.region, action.worker, action.attempt)
+    life = timedelta(seconds=plan.slice_seconds) + _TOKEN_GRACE
+    return Invocation(
+        job=start.job,
+        region=start.region,
+        worker=action.worker,
+        workers=plan.workers,
+        attempt=action.attempt,
+        token=sign(who, told.row.token_key, life),
+        ps_address=f"{told.server.worker_host}:{told.row.worker_port}",
+        ps_name=region_name(start.region),
+        ca_pem=told.identity.ca_file.read_text(),
+        channel=told.channel,
+        channel_address=told.channel_address,
+        bundle_key=bundle_key(start),
+        module=task.module,
+        config=json.loads(task.config_json or "{}"),
+        splits=dict(told.splits),
+        batch=plan.batch,
+        steps_per_round=plan.steps_per_round,
+        rounds=plan.rounds,
+        seed=plan.seed,
+        slice_seconds=plan.slice_seconds,
+        resume_key=action.resume_key,
+        collective=plan.collective or "server-reduce",
+        merging=dict(plan.merging),
+        merging_codec=plan.merging_codec or "fp32",
+        channel_costs=dict(told.channel_costs),
+    )
+
+
+def server_config_of(
+    start: agent_pb2.StartPartition,
+    action: StartPs,
+    *,
+    identity: Identity,
+    server: ServerConfig,
+    row: Any,
+    channel: str,
+    channel_address: str,
+    folder: Path,
+) -> PsConfig:
+    """What the parameter server is started with; its ports are those it had before, where they are free."""
+    plan = start.plan
+    worker_port, exchange_port, bulk_port = free_ports(
+        server.exchange_host, server.ports, (row.worker_port, row.exchange_port, row.bulk_port)
+    )
+    return PsConfig(
+        job=start.job,
+        region=start.region,
+        regions=tuple(start.regions),
+        epoch=action.epoch,
+        attempt=action.attempt,
+        workers=plan.workers,
+        rounds=plan.rounds,
+        steps_per_round=plan.steps_per_round,
+        evaluate_every=plan.evaluate_every,
+        wan_policy=plan.wan_policy,
+        wan_settings=dict(plan.wan_settings),
+        shares=dict(plan.shares),
+        neighbours=tuple((pair.a, pair.b) for pair in plan.neighbours),
+        codec=plan.codec,
+        channel=channel,
+        channel_address=channel_address,
+        state_dir=folder / "ps",
+        worker_listen=f"{server.worker_host}:{worker_port}",
+        exchange_listen=f"{server.exchange_host}:{exchange_port}",
+        bulk_port=bulk_port,
+        ready_file=folder / "ps-ready.json",
+        token_key=row.token_key,
+        ca_file=identity.ca_file,
+        certificate_file=identity.certificate_file,
+        key_file=identity.key_file,
+    )

@@ -1,0 +1,224 @@
+"""What the workers of a partition make of each step together: one optimiser step, the same in all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import worker_pb2
+from region_agent.worker.invocation import Invocation
+from region_agent.worker.ps_client import PsClient
+from region_agent.worker.task import Task, task_errors
+from sync import framing
+from sync.channel import Channel, fence_key
+from sync.collective import ChannelCosts, Collective, Member, Settings, State, choose, open_collective
+from sync.flat import FlatModel
+
+__all__ = ["Merging", "merging_for"]
+
+_PLACE = "c"
+"""What the keys of collectives begin with; the attempt follows."""
+_TIMEOUT_SECONDS = 120.0
+"""A worker that gives its part of a step later than this is taken for lost, and a new attempt begins."""
+_CHOICE = ("all-reduce", "pipelined-scatter-reduce", "k-reduce")
+
+
+class Merging(Protocol):
+    """One invocation's side of it. ``step`` and ``settle`` are called alike in all workers of the partition."""
+
+    name: str
+    """For people."""
+    server_knows: bool
+    """Whether the parameter server hears of every step."""
+
+    def step(self, server: PsClient, step: int, samples: int, loss: float) -> None:
+        """After the backward pass: merge, and make the optimiser's step."""
+
+    def settle(self, step: int) -> None:
+        """At the end of a WAN round, after ``step``: all workers then hold the same model, bit for bit."""
+
+    def state(self) -> State:
+        """What the next invocation of this worker needs."""
+
+    def restore(self, state: State) -> None:
+        """Go on from there; before the first step."""
+
+    def close(self) -> None: ...
+
+
+class Alone:
+    """One worker."""
+
+    name = "a worker alone"
+    server_knows = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer, task: Task) -> None:
+        self._optimizer, self._task = optimizer, task
+
+    def step(self, server: PsClient, step: int, samples: int, loss: float) -> None:
+        self._make_step()
+
+    def _make_step(self) -> None:
+        with task_errors(self._task.folder, "the optimiser's step"):
+            self._optimizer.step()
+
+    def settle(self, step: int) -> None:
+        """There is nobody to differ from."""
+
+    def state(self) -> State:
+        return State()
+
+    def restore(self, state: State) -> None:
+        """There is none."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class AtServer(Alone):
+    """`server-reduce`: the region's parameter server merges the gradients, weighted by samples."""
+
+    name = "server-reduce"
+    server_knows = True
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, task: Task, flat: FlatModel, channel: Channel, call: Invocation
+    ) -> None:
+        super().__init__(optimizer, task)
+        self._flat, self._channel, self._call = flat, channel, call
+
+    def step(self, server: PsClient, step: int, samples: int, loss: float) -> None:
+        key = f"g/{self._call.attempt}/{step}/{self._call.worker}"
+        self._channel.put(key, framing.encode({"gradient": self._flat.gradient()}, {"samples": samples}))
+        reply = server.reduce(worker_pb2.ReduceRequest(step=step, key=key, samples=samples, loss=loss))
+        value = self._channel.get(reply.merged_key)
+        if value is None:
+            text = f"{reply.merged_key} has gone from the channel: a newer attempt has taken over"
+            raise GeofedError("FENCED", text)
+        self._flat.load_gradient(np.asarray(framing.decode(value).tensors["gradient"], np.float32))
+        self._make_step()
+
+
+class ThroughChannel(Alone):
+    """A collective: the workers merge among themselves."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        task: Task,
+        flat: FlatModel,
+        collective: Collective,
+        name: str,
+    ) -> None:
+        super().__init__(optimizer, task)
+        self._flat, self._collective, self.name = flat, collective, name
+        self._before = flat.vector() if collective.shares == "changes" else None
+
+    def step(self, server: PsClient, step: int, samples: int, loss: float) -> None:
+        if self._before is not None:
+            self._share(step, samples)
+            return
+        for merged in self._collective.merge(step, self._flat.gradient(), samples):
+            self._flat.load_gradient(merged.vector)
+            self._make_step()
+
+    def _share(self, step: int, samples: int) -> None:
+        """The own change first; then what the others tell of theirs."""
+        assert self._before is not None
+        before = self._flat.vector(self._before)
+        self._make_step()
+        after = self._flat.vector()
+        for merged in self._collective.merge(step, after - before, samples, after):
+            self._flat.add(merged.vector)
+
+    def settle(self, step: int) -> None:
+        settled = self._collective.settle(step, self._flat.vector())
+        for merged in settled.merged:
+            self._flat.load_gradient(merged.vector)
+            self._make_step()
+        if settled.model is not None:
+            self._flat.load(settled.model)
+
+    def state(self) -> State:
+        return self._collective.state()
+
+    def restore(self, state: State) -> None:
+        self._collective.restore(state)
+
+    def close(self) -> None:
+        self._collective.close()
+
+
+class Fenced:
+    """A channel whose waits end when the attempt is over, so that nobody waits for workers that are gone."""
+
+    def __init__(self, channel: Channel, attempt: int) -> None:
+        self._channel, self._fence = channel, fence_key(attempt)
+
+    def wait(self, keys: Collection[str], timeout_seconds: float) -> Iterator[tuple[str, memoryview]]:
+        left = set(keys)
+        for key, value in self._channel.wait((*keys, self._fence) if left else (), timeout_seconds):
+            if key == self._fence:
+                raise GeofedError("FENCED", "a newer attempt has taken over")
+            left.discard(key)
+            yield key, value
+            if not left:
+                return
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+
+def merging_for(
+    call: Invocation, task: Task, optimizer: torch.optim.Optimizer, flat: FlatModel, channel: Channel
+) -> Merging:
+    """What the plan says; where it leaves it open, what is fastest by the channel's measured constants.
+
+    All workers of a partition choose alike, since all are told the same constants.
+    """
+    if call.workers == 1:
+        return Alone(optimizer, task)
+    measured = dict(call.channel_costs)
+    costs = ChannelCosts(**{**measured, "parallel": int(measured["parallel"])}) if measured else None  # type: ignore[arg-type]
+    settings = _settings(call, flat, costs)
+    if settings is None:
+        return AtServer(optimizer, task, flat, channel, call)
+    member = Member(call.worker, call.workers, call.attempt)
+    told = channel if settings.asked is not None else Fenced(channel, call.attempt)
+    collective = open_collective(settings, member, told, _PLACE, flat.layout.size)
+    name = settings.pattern if settings.chunks is None else f"{settings.pattern} with K = {settings.chunks}"
+    return ThroughChannel(optimizer, task, flat, collective, name)
+
+
+def _settings(call: Invocation, flat: FlatModel, costs: ChannelCosts | None) -> Settings | None:
+    """None: the parameter server merges."""
+    pattern, k = call.collective, int(call.merging.get("k", 0)) or None
+    size = 4.0 * flat.layout.size
+    if pattern == "auto" and costs is not None and call.channel != "file":
+        chosen = choose(call.workers, size, costs, patterns=_CHOICE).merge
+        pattern, k = chosen.pattern, chosen.owners if chosen.pattern == "k-reduce" else None
+    if pattern in ("auto", "server-reduce"):
+        return None
+    if pattern in ("k-reduce", "isp") and k is None:
+        k = choose(call.workers, size, costs, patterns=("k-reduce",)).merge.owners if costs else call.workers
+    settings = Settings(
+        pattern=pattern,  # type: ignore[arg-type]  # checked by `open_collective`
+        chunks=min(k, call.workers) if k is not None else None,
+        staleness=int(call.merging.get("staleness", 0)),
+        codec=call.merging_codec,
+        trained=flat.layout.trainable_size,
+        timeout_seconds=_TIMEOUT_SECONDS,
+        asked=costs if call.channel == "s3" else None,
+    )
+    significance = call.merging.get("significance")
+    return (
+        settings
+        if significance is None or not math.isfinite(significance)
+        else replace(settings, significance=significance)
+    )
