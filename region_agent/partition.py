@@ -246,6 +246,8 @@ class Partition:
         if plan.workers > 1 and self._around.channel.kind != "file" and open_choice and not self._costs:
             costs, usage = self._around.channel.costs(self.job)
             self._costs = {name: float(value) for name, value in asdict(costs).items()}
+            if (prices := self._around.config.channel.prices) is not None:
+                self._costs |= {"put_usd": prices.usd_per_put, "get_usd": prices.usd_per_get}
             self.meter.channel_used(usage)
 
     def _end_attempt(self, attempt: int) -> None:

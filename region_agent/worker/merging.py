@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from region_agent.worker.ps_client import PsClient
 from region_agent.worker.task import Task, task_errors
 from sync import framing
 from sync.channel import Channel, fence_key
-from sync.collective import ChannelCosts, Collective, Member, Settings, State, choose, open_collective
+from sync.collective import ChannelCosts, Collective, Member, Merge, Settings, State, choose, open_collective
 from sync.flat import FlatModel
 
 __all__ = ["Merging", "merging_for"]
@@ -26,6 +26,10 @@ _PLACE = "c"
 """What the keys of collectives begin with; the attempt follows."""
 _TIMEOUT_SECONDS = 120.0
 """A worker that gives its part of a step later than this is taken for lost, and a new attempt begins."""
+_SLACK = 0.1
+"""What takes a tenth longer than the fastest is as good, if it costs less."""
+_LEAST_USD = 1e-9
+"""Of a request that nothing is charged for: of two collectives that are as good, the one with fewer requests."""
 _CHOICE = ("all-reduce", "pipelined-scatter-reduce", "k-reduce")
 
 
@@ -196,17 +200,22 @@ def merging_for(
     return ThroughChannel(optimizer, task, flat, collective, name)
 
 
+def _chosen(workers: int, size: float, costs: ChannelCosts, patterns: Sequence[str]) -> Merge:
+    priced = replace(costs, put_usd=max(costs.put_usd, _LEAST_USD), get_usd=max(costs.get_usd, _LEAST_USD))
+    return choose(workers, size, priced, slack=_SLACK, patterns=patterns).merge
+
+
 def _settings(call: Invocation, flat: FlatModel, costs: ChannelCosts | None) -> Settings | None:
     """None: the parameter server merges."""
     pattern, k = call.collective, int(call.merging.get("k", 0)) or None
     size = 4.0 * flat.layout.size
     if pattern == "auto" and costs is not None and call.channel != "file":
-        chosen = choose(call.workers, size, costs, patterns=_CHOICE).merge
+        chosen = _chosen(call.workers, size, costs, _CHOICE)
         pattern, k = chosen.pattern, chosen.owners if chosen.pattern == "k-reduce" else None
     if pattern in ("auto", "server-reduce"):
         return None
     if pattern in ("k-reduce", "isp") and k is None:
-        k = choose(call.workers, size, costs, patterns=("k-reduce",)).merge.owners if costs else call.workers
+        k = _chosen(call.workers, size, costs, ("k-reduce",)).owners if costs else call.workers
     settings = Settings(
         pattern=pattern,  # type: ignore[arg-type]  # checked by `open_collective`
         chunks=min(k, call.workers) if k is not None else None,

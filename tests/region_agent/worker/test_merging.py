@@ -1,0 +1,61 @@
+"""Which collective a partition's workers take, all alike."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+
+from geofed_pb.errors import GeofedError
+from region_agent.worker.invocation import Invocation
+from region_agent.worker.merging import Merging, merging_for
+from region_agent.worker.task import Task
+from sync.channel import FileChannel
+from sync.collective import ChannelCosts
+from sync.flat import FlatModel
+
+CHEAP = asdict(ChannelCosts(1e-4, 1e-4, 1e9, 1e9))
+SLOW = asdict(ChannelCosts(0.1, 0.02, 1e8, 1e8))
+
+
+def _merging(tmp_path: Any, size: int = 10, **more: Any) -> Merging:
+    call = Invocation(
+        job="job-1", region="east", worker=0, attempt=1, token="", ps_address="", ps_name="", ca_pem="",
+        channel_address="", bundle_key="", module="", config={}, splits={}, batch=1, steps_per_round=1, rounds=1,
+        seed=0, slice_seconds=1.0, **{"workers": 4, "channel": "redis", **more},
+    )  # fmt: skip
+    module = torch.nn.Linear(size, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    made = merging_for(call, Task(tmp_path, {}, {}), optimizer, FlatModel(module), FileChannel(tmp_path))
+    made.close()
+    return made
+
+
+def test_a_worker_alone_merges_with_nobody(tmp_path: Any) -> None:
+    assert _merging(tmp_path, workers=1, collective="k-reduce").name == "a worker alone"
+
+
+def test_in_shared_memory_the_server_merges_unless_the_job_says_otherwise(tmp_path: Any) -> None:
+    assert _merging(tmp_path, channel="file", collective="auto").name == "server-reduce"
+    assert _merging(tmp_path, channel="file", collective="k-reduce", merging={"k": 3}).name == "k-reduce with K = 3"
+
+
+def test_small_models_are_merged_in_one_piece_where_requests_take_long(tmp_path: Any) -> None:
+    assert _merging(tmp_path, collective="auto", channel_costs=SLOW).name in ("all-reduce", "k-reduce with K = 1")
+    assert _merging(tmp_path, collective="k-reduce", channel_costs=SLOW).name == "k-reduce with K = 1"
+
+
+def test_large_models_are_merged_in_parts(tmp_path: Any) -> None:
+    name = _merging(tmp_path, 4_000_000, collective="auto", channel_costs=CHEAP).name
+    assert name in ("pipelined-scatter-reduce", "k-reduce with K = 4")
+
+
+def test_there_are_never_more_parts_than_workers(tmp_path: Any) -> None:
+    assert _merging(tmp_path, collective="isp", merging={"k": 9}).name == "isp with K = 4"
+
+
+def test_settings_that_do_not_fit_are_refused(tmp_path: Any) -> None:
+    with pytest.raises(GeofedError, match="isp does not send in 'int8'"):
+        _merging(tmp_path, collective="isp", merging_codec="int8")
