@@ -102,7 +102,7 @@ class Float8:
     name, mark, lossy = "fp8", -1, True
 
     def encode(self, vector: Vector) -> Tensors:
-        fractions, exponents = np.frexp(np.abs(vector))
+        fractions, exponents = np.frexp(np.fmin(np.abs(vector), np.finfo(np.float32).max))
         sixteenths = np.rint(fractions * np.float32(16)).astype(np.int32)
         carried = sixteenths == 16
         sixteenths[carried] = 8
@@ -113,7 +113,10 @@ class Float8:
         top = int(exponents.max(initial=-200, where=vector != 0))
         codes = ((exponents - top + 15) << 3) + sixteenths - 8
         codes[(codes < 0) | (vector == 0)] = 0
-        return {"fp8": (codes | (np.signbit(vector) & (codes > 0)) << 7).astype(np.uint8), "top": np.int32([top])}
+        return {
+            "fp8": (codes | (np.signbit(vector) & (codes > 0)) << 7).astype(np.uint8),
+            "top": np.array([top], np.int32),
+        }
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         codes, top = tensors.get("fp8"), tensors.get("top")
