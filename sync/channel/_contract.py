@@ -45,6 +45,10 @@ class Channel(Protocol):
     def limits(self) -> Limits:
         """What the store can hold; asks it where only the store knows."""
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether values lie in this machine's memory: a request then takes no longer than the copy of its bytes."""
+
     def put(self, key: str, pieces: Sequence[Buffer]) -> None:
         """Store the pieces, one after the other, as one value."""
 

@@ -39,6 +39,7 @@ class FileChannel:
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._meter, self._watches = Meter(), Spare()
+        self._in_memory = _in_memory(self._folder)
 
     @property
     def usage(self) -> Usage:
@@ -48,6 +49,10 @@ class FileChannel:
     def limits(self) -> Limits:
         system = os.statvfs(self._folder)
         return Limits(value_bytes=_VALUE_BYTES, total_bytes=system.f_blocks * system.f_frsize)
+
+    @property
+    def in_memory(self) -> bool:
+        return self._in_memory
 
     def _path(self, key: str) -> Path:
         return self._folder / checked_key(key)
@@ -146,6 +151,19 @@ class FileChannel:
 
     def close(self) -> None:
         self._watches.close()
+
+
+def _in_memory(folder: Path) -> bool:
+    """Whether the folder lies in shared memory (tmpfs)."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    # "id parent device root MOUNT options ... - KIND source options", later mounts over earlier ones.
+    mounts = {line.split()[4]: line.partition(" - ")[2].split()[0] for line in lines}
+    real = folder.resolve()
+    nearest = next((str(above) for above in (real, *real.parents) if str(above) in mounts), "")
+    return mounts.get(nearest) in ("tmpfs", "ramfs")
 
 
 def _write_beside(path: Path, pieces: Sequence[memoryview]) -> None:

@@ -66,6 +66,10 @@ class RedisChannel:
             self._limits = Limits(value_bytes=self._part_bytes * self._parts, total_bytes=most or None)
         return self._limits
 
+    @property
+    def in_memory(self) -> bool:
+        return False
+
     def put(self, key: str, pieces: Sequence[Buffer]) -> None:
         self.put_many({key: pieces})
 

@@ -80,6 +80,10 @@ class S3Channel:
     def limits(self) -> Limits:
         return Limits(value_bytes=_VALUE_BYTES, total_bytes=None)
 
+    @property
+    def in_memory(self) -> bool:
+        return False
+
     def put(self, key: str, pieces: Sequence[Buffer]) -> None:
         name, left = self._name(key), views(pieces)
         size = checked_size(key, left, _VALUE_BYTES, self._shown)

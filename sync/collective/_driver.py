@@ -17,7 +17,7 @@ from geofed_pb.errors import GeofedError
 from sync.channel import Channel
 from sync.collective._exchange import Arrived, Event, Fetch, Part, Pieces, Put, Request, Stored
 
-__all__ = ["Driver", "Events", "Failed", "OneByOne", "Threads"]
+__all__ = ["Driver", "Events", "Failed", "InPlace", "OneByOne", "Threads"]
 
 _UPLOADS = 2
 """At once, so that a merged chunk need not wait for the parts before it."""
@@ -174,6 +174,51 @@ class Threads:
             self._channel.delete_many(keys)
 
 
+class InPlace(Threads):
+    """For values in this machine's memory: the caller's own thread puts and gets.
+
+    A request is a copy there, which no other thread makes shorter: with W workers on a few cores threads only take the
+    cores from each other. Deletes go on beside. What is handed in part by part comes while others wait, and so does
+    take threads.
+    """
+
+    def run(self, part: Part[Result], events: Events | None = None) -> Result:
+        if events is not None:
+            return super().run(part, events)
+        self.drain()
+        deadline = time.monotonic() + self._timeout
+        requests, wanted = deque(part.start()), dict[str, None]()
+        while not part.done:
+            self._take(requests, wanted, part)
+            if part.done:
+                break
+            if self._closed.is_set() or time.monotonic() >= deadline:
+                raise _late(self._timeout)
+            until = min(deadline, time.monotonic() + _LOOK_SECONDS)
+            for key, value in _arrivals(self._channel, tuple(wanted), until):
+                del wanted[key]
+                requests.extend(part.handle(Arrived(key, value)))
+                before = len(wanted)
+                self._take(requests, wanted, part)
+                if len(wanted) > before:
+                    # More to wait for than this wait knows of.
+                    break
+        self._take(requests, wanted, part)
+        return part.result
+
+    def _take(self, requests: deque[Request], wanted: dict[str, None], part: Part[Result]) -> None:
+        while requests:
+            request = requests.popleft()
+            if isinstance(request, Put):
+                for key, pieces in request.values.items():
+                    self._channel.put(key, pieces)
+                    requests.extend(part.handle(Stored((key,))))
+            elif isinstance(request, Fetch):
+                wanted.update(dict.fromkeys(request.keys))
+            else:
+                self._beside.submit(self._delete, request.keys)
+
+
 def _arrivals(channel: Channel, keys: Sequence[str], until: float) -> Iterator[tuple[str, memoryview]]:
     try:
         yield from channel.wait(keys, max(0.0, until - time.monotonic()))
@@ -186,8 +231,11 @@ def _next(inbox: Events, deadline: float, timeout_seconds: float) -> Event | Fai
     try:
         return inbox.get(timeout=max(0.0, deadline - time.monotonic()))
     except queue.Empty:
-        text = f"the other workers' parts have not come within {timeout_seconds:g} s"
-        raise GeofedError("CHANNEL_TIMEOUT", text) from None
+        raise _late(timeout_seconds) from None
+
+
+def _late(timeout_seconds: float) -> GeofedError:
+    return GeofedError("CHANNEL_TIMEOUT", f"the other workers' parts have not come within {timeout_seconds:g} s")
 
 
 class OneByOne:

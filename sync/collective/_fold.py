@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,8 @@ __all__ = ["Fold"]
 
 _BLOCK = 1 << 16
 """Elements added at a time, so that the products stay in the cache."""
+_AT_ONCE = 3
+"""Vectors that are added in one go: the sums, in float64, are then read and written once for all of them."""
 
 Numbers = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 
@@ -27,8 +30,10 @@ class Fold:
 
     def __init__(self, size: int, contributors: Sequence[int], *, weighted: bool = True) -> None:
         """``weighted``: otherwise weights are only counted, and every vector is added as it is."""
-        self._weighted = weighted
-        self._sums = np.zeros(size)
+        self._weighted, self._size = weighted, size
+        self._sums: npt.NDArray[np.float64] | None = None
+        """Of all that had their turn but the last few; None where those are all."""
+        self._last: list[tuple[Numbers, float]] = []
         self._turns = sorted(contributors)
         self._early: dict[int, tuple[Numbers, float]] = {}
         self._weights: list[float] = []
@@ -45,9 +50,9 @@ class Fold:
     def add(self, contributor: int, vector: Numbers, weight: float) -> None:
         """Shape (size,), weight from 0, which leaves the vector out; raises ``GeofedError("FRAME_INVALID")``.
 
-        The vector must stay as it is until the fold is `complete`.
+        The vector must stay as it is until the `sum` or the `mean` is taken.
         """
-        if vector.shape != self._sums.shape or not (math.isfinite(weight) and weight >= 0):
+        if vector.shape != (self._size,) or not (math.isfinite(weight) and weight >= 0):
             raise GeofedError(
                 "FRAME_INVALID", f"worker {contributor}: shape {vector.shape} or weight {weight} is wrong"
             )
@@ -65,27 +70,47 @@ class Fold:
 
     def _take(self, vector: Numbers, weight: float) -> None:
         self._weights.append(weight)
-        if not self._weighted:
-            self._sums += vector
+        if self._weighted and weight == 0:
             return
-        if weight == 0:
-            return
-        term = np.empty(min(_BLOCK, self._sums.size))
-        for start in range(0, self._sums.size, _BLOCK):
-            part = slice(start, min(start + _BLOCK, self._sums.size))
-            product = term[: part.stop - start]
-            np.multiply(vector[part], weight, out=product, dtype=np.float64)
-            self._sums[part] += product
+        if len(self._last) == _AT_ONCE:
+            self._sums, self._last = self._added(np.empty(self._size) if self._sums is None else self._sums, 1.0), []
+        self._last.append((vector, weight))
+
+    def _added(self, out: Numbers, divisor: float) -> Any:
+        """All that had their turn, divided, written to an array of shape (size,), which may be that of the sums."""
+        block, term = np.empty(min(_BLOCK, self._size)), np.empty(min(_BLOCK, self._size))
+        for start in range(0, self._size, _BLOCK):
+            part = slice(start, min(start + _BLOCK, self._size))
+            sums, product = block[: part.stop - start], term[: part.stop - start]
+            if self._sums is None:
+                sums.fill(0.0)
+            else:
+                sums[:] = self._sums[part]
+            for vector, weight in self._last:
+                if self._weighted:
+                    np.multiply(vector[part], weight, out=product, dtype=np.float64)
+                    sums += product
+                else:
+                    sums += vector[part]
+            if divisor != 1.0:
+                sums /= divisor
+            out[part] = sums
+        return out
 
     def sum(self) -> tuple[npt.NDArray[np.float64], float]:
         """The sums and the weights'; the array is this object's own."""
-        if self._turns:
-            raise RuntimeError(f"{self.missing} have not given their parts")
+        self._require_complete()
+        if self._sums is None or self._last:
+            self._sums, self._last = self._added(np.empty(self._size) if self._sums is None else self._sums, 1.0), []
         return self._sums, float(sum(self._weights))
 
     def mean(self) -> tuple[Vector, float]:
         """The weighted mean, rounded once, and the sum of weights; zeros where that is 0."""
-        sums, total = self.sum()
-        if total > 0 and total != 1.0:
-            sums /= total
-        return sums.astype(np.float32), total
+        self._require_complete()
+        total = float(sum(self._weights))
+        mean: Vector = self._added(np.empty(self._size, np.float32), total if total > 0 else 1.0)
+        return mean, total
+
+    def _require_complete(self) -> None:
+        if self._turns:
+            raise RuntimeError(f"{self.missing} have not given their parts")

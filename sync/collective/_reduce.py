@@ -128,7 +128,8 @@ class Pull:
         self._after = plan.merged_after() if plan.own is None else plan.stored_after()
         # They come together, but not faster than the link carries them.
         self._gap = 0.0 if plan.asked is None else plan.chunk_bytes / plan.asked.down_bytes_per_second
-        self._vectors: dict[int, Vector] = {step: np.empty(plan.size, np.float32) for step in call.wanted}
+        self._vectors: dict[int, Vector] = {}
+        self._size = plan.size
         self._weights: dict[int, list[float]] = {step: [] for step in call.wanted}
         self._missing: dict[str, tuple[int, int]] = {}
         for step in call.wanted:
@@ -149,7 +150,14 @@ class Pull:
     def place(self, key: str, values: Vector, weight: float) -> None:
         """Take up a merged chunk."""
         step, chunk = self._missing.pop(key)
-        self._vectors[step][self._bounds[chunk]] = values
+        if len(self._bounds) == 1:
+            # It is the vector; a view, that its reader need not copy it.
+            self._vectors[step] = values[:]
+        else:
+            # Made when the first comes: a page is then touched once, when it is written.
+            if step not in self._vectors:
+                self._vectors[step] = np.empty(self._size, np.float32)
+            self._vectors[step][self._bounds[chunk]] = values
         self._weights[step].append(weight)
 
     @property
@@ -159,7 +167,8 @@ class Pull:
     @property
     def result(self) -> tuple[Merged, ...]:
         merged = []
-        for step, vector in self._vectors.items():
+        for step in self._weights:
+            vector = self._vectors[step]
             vector.flags.writeable = False
             merged.append(Merged(step, vector, min(self._weights[step])))
         return tuple(merged)

@@ -16,7 +16,7 @@ from geofed_pb.errors import GeofedError
 from sync.channel import Channel
 from sync.collective._arithmetic import MeanOf
 from sync.collective._contract import Merged, Settings, Settled, State
-from sync.collective._driver import Driver, Events, Failed, OneByOne, Threads
+from sync.collective._driver import Driver, Events, Failed, InPlace, OneByOne, Threads
 from sync.collective._exchange import Event, Given
 from sync.collective._members import Member, chunk_bounds, owners
 from sync.collective._reduce import Call, Plan, Pull, Reduce
@@ -46,6 +46,8 @@ def plan_of(member: Member, size: int, settings: Settings, place: str) -> Plan:
 def driver_of(channel: Channel, settings: Settings) -> Driver:
     if settings.faithful:
         return OneByOne(channel, settings.timeout_seconds, settings.poll_seconds)
+    if channel.in_memory:
+        return InPlace(channel, settings.timeout_seconds)
     return Threads(channel, settings.timeout_seconds, 1 if settings.asked is None else settings.asked.parallel)
 
 

@@ -30,6 +30,8 @@ class MemoryChannel:
         self.usage = Usage()
         self.limits = Limits(1 << 40, None)
         self.puts = self.gets = 0
+        self.in_memory = False
+        """As if it were a store elsewhere, since `before` may sleep."""
 
     def another(self) -> MemoryChannel:
         """As another worker opens it."""

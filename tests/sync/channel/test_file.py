@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import shutil
+import tempfile
 import threading
 from pathlib import Path
 
@@ -26,6 +27,24 @@ def test_a_full_channel_is_told_and_keeps_what_it_has(tmp_path: Path) -> None:
         assert channel.get("kept/more") is None
         assert channel.get("kept/value") == b"x" * 1000
         assert [path.name for path in (folder / "channel" / "kept").iterdir()] == ["value"]
+
+
+def test_a_folder_in_shared_memory_is_known(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
+        assert FileChannel(Path(shared) / "deeper" / "down").in_memory
+        (tmp_path / "link").symlink_to(shared)
+        assert FileChannel(tmp_path / "link").in_memory
+
+
+def test_a_folder_on_disk_is_not_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = "21 1 8:1 / / rw - ext4 /dev/sda1 rw\n30 21 0:27 / /somewhere rw - tmpfs tmpfs rw\n"
+    real = Path.read_text
+
+    def read(path: Path, *arguments: str) -> str:
+        return mounts if str(path) == "/proc/self/mountinfo" else real(path, *arguments)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert not FileChannel(tmp_path).in_memory
 
 
 def test_other_errors_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,10 +39,16 @@ def names(settings: Settings) -> str:
     return "-".join(str(x) for x in (settings.pattern, settings.chunks, settings.codec, settings.staleness))
 
 
-@pytest.fixture(params=["memory", "file"])
-def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Channel]:
+@pytest.fixture(params=["memory", "file", "shared"])
+def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Channel]]:
+    """``memory`` and ``file``: threads put and get. ``shared``: files in shared memory, which the caller's own does."""
     memory = MemoryChannel()
-    return memory.another if request.param == "memory" else lambda: FileChannel(tmp_path / "channel")
+    if request.param == "memory":
+        yield memory.another
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if request.param == "shared" else tmp_path) as folder:
+        assert FileChannel(folder).in_memory == (request.param == "shared")
+        yield lambda: FileChannel(Path(folder) / "channel")
 
 
 def vector_of(worker: int, step: int) -> Vector:
