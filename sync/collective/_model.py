@@ -1,15 +1,14 @@
 """What a collective takes and costs, in closed form. Imports nothing: a planner may take it as it is.
 
 The forms follow FasDL (10.1109/TC.2024.3485202, §1.2 and §1.3 of the notes in its code) for requests that are made one
-after the other, and replace sums by the slower of latency and bandwidth where they are made side by side. Merging
-itself is not counted: it is memory bandwidth, the same for every pattern.
+after the other, and replace sums by the slower of latency and bandwidth where they are made side by side.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 __all__ = [
@@ -46,6 +45,14 @@ class ChannelCosts:
     get_usd: float = 0.0
     """Also of a look that finds nothing."""
     list_usd: float = 0.0
+    merge_seconds_per_byte: float = 0.0
+    """What adding a part to a sum takes, by the bytes of float32 that it has; 0: not counted."""
+    request_cpu_seconds: float = 0.0
+    """Of a request, what keeps a core of the worker busy; requests side by side do not share that."""
+    cores: float = 0.0
+    """Of a channel in the memory of one machine: the cores that all workers on it share. Requests and bytes then are
+    work for the cores, nothing goes on side by side, and a worker gets slower as more are at work. 0: each worker has
+    its own machine."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,8 @@ class Merge:
     """One merge of W workers' vectors."""
 
     pattern: str
-    """One of `PATTERNS`, or ``isp``."""
+    """One of `PATTERNS`, or ``isp``, or ``server-reduce``: every worker puts its vector, the region's parameter server
+    gets and adds them all, puts the mean, and every worker gets that."""
     workers: int
     size_bytes: float
     """S: one vector as it travels. Of ``isp``: one worker's list."""
@@ -83,7 +91,7 @@ class Estimate:
     polls: float
     """Looks that find nothing; of ``faithful`` patterns all lists."""
     up_bytes: float
-    """Of the worker that moves most."""
+    """Of the worker that moves most; a parameter server is none."""
     down_bytes: float
     requests_usd: float
 
@@ -108,26 +116,32 @@ def estimate(merge: Merge, costs: ChannelCosts) -> Estimate:
         return Estimate(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0)
     if merge.pattern == "isp" and merge.chunks is None:
         return _all_to_all(merge, costs)
+    if merge.pattern == "server-reduce":
+        return _at_server(merge, costs)
     chunks = merge.owners
+    # What requests take while all workers make some, and while the owners do.
+    all_, some = _shared(costs, workers), _shared(costs, chunks)
     part, merged = merge.size_bytes / chunks, (merge.merged_bytes or merge.size_bytes) / chunks
     uploads = chunks if chunks < workers else chunks - 1
     """Of the slowest worker: one that owns no chunk, where there are such."""
     look = costs.list_seconds + costs.poll_seconds / 2 if merge.faithful else costs.poll_seconds / 2
-    up_one = costs.put_seconds + merged / costs.up_bytes_per_second
+    up_one = some.put_seconds + merged / some.up_bytes_per_second
     if merge.faithful:
-        given = uploads * (costs.put_seconds + part / costs.up_bytes_per_second)
-        collected = given + look + (workers - 1) * (costs.get_seconds + part / costs.down_bytes_per_second)
-        pulled = max(1, chunks - 1) * (costs.get_seconds + merged / costs.down_bytes_per_second)
+        given = uploads * (all_.put_seconds + part / all_.up_bytes_per_second)
+        collected = given + look + (workers - 1) * (some.get_seconds + part / some.down_bytes_per_second)
+        pulled = max(1, chunks - 1) * (all_.get_seconds + merged / all_.down_bytes_per_second)
     else:
-        given = _lane(uploads, costs.put_seconds, part, costs.up_bytes_per_second, costs.parallel)
-        all_parts = _lane(workers - 1, costs.get_seconds, part, costs.down_bytes_per_second, costs.parallel)
-        if merge.pattern == "scatter-reduce":
+        given = _puts(uploads, part, all_)
+        all_parts = _gets(workers - 1, part, some)
+        if merge.pattern == "scatter-reduce" or costs.cores:
             collected = given + look + all_parts
         else:
             first = costs.put_seconds + part / costs.up_bytes_per_second
             last = costs.get_seconds + part / costs.down_bytes_per_second
             collected = look + max(given + last, first + all_parts)
-        pulled = _lane(max(1, uploads), costs.get_seconds, merged, costs.down_bytes_per_second, costs.parallel)
+        # The only merged chunk is the vector: where it lies in memory it is not copied.
+        pulled = all_.get_seconds if costs.cores and chunks == 1 else _gets(max(1, uploads), merged, all_)
+    collected += _adding(workers, part, some)
     seconds = collected + up_one + look + pulled
     puts, gets = chunks * workers, 2 * chunks * (workers - 1)
     waited = (workers - chunks) * (collected + up_one - given) + chunks * (look + up_one)
@@ -147,20 +161,67 @@ def _all_to_all(merge: Merge, costs: ChannelCosts) -> Estimate:
     if merge.faithful:
         pulled = (workers - 1) * (costs.get_seconds + size / costs.down_bytes_per_second)
     else:
-        pulled = _lane(workers - 1, costs.get_seconds, size, costs.down_bytes_per_second, costs.parallel)
+        pulled = _gets(workers - 1, size, costs)
     gets = workers * (workers - 1)
     usd = workers * costs.put_usd + gets * costs.get_usd
     down = (workers - 1) * size
     return Estimate(given + costs.poll_seconds / 2 + pulled, workers, gets, 0.0, size, down, usd)
 
 
-def _lane(requests: int, latency: float, size_bytes: float, bytes_per_second: float, parallel: int) -> float:
+def _at_server(merge: Merge, costs: ChannelCosts) -> Estimate:
+    """As if the server saw the channel as a worker does."""
+    workers, size = merge.workers, merge.size_bytes
+    merged = merge.merged_bytes or size
+    all_, alone = _shared(costs, workers), _shared(costs, 1)
+    given = _puts(1, size, all_)
+    collected = given + costs.poll_seconds / 2 + _gets(workers, size, alone) + _adding(workers, size, alone)
+    stored = alone.put_seconds + merged / alone.up_bytes_per_second
+    pulled = all_.get_seconds if costs.cores else _gets(1, merged, all_)
+    puts, gets = workers + 1, 2 * workers
+    polls = workers * (collected + stored - given) / costs.poll_seconds if costs.poll_seconds else 0.0
+    usd = puts * costs.put_usd + (gets + polls) * costs.get_usd
+    return Estimate(collected + stored + costs.poll_seconds / 2 + pulled, puts, gets, polls, size, merged, usd)
+
+
+def _shared(costs: ChannelCosts, active: int) -> ChannelCosts:
+    """The constants of each of so many workers that are at work at once."""
+    slower = max(1.0, active / costs.cores) if costs.cores else 1.0
+    if slower == 1.0:
+        return costs
+    return replace(
+        costs,
+        put_seconds=costs.put_seconds * slower,
+        get_seconds=costs.get_seconds * slower,
+        up_bytes_per_second=costs.up_bytes_per_second / slower,
+        down_bytes_per_second=costs.down_bytes_per_second / slower,
+        merge_seconds_per_byte=costs.merge_seconds_per_byte * slower,
+        request_cpu_seconds=costs.request_cpu_seconds * slower,
+    )
+
+
+def _adding(workers: int, part_bytes: float, costs: ChannelCosts) -> float:
+    """Seconds of an owner's sums that nothing hides: parts are added while others are on their way, the last is not."""
+    return costs.merge_seconds_per_byte * part_bytes * (workers if costs.cores else 2)
+
+
+def _puts(requests: int, size_bytes: float, costs: ChannelCosts) -> float:
+    return _lane(requests, costs.put_seconds, size_bytes, costs.up_bytes_per_second, costs)
+
+
+def _gets(requests: int, size_bytes: float, costs: ChannelCosts) -> float:
+    return _lane(requests, costs.get_seconds, size_bytes, costs.down_bytes_per_second, costs)
+
+
+def _lane(requests: int, latency: float, size_bytes: float, bytes_per_second: float, costs: ChannelCosts) -> float:
     """Seconds of so many requests of one size side by side over one link."""
     if requests < 1:
         return 0.0
     one = size_bytes / bytes_per_second
-    turns = math.ceil(requests / max(1, parallel))
-    return max(latency + requests * one, turns * (latency + one))
+    if costs.cores:
+        return requests * (latency + one)
+    turns = math.ceil(requests / max(1, costs.parallel))
+    # The first comes after its latency; from then on they come as fast as link and core let them.
+    return max(latency + requests * max(one, costs.request_cpu_seconds), turns * (latency + one))
 
 
 def least_seconds(workers: int, size_bytes: float, costs: ChannelCosts) -> float:
@@ -213,6 +274,7 @@ def choose(
 ) -> Choice:
     """The pattern and K that take least time, or cost least; of two that are equal the one that is better otherwise.
 
+    ``patterns``: among which; ``server-reduce`` may be one of them.
     ``slack``: what may be so much worse (0.05: a twentieth) is as good, and the other measure decides.
     """
     weighed: list[Choice] = []

@@ -27,6 +27,7 @@ from sync.collective import (
     probe,
     unequal_batches,
 )
+from sync.collective._exchange import Arrived, Event, Fetch, Put, Request, Stored
 from sync.layout import Vector
 
 S3 = ChannelCosts(0.1, 0.02, 1e8, 1e8, 0.0, 0.02, 8, 5e-6, 4e-7, 5e-6)
@@ -108,6 +109,83 @@ def test_a_little_time_may_buy_many_requests() -> None:
     thrifty = choose(32, 14e6, S3, usd_per_worker_second=3e-5, slack=0.1)
     assert thrifty.estimate.seconds <= 1.1 * fast.estimate.seconds
     assert thrifty.usd < fast.usd
+
+
+class Puts:
+    """Somebody who puts a vector, once it has what it waits for, and then may wait for one."""
+
+    def __init__(self, size: int, awaits: tuple[str, ...], gives: str, takes: str | None) -> None:
+        self._value, self._left, self._gives, self._takes = memoryview(bytes(size)), set(awaits), gives, takes
+        self._stored = False
+        self.result = None
+
+    def start(self) -> list[Request]:
+        return [Fetch(tuple(self._left))] if self._left else [Put({self._gives: [self._value]})]
+
+    def handle(self, event: Event) -> list[Request]:
+        if isinstance(event, Stored):
+            self._stored = True
+            return [Fetch((self._takes,))] if self._takes else []
+        assert isinstance(event, Arrived)
+        if event.key == self._takes:
+            self._takes = None
+            return []
+        self._left.discard(event.key)
+        return [] if self._left else [Put({self._gives: [self._value]})]
+
+    @property
+    def done(self) -> bool:
+        return self._stored and self._takes is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 24), st.floats(3, 6.3), st.integers(0, 1 << 30))
+def test_a_parameter_server_takes_what_the_form_says(workers: int, log_size: float, seed: int) -> None:
+    costs, size = replace(draw_costs(random.Random(seed)), parallel=workers), int(10**log_size)
+    virtual = Virtual(costs)
+
+    def program(part: Puts) -> Program:
+        yield part
+
+    for worker in range(workers):
+        virtual.add(program(Puts(size, (), f"p/{worker}", "mean")))
+    virtual.add(program(Puts(size, tuple(f"p/{worker}" for worker in range(workers)), "mean", None)))
+    virtual.run()
+    told = estimate(Merge("server-reduce", workers, size), costs)
+    assert told.seconds == pytest.approx(max(worker.spans[0][1] for worker in virtual.workers), rel=0.02)
+    assert told.puts == sum(worker.meter.puts for worker in virtual.workers)
+    assert told.gets == sum(worker.meter.gets for worker in virtual.workers)
+    assert told.requests_usd == pytest.approx(told.puts * costs.put_usd + told.gets * costs.get_usd)
+
+
+def test_the_parameter_server_may_be_chosen() -> None:
+    patterns = (*PATTERNS, "server-reduce")
+    # With few cores and a server that adds by itself, many workers would only take them from each other.
+    shared = ChannelCosts(1e-3, 1e-3, 1e9, 3e9, merge_seconds_per_byte=1e-9, cores=2)
+    assert choose(16, 1e3, shared, patterns=patterns).merge.pattern in ("all-reduce", "server-reduce")
+    assert choose(16, 1e3, shared).merge.pattern == "all-reduce"
+    # Through a store elsewhere it is one vector's way behind.
+    assert choose(8, 14e6, S3, patterns=patterns).merge.pattern != "server-reduce"
+
+
+def test_workers_on_one_machine_share_its_cores() -> None:
+    own = ChannelCosts(1e-4, 1e-4, 1e9, 2e9, merge_seconds_per_byte=1e-9, parallel=1)
+    one, two, many = (replace(own, cores=cores) for cores in (1.0, 2.0, 64.0))
+    for pattern in PATTERNS:
+        merge = Merge(pattern, 8, 14e6, 2 if pattern == "k-reduce" else None)
+        seconds = [estimate(merge, costs).seconds for costs in (one, two, many)]
+        assert seconds == sorted(seconds, reverse=True)
+        assert seconds[0] <= 8 * seconds[2] * 1.001
+    # One core: the fewest bytes and requests are best. Many: all of them add.
+    assert choose(8, 14e6, one).merge.owners == 1
+    assert choose(8, 14e6, many).merge.owners > 1
+
+
+def test_requests_that_keep_a_core_busy_are_not_made_side_by_side() -> None:
+    costs = replace(S3, request_cpu_seconds=0.05)
+    merge = Merge("scatter-reduce", 16, 1e5)
+    assert estimate(merge, costs).seconds - estimate(merge, S3).seconds == pytest.approx(3 * 15 * 0.05, rel=0.3)
+    assert choose(16, 1e6, costs).merge.owners <= choose(16, 1e6, S3).merge.owners
 
 
 def test_alone_nothing_is_taken() -> None:
