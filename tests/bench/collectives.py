@@ -1,17 +1,21 @@
 """What one merge takes and costs, for every collective, number of chunks, model size and number of workers.
 
-    .venv/bin/python tests/bench/collectives.py [--quick] [--json PATH]
+    .venv/bin/python tests/bench/collectives.py [--quick] [--json PATH] [--only modelled|live] [--repeats N]
+        [--channel s3|redis|file] [--workers N]
 
-All rows are MODELLED: the roles that run in production, over a channel that is a model (latency, bandwidth and prices
-as below), in virtual time; computing the sums takes no time. ``faithful`` rows make requests as published: one after
-the other, found by listing. Beside each stands the closed form's prediction, and the bound: through a store that
-computes nothing, a worker must move 2 S (W - 1) / W down, or S up.
+Rows are MODELLED or LIVE. LIVE: a process for each worker over real channels, see `collectives_live.py`; needs
+redis-server and boto3. All of them take about an hour; `--channel` and `--workers` choose. MODELLED: the roles that run
+in production, over a channel that is a model (latency, bandwidth and prices as below), in virtual time; computing the
+sums takes no time. ``faithful`` rows make requests as published: one after the other, found by listing. Beside each
+stands the closed form's prediction, and the bound: through a store that computes nothing, a worker must move
+2 S (W - 1) / W down, or S up.
 
 Vectors above 2 MB are played smaller by a factor, over bandwidths that are smaller by the same.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 import sys
@@ -239,13 +243,32 @@ def predicted(case: Case) -> float | None:
 
 
 def main() -> int:
-    given = options(__doc__)
+    def more(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--only", choices=("modelled", "live"), help="these rows alone")
+        parser.add_argument("--channel", choices=("s3", "redis", "file"), help="live rows of this channel alone")
+        parser.add_argument("--workers", type=int, help="live rows of so many workers alone")
+        parser.add_argument("--repeats", type=int, help="merges of each live row; default: 3, of --quick 2")
+
+    given = options(__doc__, more=more)
     report = Report("collectives", given.quick)
-    sizes = ("0.25 MB", "14 MB") if given.quick else tuple(SIZES_MB)
+    if given.only != "live":
+        _modelled(report)
+    if given.only != "modelled":
+        from collectives_rows import groups, live, live_bars
+
+        chosen = groups(given.quick, given.channel, given.workers)
+        report.bars += live_bars(
+            live(report, chosen, WORKER_USD_PER_SECOND, given.repeats or (2 if given.quick else 3))
+        )
+    return report.close(given.json)
+
+
+def _modelled(report: Report) -> None:
+    sizes = ("0.25 MB", "14 MB") if report.quick else tuple(SIZES_MB)
     source: Source = Modelled()
     begun = time.monotonic()
     rows: list[tuple[Case, Outcome]] = []
-    for case in cases(QUICK_WORKERS if given.quick else WORKERS, sizes):
+    for case in cases(QUICK_WORKERS if report.quick else WORKERS, sizes):
         outcome = source.play(case)
         rows.append((case, outcome))
         told = predicted(case)
@@ -263,9 +286,8 @@ def main() -> int:
     report.details["mechanisms"] = _mechanisms()
     report.details["prices"] = {"worker_usd_per_second": WORKER_USD_PER_SECOND}
     report.details["profiles"] = {name: asdict(profile) for name, profile in PROFILES.items()}
-    report.bars = _bars(rows)
+    report.bars += _bars(rows)
     print(f"\nall figures modelled; played in {time.monotonic() - begun:.0f} s")
-    return report.close(given.json)
 
 
 def _table(rows: list[tuple[Case, Outcome]]) -> None:
