@@ -88,7 +88,8 @@ class _Ranges:
 
     def others(self, published: Vector) -> Vector:
         """Without this worker's own changes, which it has applied; shape (n,)."""
-        self.unpublished += self.sent
+        (told,) = np.nonzero(self.sent != 0)
+        self.unpublished[told] += self.sent[told]
         (places,) = np.nonzero(published != 0)
         change = np.zeros(published.size, np.float32)
         change[places] = published[places] - self.unpublished[places]

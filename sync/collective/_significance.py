@@ -16,6 +16,8 @@ __all__ = ["SignificanceFilter", "significant"]
 _FLOOR = 1e-6
 """A weight counts as at least this large: by the published rule every change of a weight of zero is infinitely
 significant, and none at all is not a number."""
+_BLOCK = 1 << 16
+"""Elements looked at together, so that what is computed of them stays in the cache."""
 
 
 def significant(change: Vector, model: Vector, significance: float, step: int) -> npt.NDArray[np.bool_]:
@@ -38,10 +40,15 @@ class SignificanceFilter:
     def send(self, part: slice, change: Vector, model: Vector, step: int, codec: ListCodec) -> tuple[Tensors, Vector]:
         """Add a part's change; what of the part is sent, coded, and as it will be read. Shapes (part,)."""
         held = self.held[part]
-        held += change
-        whole = held.astype(np.float32)
-        (places,) = np.nonzero(significant(whole, model, self._significance, step))
-        return self._sent(held, places, whole[places], codec)
+        places, values = [np.zeros(0, np.intp)], [np.zeros(0, np.float32)]
+        for start in range(0, held.size, _BLOCK):
+            block = slice(start, start + _BLOCK)
+            held[block] += change[block]
+            whole = held[block].astype(np.float32)
+            (here,) = np.nonzero(significant(whole, model[block], self._significance, step))
+            places.append(here + start)
+            values.append(whole[here])
+        return self._sent(held, np.concatenate(places), np.concatenate(values), codec)
 
     def flush(self, part: slice, codec: ListCodec) -> tuple[Tensors, Vector]:
         """Send all of a part, up to what the codec holds back."""
