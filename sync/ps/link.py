@@ -28,6 +28,8 @@ __all__ = ["Courier", "LinkMeter", "Tls", "manifest_to_proto"]
 
 _log = logging.getLogger("geofed.ps.link")
 _UNASKED_BYTES = CHUNK_BYTES
+_TRAIN = 8
+"""Small updates on their way at once."""
 _BACKOFF_FIRST_SECONDS = 0.2
 _BACKOFF_MOST_SECONDS = 3.0
 _COLLECT_AGAIN_SECONDS = 5.0
@@ -138,26 +140,32 @@ class Courier:
             if not self._waiting:
                 self._news.clear()
                 continue
-            key = min(self._waiting)
-            manifest = self._waiting[key]
-            settled = False
+            manifest = self._waiting[min(self._waiting)]
+            settled, train = False, self._train()
             try:
                 with _moved_peer():
-                    settled = await self._carry(manifest)
+                    if len(train) > 1:
+                        settled = await self._carry_train(train)
+                    elif settled := await self._carry(manifest):
+                        self._settled(manifest)
             except FileNotFoundError:
                 # Forgotten: the peer's own updates have told that it has this one, whose acknowledgement was lost.
-                self._waiting.pop(key, None)
+                # Which one of a train it was, the next tries will tell, one by one.
+                if len(train) <= 1:
+                    self._waiting.pop((manifest.sequence, manifest.region), None)
                 continue
             except (grpc.RpcError, GeofedError, OSError) as error:
                 await self._note_failure(error)
             if settled:
-                self._waiting.pop(key, None)
-                self.meter.payload_bytes += manifest.total_bytes
-                self._arrived(self._require_peer().region, manifest)
                 backoff = _BACKOFF_FIRST_SECONDS
             else:
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
                 backoff = min(backoff * 2, _BACKOFF_MOST_SECONDS)
+
+    def _settled(self, manifest: Manifest) -> None:
+        self._waiting.pop((manifest.sequence, manifest.region), None)
+        self.meter.payload_bytes += manifest.total_bytes
+        self._arrived(self._require_peer().region, manifest)
 
     async def close(self) -> None:
         """Once `run` and `collect` are cancelled."""
@@ -208,6 +216,44 @@ class Courier:
         self.meter.up = True
         self._trusted = bool(reply.verdict == sync_pb2.OfferReply.VERDICT_HAVE)
         return self._trusted
+
+    def _train(self) -> list[Manifest]:
+        """Small updates that wait one behind the other, while the link is good."""
+        train: list[Manifest] = []
+        if self._trusted and not self._bulk.by_collecting:
+            for key in sorted(self._waiting)[:_TRAIN]:
+                if self._waiting[key].total_bytes > _UNASKED_BYTES:
+                    break
+                train.append(self._waiting[key])
+        return train
+
+    async def _carry_train(self, train: list[Manifest]) -> bool:
+        """Send several at once: one after the other each would take a round trip. True if all are durable there.
+
+        They are acknowledged in order, since an acknowledgement stands for all before it.
+        """
+        self._trusted = False
+        sends = [asyncio.ensure_future(self._send_whole(manifest)) for manifest in train]
+        try:
+            for manifest, send in zip(train, sends, strict=True):
+                verdict = (await send).verdict
+                if verdict == sync_pb2.OfferReply.VERDICT_FENCED:
+                    raise GeofedError(
+                        "FENCED", f"{self._require_peer().region} knows a newer epoch of {manifest.region}"
+                    )
+                if verdict != sync_pb2.OfferReply.VERDICT_HAVE:
+                    return False
+                self._settled(manifest)
+        finally:
+            for send in sends:
+                send.cancel()
+            await asyncio.gather(*sends, return_exceptions=True)
+        self.meter.up = self._trusted = True
+        return True
+
+    async def _send_whole(self, manifest: Manifest) -> sync_pb2.OfferReply:
+        with self._mapped(manifest) as view:
+            return await self._send(manifest, manifest_to_proto(self._job, manifest), view, ())
 
     async def _carry_directly(self, manifest: Manifest) -> sync_pb2.OfferReply:
         proto = manifest_to_proto(self._job, manifest)

@@ -1,0 +1,67 @@
+"""Small updates on their way at once, between two real sites: in order, once, and again after a cut."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from support.exchange_site import Site
+from support.pki import Authority
+from support.relay import Relay
+
+from sync.ps.arrival import Arrival
+from sync.ps.events import Peer, Ship
+
+AUTHORITY = Authority()
+COUNT = 24
+REGIONS = ("east", "west")
+
+
+def _ship(east: Site, peer: Peer, first: int, count: int) -> list[bytes]:
+    data = [os.urandom(1000 + number) for number in range(count)]
+    made = tuple(east.make(first + number, content) for number, content in enumerate(data))
+    east.links.ship(Ship(peer, made))
+    return data
+
+
+async def _carry(folder: Path, cut: bool) -> None:
+    east, west = (Site(name, REGIONS, folder / name, AUTHORITY.region(name)) for name in REGIONS)
+    await east.start()
+    await west.start()
+    try:
+        with Relay() as relay:
+            relay.to = ("127.0.0.1", west.port)
+            peer = Peer("west", 1, relay.address)
+            data = _ship(east, peer, 1, 1)
+            await east.until(lambda: east.arrived)
+            if cut:
+                relay.cut_after = relay.passed + 9000
+            data += _ship(east, peer, 2, COUNT)
+            await east.until(lambda: len(east.arrived) == 1 + COUNT)
+            assert relay.cuts == cut
+        assert [sequence for _, sequence in east.arrived] == list(range(1, COUNT + 2))
+        assert [west.path("east", number).read_bytes() for number in range(1, COUNT + 2)] == data
+        assert len(west.stored) == 1 + COUNT, "none is stored twice"
+    finally:
+        await east.stop()
+        await west.stop()
+
+
+def test_updates_that_wait_do_not_wait_for_each_others_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of three is made durable before all of them are there."""
+    complete, meeting = Arrival.complete, threading.Barrier(3, timeout=20)
+
+    def completed(self: Arrival) -> None:
+        if 2 <= self.manifest.sequence <= 4:
+            meeting.wait()
+        complete(self)
+
+    monkeypatch.setattr(Arrival, "complete", completed)
+    asyncio.run(_carry(tmp_path, cut=False))
+
+
+def test_a_cut_between_them_loses_and_doubles_none(tmp_path: Path) -> None:
+    asyncio.run(_carry(tmp_path, cut=True))
