@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Literal
 
 __all__ = [
@@ -53,6 +54,8 @@ class ChannelCosts:
     """Of a channel in the memory of one machine: the cores that all workers on it share. Requests and bytes then are
     work for the cores, nothing goes on side by side, and a worker gets slower as more are at work. 0: each worker has
     its own machine."""
+    jitter: float = 0.0
+    """Standard deviation of the latency's logarithm. Whoever waits for many requests waits for the slowest of them."""
 
 
 @dataclass(frozen=True)
@@ -119,29 +122,32 @@ def estimate(merge: Merge, costs: ChannelCosts) -> Estimate:
     if merge.pattern == "server-reduce":
         return _at_server(merge, costs)
     chunks = merge.owners
-    # What requests take while all workers make some, and while the owners do.
-    all_, some = _shared(costs, workers), _shared(costs, chunks)
     part, merged = merge.size_bytes / chunks, (merge.merged_bytes or merge.size_bytes) / chunks
     uploads = chunks if chunks < workers else chunks - 1
     """Of the slowest worker: one that owns no chunk, where there are such."""
+    read = chunks * (workers - 1)
+    # As published there is one request after the other, whose latenesses even out.
+    even = replace(costs, jitter=0.0) if merge.faithful else costs
+    giving, reading = _at_work(even, workers, uploads * workers), _at_work(even, chunks, read)
+    storing, pulling = _at_work(even, chunks, chunks), _at_work(even, workers, read)
     look = costs.list_seconds + costs.poll_seconds / 2 if merge.faithful else costs.poll_seconds / 2
-    up_one = some.put_seconds + merged / some.up_bytes_per_second
+    up_one = storing.put_seconds + merged / storing.up_bytes_per_second
     if merge.faithful:
-        given = uploads * (all_.put_seconds + part / all_.up_bytes_per_second)
-        collected = given + look + (workers - 1) * (some.get_seconds + part / some.down_bytes_per_second)
-        pulled = max(1, chunks - 1) * (all_.get_seconds + merged / all_.down_bytes_per_second)
+        given = uploads * (giving.put_seconds + part / giving.up_bytes_per_second)
+        collected = given + look + (workers - 1) * (reading.get_seconds + part / reading.down_bytes_per_second)
+        pulled = max(1, chunks - 1) * (pulling.get_seconds + merged / pulling.down_bytes_per_second)
     else:
-        given = _puts(uploads, part, all_)
-        all_parts = _gets(workers - 1, part, some)
+        given = _puts(uploads, part, giving)
+        all_parts = _gets(workers - 1, part, reading)
         if merge.pattern == "scatter-reduce" or costs.cores:
             collected = given + look + all_parts
         else:
-            first = costs.put_seconds + part / costs.up_bytes_per_second
-            last = costs.get_seconds + part / costs.down_bytes_per_second
+            first = giving.put_seconds + part / costs.up_bytes_per_second
+            last = reading.get_seconds + part / costs.down_bytes_per_second
             collected = look + max(given + last, first + all_parts)
         # The only merged chunk is the vector: where it lies in memory it is not copied.
-        pulled = all_.get_seconds if costs.cores and chunks == 1 else _gets(max(1, uploads), merged, all_)
-    collected += _adding(workers, part, some)
+        pulled = pulling.get_seconds if costs.cores and chunks == 1 else _gets(max(1, uploads), merged, pulling)
+    collected += _adding(workers, part, reading)
     seconds = collected + up_one + look + pulled
     puts, gets = chunks * workers, 2 * chunks * (workers - 1)
     waited = (workers - chunks) * (collected + up_one - given) + chunks * (look + up_one)
@@ -172,10 +178,10 @@ def _at_server(merge: Merge, costs: ChannelCosts) -> Estimate:
     """As if the server saw the channel as a worker does."""
     workers, size = merge.workers, merge.size_bytes
     merged = merge.merged_bytes or size
-    all_, alone = _shared(costs, workers), _shared(costs, 1)
+    all_, reading, storing = _at_work(costs, workers, workers), _at_work(costs, 1, workers), _at_work(costs, 1, 1)
     given = _puts(1, size, all_)
-    collected = given + costs.poll_seconds / 2 + _gets(workers, size, alone) + _adding(workers, size, alone)
-    stored = alone.put_seconds + merged / alone.up_bytes_per_second
+    collected = given + costs.poll_seconds / 2 + _gets(workers, size, reading) + _adding(workers, size, reading)
+    stored = storing.put_seconds + merged / storing.up_bytes_per_second
     pulled = all_.get_seconds if costs.cores else _gets(1, merged, all_)
     puts, gets = workers + 1, 2 * workers
     polls = workers * (collected + stored - given) / costs.poll_seconds if costs.poll_seconds else 0.0
@@ -183,15 +189,19 @@ def _at_server(merge: Merge, costs: ChannelCosts) -> Estimate:
     return Estimate(collected + stored + costs.poll_seconds / 2 + pulled, puts, gets, polls, size, merged, usd)
 
 
-def _shared(costs: ChannelCosts, active: int) -> ChannelCosts:
-    """The constants of each of so many workers that are at work at once."""
+def _at_work(costs: ChannelCosts, active: int, requests: int) -> ChannelCosts:
+    """The constants while so many workers are at work at once; latencies of the latest of so many requests."""
     slower = max(1.0, active / costs.cores) if costs.cores else 1.0
-    if slower == 1.0:
+    if requests < 1:
+        return costs
+    # Blom's approximation of the largest of n normal ones.
+    late = math.exp(costs.jitter * NormalDist().inv_cdf((requests - 0.375) / (requests + 0.25)))
+    if slower == late == 1.0:
         return costs
     return replace(
         costs,
-        put_seconds=costs.put_seconds * slower,
-        get_seconds=costs.get_seconds * slower,
+        put_seconds=costs.put_seconds * slower * late,
+        get_seconds=costs.get_seconds * slower * late,
         up_bytes_per_second=costs.up_bytes_per_second / slower,
         down_bytes_per_second=costs.down_bytes_per_second / slower,
         merge_seconds_per_byte=costs.merge_seconds_per_byte * slower,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -16,6 +18,9 @@ from sync.collective._model import ChannelCosts
 __all__ = ["probe"]
 
 _SMALL_BYTES = 1 << 10
+_SMALL = 8
+"""Small requests each way, which tell the latency and how much it varies."""
+_AT_ONCE = 4
 
 
 def probe(
@@ -24,38 +29,46 @@ def probe(
     """Latency and bandwidth each way from puts and gets of two sizes, and how late a waiting worker is told.
 
     Also what a request and the adding of parts take of a core. ``cores``: as in `ChannelCosts`, of a channel that is
-    `in_memory`; measure while no worker is at work. Medians of ``repeats``; takes about 4 * ``repeats`` requests each
-    way, and leaves nothing under ``place``. Prices are not measured: they stay 0.
+    `in_memory`; measure while no worker is at work. Medians; takes 8 small requests each way, some side by side, and
+    2 * ``repeats`` others, and leaves nothing under ``place``. Prices are not measured: they stay 0.
     """
-    values = {"small": memoryview(bytes(_SMALL_BYTES)), "large": memoryview(bytes(large_bytes))}
-    puts: dict[str, float] = {}
-    gets: dict[str, float] = {}
-    busy: dict[str, float] = {}
+    small, large = memoryview(bytes(_SMALL_BYTES)), memoryview(bytes(large_bytes))
+    keys = [f"{place}/small.{number}" for number in range(_SMALL)]
+    large_keys = [f"{place}/large.{number}" for number in range(repeats)]
+    late_keys = [f"{place}/late.{number}" for number in range(repeats)]
     try:
-        for name, value in values.items():
-            keys = [f"{place}/{name}.{number}" for number in range(repeats)]
-            begun = time.thread_time()
-            puts[name] = statistics.median(_seconds(channel.put, key, [value]) for key in keys)
-            gets[name] = statistics.median(_seconds(_read, channel, key) for key in keys)
-            busy[name] = (time.thread_time() - begun) / (2 * repeats)
-        late = statistics.median(_lateness(channel, f"{place}/late.{n}", gets["small"]) for n in range(repeats))
+        # The first requests make the connections.
+        with ThreadPoolExecutor(1 if cores else _AT_ONCE) as threads:
+            list(threads.map(lambda key: channel.put(key, [small]), keys[:_AT_ONCE]))
+            put_times = list(threads.map(lambda key: _timed(channel.put, key, [small]), keys))
+            get_times = list(threads.map(lambda key: _timed(_read, channel, key), keys))
+        put_small, get_small = (statistics.median(took for took, _ in times) for times in (put_times, get_times))
+        put_large = statistics.median(_timed(channel.put, key, [large])[0] for key in large_keys)
+        get_large = statistics.median(_timed(_read, channel, key)[0] for key in large_keys)
+        late = statistics.median(_lateness(channel, key, get_small) for key in late_keys)
     finally:
-        names = [f"{place}/{name}.{n}" for name in ("small", "large", "late") for n in range(repeats)]
-        channel.delete_many(names)
-    more = large_bytes - _SMALL_BYTES
-    up, down = (more / max(1e-9, times["large"] - times["small"]) for times in (puts, gets))
+        channel.delete_many([*keys, *large_keys, *late_keys])
+    up = (large_bytes - _SMALL_BYTES) / max(1e-9, put_large - put_small)
+    down = (large_bytes - _SMALL_BYTES) / max(1e-9, get_large - get_small)
     return ChannelCosts(
-        put_seconds=max(0.0, puts["small"] - _SMALL_BYTES / up),
-        get_seconds=max(0.0, gets["small"] - _SMALL_BYTES / down),
+        put_seconds=max(0.0, put_small - _SMALL_BYTES / up),
+        get_seconds=max(0.0, get_small - _SMALL_BYTES / down),
         up_bytes_per_second=up,
         down_bytes_per_second=down,
         # A value comes, on average, in the middle between two looks.
         poll_seconds=2 * late,
         parallel=1 if cores else 8,
         merge_seconds_per_byte=statistics.median(_adding(large_bytes) for _ in range(repeats)),
-        request_cpu_seconds=busy["small"],
+        request_cpu_seconds=statistics.median(busy for _, busy in (*put_times, *get_times)),
         cores=cores,
+        jitter=0.0 if cores else _spread([took for took, _ in put_times]),
     )
+
+
+def _spread(times: Sequence[float]) -> float:
+    """Standard deviation of the logarithm, by its middle half: a single one that is very late counts little."""
+    first, _, third = statistics.quantiles((math.log(max(1e-9, took)) for took in times), n=4)
+    return (third - first) / 1.349
 
 
 def _adding(size_bytes: int) -> float:
@@ -69,10 +82,11 @@ def _adding(size_bytes: int) -> float:
     return (time.perf_counter() - begun) / (len(vectors) * size_bytes)
 
 
-def _seconds(work: Callable[..., object], *arguments: object) -> float:
-    begun = time.perf_counter()
+def _timed(work: Callable[..., object], *arguments: object) -> tuple[float, float]:
+    """Seconds, and seconds of a core."""
+    begun, busy = time.perf_counter(), time.thread_time()
     work(*arguments)
-    return time.perf_counter() - begun
+    return time.perf_counter() - begun, time.thread_time() - busy
 
 
 def _read(channel: Channel, key: str) -> bytes:

@@ -181,6 +181,17 @@ def test_workers_on_one_machine_share_its_cores() -> None:
     assert choose(8, 14e6, many).merge.owners > 1
 
 
+def test_whoever_waits_for_many_waits_for_the_latest() -> None:
+    costs = replace(S3, jitter=0.2)
+    # The largest of 15, 1, 15 and 15 normal ones: 1.74, 0, 1.74, 1.74 standard deviations; of gets as well.
+    one = estimate(Merge("all-reduce", 16, 4.0), costs).seconds - estimate(Merge("all-reduce", 16, 4.0), S3).seconds
+    # 15 gets take two turns of 8, the one get of all others a single.
+    assert one == pytest.approx((0.1 + 3 * 0.02) * (2.718 ** (0.2 * 1.736) - 1), rel=0.02)
+    assert choose(16, 4e4, costs).merge.owners <= choose(16, 4e4, S3).merge.owners
+    published = Merge("k-reduce", 16, 4e4, 4, faithful=True)
+    assert estimate(published, costs) == estimate(published, S3)
+
+
 def test_requests_that_keep_a_core_busy_are_not_made_side_by_side() -> None:
     costs = replace(S3, request_cpu_seconds=0.05)
     merge = Merge("scatter-reduce", 16, 1e5)
