@@ -57,11 +57,15 @@ class Driver(Protocol):
 class Threads:
     """Uploads, downloads and deletes go on beside each other. Puts that queue up are sent together."""
 
-    def __init__(self, channel: Channel, timeout_seconds: float, parallel: int = 1) -> None:
-        """``parallel``: looks at once, into a channel that has to be asked."""
+    def __init__(
+        self, channel: Channel, timeout_seconds: float, parallel: int = 1, uploads_at_once: int | None = None
+    ) -> None:
+        """``parallel``: looks at once, into a channel that has to be asked; ``uploads_at_once``: each put then goes by
+        itself, in the order given, so many at once."""
         self._channel, self._timeout = channel, timeout_seconds
         self._gets = ThreadPoolExecutor(max(1, parallel), thread_name_prefix="look")
-        self._up = ThreadPoolExecutor(_UPLOADS, thread_name_prefix="upload")
+        self._each = uploads_at_once is not None
+        self._up = ThreadPoolExecutor(uploads_at_once or _UPLOADS, thread_name_prefix="upload")
         self._down = ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="download")
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="delete")
         self._lock = threading.Lock()
@@ -99,7 +103,8 @@ class Threads:
             if isinstance(request, Put):
                 with self._lock:
                     self._queued.update(request.values)
-                self._uploads.append(self._up.submit(self._upload, inbox))
+                for _ in range(len(request.values) if self._each else 1):
+                    self._uploads.append(self._up.submit(self._upload, inbox))
             elif isinstance(request, Fetch):
                 self._down.submit(self._download, request, inbox, over, deadline)
             else:
@@ -107,9 +112,13 @@ class Threads:
 
     def _upload(self, inbox: Events) -> None:
         with self._lock:
-            values, self._queued = self._queued, {}
-        if not values:
-            return
+            if not self._queued:
+                return
+            if self._each:
+                key = next(iter(self._queued))
+                values = {key: self._queued.pop(key)}
+            else:
+                values, self._queued = self._queued, {}
         try:
             self._channel.put_many(values)
         except Exception as error:  # at a thread's edge: whoever runs the part must hear of it

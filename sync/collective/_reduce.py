@@ -11,6 +11,7 @@ of steps that everybody has left behind.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -90,6 +91,17 @@ class Plan:
         )
         read = self.asked.get_seconds + rest * self.chunk_bytes / self.asked.down_bytes_per_second
         return _LATER * read + (self.stored_after() or 0.0)
+
+    @property
+    def uploads_at_once(self) -> int | None:
+        """Of a channel that has to be asked: as many as keep the link busy while others wait for their answers.
+
+        More would only overtake each other, and the order in which owners look for them. None: all, in one call.
+        """
+        if self.asked is None or not self.overlapped:
+            return None
+        busy = self.asked.put_seconds * self.asked.up_bytes_per_second / max(1.0, self.chunk_bytes)
+        return max(2, min(self.asked.parallel, 1 + math.ceil(min(busy, 1e6))))
 
     @property
     def chunk_bytes(self) -> float:

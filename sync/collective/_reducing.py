@@ -43,12 +43,13 @@ def plan_of(member: Member, size: int, settings: Settings, place: str) -> Plan:
     return Plan(member, bounds, tuple(ranked), place, overlapped, asked, _ELEMENT_BYTES[settings.codec])
 
 
-def driver_of(channel: Channel, settings: Settings) -> Driver:
+def driver_of(channel: Channel, settings: Settings, uploads_at_once: int | None = None) -> Driver:
     if settings.faithful:
         return OneByOne(channel, settings.timeout_seconds, settings.poll_seconds)
     if channel.in_memory:
         return InPlace(channel, settings.timeout_seconds)
-    return Threads(channel, settings.timeout_seconds, 1 if settings.asked is None else settings.asked.parallel)
+    looks = 1 if settings.asked is None else settings.asked.parallel
+    return Threads(channel, settings.timeout_seconds, looks, uploads_at_once)
 
 
 class Buckets:
@@ -100,7 +101,7 @@ class Reducing:
         self.plan = plan_of(member, size, settings, place)
         """Chunks and owners."""
         self._arithmetic = MeanOf(settings.codec, self.plan.bounds, settings.trained)
-        self._driver = driver_of(channel, settings)
+        self._driver = driver_of(channel, settings, self.plan.uploads_at_once)
         self._lag = settings.staleness if self.plan.own is None else 0
         self._pending: deque[int] = deque()
         """Merges that this worker has given its part of and not taken up."""

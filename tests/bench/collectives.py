@@ -46,6 +46,7 @@ from sync.collective import (
     unequal_batches,
 )
 from sync.collective._exchange import Given
+from sync.collective._reducing import plan_of
 
 MB = 1e6
 SIZES_MB = {"0.25 MB": 0.25, "14 MB": 14.0, "47 MB": 47.0}
@@ -134,7 +135,7 @@ class Modelled:
         virtual = Virtual(costs, pauses=None if case.settings.faithful else profile.pauses)
         for worker in range(case.workers):
             program = _program(case, worker, size, (compute, others), steps, virtual if buckets else None)
-            virtual.add(program, serial=case.settings.faithful)
+            virtual.add(program, serial=case.settings.faithful, uploads=_uploads(case, size))
         virtual.run()
         seconds = max(span[1] for worker in virtual.workers for span in worker.spans) / steps
         total = [worker.meter for worker in virtual.workers]
@@ -152,6 +153,12 @@ class Modelled:
             requests_usd,
             requests_usd + case.workers * WORKER_USD_PER_SECOND * seconds,
         )
+
+
+def _uploads(case: Case, size: int) -> int | None:
+    if case.settings.pattern == "isp":
+        return None
+    return plan_of(Member(0, case.workers, 1), size, case.settings, "c").uploads_at_once
 
 
 def _program(

@@ -99,9 +99,10 @@ class Virtual:
         self._watchers: dict[str, list[Callable[[], None]]] = defaultdict(list)
         self._requests: Counter[int] = Counter()
 
-    def add(self, program: Program, *, serial: bool = False) -> Worker:
+    def add(self, program: Program, *, serial: bool = False, uploads: int | None = None) -> Worker:
+        """``uploads``: at once; None: as many as other requests."""
         slots = max(1, self.costs.parallel)
-        worker = Worker(len(self.workers), program, serial, up=Lane(slots), down=Lane(slots))
+        worker = Worker(len(self.workers), program, serial, up=Lane(uploads or slots), down=Lane(slots))
         self.workers.append(worker)
         self.at(0.0, lambda: self._resume(worker, None))
         return worker

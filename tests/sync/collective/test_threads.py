@@ -386,3 +386,38 @@ def test_no_thread_is_left(opened: Callable[..., list[Any]]) -> None:
     for one in ones:
         one.close()
     assert threading.active_count() == before
+
+
+def test_uploads_that_only_wait_their_turn_keep_the_order() -> None:
+    """As many puts are on their way as keep the link busy: an owner is sent its part first, whatever the latencies."""
+    # 600 parts fit into the latency of a put, or four fifths of one.
+    small, large = (ChannelCosts(0.1, 0.02, rate, rate, parallel=16) for rate in (3e6, 4e3))
+    begun: list[str] = []
+    most, now, lock = 0, 0, threading.Lock()
+
+    def put(what: str, key: str) -> None:
+        nonlocal most, now
+        if what != "put" or "/p/" not in key:
+            return
+        with lock:
+            begun.append(key)
+            now += 1
+            most = max(most, now)
+        time.sleep(0.02)
+        with lock:
+            now -= 1
+
+    for asked, at_once in ((small, 16), (large, 2)):
+        settings = Settings("pipelined-scatter-reduce", asked=asked, timeout_seconds=0.3)
+        one = Reducing(settings, Member(0, 24, 1), MemoryChannel(before=put), "c", SIZE)
+        assert one.plan.uploads_at_once == at_once
+        begun.clear()
+        most = 0
+        with pytest.raises(GeofedError):
+            one.merge(1, vector_of(0, 1), 1.0)
+        one.close()
+        expected = [one.plan.part_key("g1", chunk, 0) for chunk in one.plan.order if chunk != one.plan.own]
+        assert len(begun) == 23
+        assert most <= at_once
+        if at_once == 2:
+            assert all(abs(begun.index(key) - place) <= 1 for place, key in enumerate(expected))
