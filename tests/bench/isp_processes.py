@@ -1,8 +1,8 @@
 """Methods of the ISP benchmark as processes: a worker each, over a real Redis, and PyTorch DDP over gloo, in turn.
 
 Every worker has a network namespace of its own, with a link to the one in which Redis runs; the links are as fast as
-the kernel, or 1 Gbit/s in each direction (tbf). Bytes are those of the links' counters, headers and all. All workers
-share the cores of the machine. It needs root, ip, tc and redis-server.
+the kernel, or 1 Gbit/s in each direction (tbf). Bytes are those of the links' counters, headers and all; of files in
+shared memory, those of the channel. All workers share the cores of the machine. It needs root, ip, tc and redis-server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from isp_data import Flat, Task, batches
 from isp_learning import Curve, Method
 
 from sync.channel import open_channel
-from sync.collective import Member, Sharing, open_collective
+from sync.collective import Member, Reducing, Sharing
 from sync.layout import Vector
 
 __all__ = ["DDP", "Link", "possible", "run"]
@@ -47,6 +47,8 @@ class Link:
 
     name: str
     mbps: float | None
+    channel: Literal["redis", "file"] = "redis"
+    """Of ours; DDP goes over the link. Files lie in shared memory."""
 
 
 @dataclass
@@ -63,6 +65,7 @@ class _Scene:
     steps: int
     every: int
     folder: Path
+    channel: str
     port: int
     ready: Barrier
     begin: Barrier
@@ -83,9 +86,13 @@ def run(
     """Train for some steps."""
     curve = Curve(task.kind.name, name, workers, seed, lr, significance)
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="isp-bench-") as scratch, _bridge(), _redis(Path(scratch)) as port:
+    with (
+        tempfile.TemporaryDirectory(prefix="isp-bench-", dir=_memory()) as scratch,
+        _bridge(),
+        _redis(Path(scratch)) as port,
+    ):
         scene = _Scene(
-            task, method, workers, seed, lr, significance, steps, every, Path(scratch), port,
+            task, method, workers, seed, lr, significance, steps, every, Path(scratch), link.channel, port,
             context.Barrier(workers + 1), context.Barrier(workers + 1),
         )  # fmt: skip
         started = [context.Process(target=_worker, args=(scene, number)) for number in range(workers)]
@@ -109,6 +116,8 @@ def run(
                     process.kill()
                 process.join()
         shown = [np.load(Path(scratch) / f"{number}.npz") for number in range(workers)]
+        if method is not None and link.channel == "file":
+            written, read = (int(one) for one in np.sum([one["usage"] for one in shown], axis=0))
         times = np.max([one["seconds"] for one in shown], axis=0)
         flat = Flat(task.model(seed))
         for index, step in enumerate(range(0, steps + 1, every)):
@@ -120,6 +129,10 @@ def run(
             curve.read.append(read * step / steps)
         curve.wall_seconds = float(times[-1])
     return curve
+
+
+def _memory() -> str | None:
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 # A worker
@@ -145,8 +158,8 @@ def _worker(scene: _Scene, number: int) -> None:
                 seconds.append(time.perf_counter() - begun)
                 models.append(flat().copy())
         scene.ready.wait(_PATIENCE_SECONDS * 3)
-        np.savez(scene.folder / f"{number}.npz", models=np.array(models), seconds=np.array(seconds))
-        close()
+        usage = np.array(close())
+        np.savez(scene.folder / f"{number}.npz", models=np.array(models), seconds=np.array(seconds), usage=usage)
     except BaseException:  # at a process's edge
         traceback.print_exc()
         scene.ready.abort()
@@ -155,16 +168,18 @@ def _worker(scene: _Scene, number: int) -> None:
     os._exit(0)
 
 
-Run = tuple[Callable[[], Vector], Callable[[int, Any], None], Callable[[], None]]
+Run = tuple[Callable[[], Vector], Callable[[int, Any], None], Callable[[], tuple[int, int]]]
 
 
 def _role(scene: _Scene, number: int) -> Run:
     assert scene.method is not None
     task, flat = scene.task, Flat(scene.task.model(scene.seed))
     optimizer = task.optimizer(flat.model, scene.lr)
-    channel = open_channel("redis", f"redis://{_STORE}:{scene.port}/0?prefix=bench")
+    address = f"redis://{_STORE}:{scene.port}/0?prefix=bench"
+    channel = open_channel(scene.channel, address if scene.channel == "redis" else str(scene.folder / "channel"))
     settings = scene.method.at(scene.workers, scene.significance)
-    collective = open_collective(settings, Member(number, scene.workers, 1), channel, "c", flat.vector.size)
+    kind = Sharing if settings.pattern == "isp" else Reducing
+    collective: Any = kind(settings, Member(number, scene.workers, 1), channel, "c", flat.vector.size)
     before, ones = np.empty_like(flat.vector), np.ones_like(flat.vector)
 
     def sharing(step: int, batch: Any) -> None:
@@ -189,9 +204,10 @@ def _role(scene: _Scene, number: int) -> Run:
             gradient[:] = mean.vector
         optimizer.step()
 
-    def close() -> None:
+    def close() -> tuple[int, int]:
         collective.close()
         channel.close()
+        return channel.usage.bytes_in, channel.usage.bytes_out
 
     return lambda: flat.vector, synchronous if scene.method.synchronous else sharing, close
 
@@ -216,7 +232,11 @@ def _ddp(scene: _Scene, number: int) -> Run:
     def vector() -> Vector:
         return np.asarray(torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy())
 
-    return vector, step_once, dist.destroy_process_group
+    def close() -> tuple[int, int]:
+        dist.destroy_process_group()
+        return 0, 0
+
+    return vector, step_once, close
 
 
 class _Loss(torch.nn.Module):
