@@ -217,8 +217,8 @@ class Wan(_Section):
 class Merge(_Section):
     """How the workers of a region merge, beyond the collective's name."""
 
-    codec: Literal["fp32", "bf16", "int8"] = "fp32"
-    """What they send each other in, both ways; what a lossy one holds back goes with the next step."""
+    codec: Literal["fp32", "bf16", "int8", "fp8"] = "fp32"
+    """What they send each other in, both ways; what a lossy one holds back goes with the next step. `fp8` is of `isp`."""
     staleness: Annotated[int, Field(ge=0, le=8)] = 0
     """Of `k-reduce`: workers that merge no part go on with the mean of so many steps before (FasDL: 1)."""
     significance: Annotated[float, Field(ge=0)] | None = None
@@ -277,8 +277,10 @@ class JobSpec(_Section):
             raise ValueError("`merge.significance` goes with `collective: isp`")
         if self.merge.codec != "fp32" and self.collective in ("auto", "server-reduce"):
             raise ValueError("`merge.codec` goes with a `collective` other than `server-reduce`; name one")
-        if self.merge.codec == "int8" and self.collective == "isp":
-            raise ValueError("`collective: isp` sends its values in `fp32` or `bf16`")
+        if (self.merge.codec == "int8" and self.collective == "isp") or (
+            self.merge.codec == "fp8" and self.collective != "isp"
+        ):
+            raise ValueError(f"`merge.codec: {self.merge.codec}` does not go with `collective: {self.collective}`")
         return self
 
     def to_json(self) -> str:

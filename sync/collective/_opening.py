@@ -11,7 +11,7 @@ from sync.collective._sharing import Sharing
 
 __all__ = ["check", "open_collective"]
 
-_CODECS = {"isp": ("fp32", "bf16")}
+_CODECS = {"isp": ("fp32", "bf16", "fp8")}
 
 
 def open_collective(settings: Settings, member: Member, channel: Channel, place: str, size: int) -> Collective:
