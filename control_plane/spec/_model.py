@@ -218,7 +218,7 @@ class Merge(_Section):
     """How the workers of a region merge, beyond the collective's name."""
 
     codec: Literal["fp32", "bf16", "int8", "fp8"] = "fp32"
-    """What they send each other in, both ways; what a lossy one holds back goes with the next step. `fp8` is of `isp`."""
+    """What they send each other in, both ways; what a lossy one holds back goes with the next step. `fp8`: of `isp`."""
     staleness: Annotated[int, Field(ge=0, le=8)] = 0
     """Of `k-reduce`: workers that merge no part go on with the mean of so many steps before (FasDL: 1)."""
     significance: Annotated[float, Field(ge=0)] | None = None
