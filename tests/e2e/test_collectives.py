@@ -69,8 +69,9 @@ def test_workers_merge_through_redis_and_see_only_their_jobs_keys(tmp_path: Path
             assert all("-@all" in user for user in users)
             described = running.wait_end(job)
             check_succeeded(described)
-            (used,) = _used(running, job)
-            assert used != "server-reduce", "it costs every worker a whole model each way"
+            # Each region chooses by what it has measured.
+            assert _used(running, job)
+            assert "server-reduce" not in _used(running, job)
             lines = {(line["region"], line["item"]): line for line in described["result"]["money"]}
             for region in REGIONS:
                 puts = lines[region, "channel-puts"]
