@@ -11,9 +11,9 @@ _LONGEST_PROBATION = 32
 """Rounds."""
 _FIRST_SECONDS = 10.0
 """For a region of which nothing has come yet."""
-_GAPS = 2.0
+_GAPS = 2.5
 """An update is late once so many of its region's usual gaps have passed since the last one."""
-_LEAST_SECONDS = 0.5
+_LEAST_SECONDS = 0.1
 _WEIGHT = 0.2
 """Of the newest gap in the mean."""
 _LONGEST_GAP = 4.0
@@ -77,4 +77,4 @@ class Punctuality:
             self._last[region] + _GAPS * self._gap[region] - now if region in self._gap else _FIRST_SECONDS
             for region in regions
         ]
-        return max([0.0, *late]) + _LEAST_SECONDS
+        return max([_LEAST_SECONDS, *late])

@@ -4,7 +4,8 @@ At the end of a round the workers' model is put into the log, and they go on fro
 knew: their own fresh change in full, everybody's earlier ones as merged (delayed application with the own fresh term;
 arXiv 2502.12996, and Decoupled DiLoCo, arXiv 2604.21428, for the quorum and the grace window). Meanwhile the round's
 update is made, shipped and merged together with the remote ones that have come. Nobody waits for anybody, unless the
-workers end another round before this one is merged: a merge waits for the same round of every region that keeps up.
+workers end another round before this one is merged: a merge waits for the same round of every region that keeps up,
+and when that would hold the workers up, only for the one before.
 A region that does not is left out until it does (`Attendance`); its updates are merged when they come, and until then
 the others' count for more in the model that the workers go on from (`Replica`). A quorum makes a merge wait for fewer,
 a lead bounds how far a region may then run ahead.
@@ -182,7 +183,7 @@ class Background(Machine):
         if len(self._boundary.arrived) < self.setup.workers or self._logging or self._boundary.applying:
             return []
         if self._pending is not None:
-            return self._lose_patience(self._pending.sequence)
+            return self._lose_patience(self._pending.sequence) if self._late() else self._try_apply()
         agreed = self._agreed()
         if isinstance(agreed, Failed):
             return self._fail(agreed)
@@ -287,10 +288,12 @@ class Background(Machine):
     def _late(self) -> tuple[str, ...]:
         """Regions that the merge of the pending round waits for.
 
-        Without a quorum all that keep up, for the same round; with one, those that are too far behind (stale
-        synchronous parallel, Ho et al. 2013).
+        Without a quorum all that keep up, for the same round, and once the workers are held up by that, for the one
+        before; with a quorum, those that are too far behind (stale synchronous parallel, Ho et al. 2013).
         """
         bound = self._ended_sequence
+        if not self.setup.quorum and len(self._boundary.arrived) >= self.setup.workers:
+            bound -= 1
         if self.setup.quorum:
             if not self.setup.lead or self._own_last:
                 return ()
@@ -393,7 +396,7 @@ class Background(Machine):
         if self._pending is not None and self._boundary.arrived and (late := self._late()):
             if self.setup.quorum:
                 return f"{self.setup.lead} rounds ahead of {', '.join(late)}"
-            return f"waiting for round {self._pending.sequence} of {', '.join(late)}"
+            return f"waiting for round {self._pending.sequence - 1} of {', '.join(late)}"
         if self._attendance.absent:
             return f"going on without {', '.join(self._attendance.absent)}"
         return ""
