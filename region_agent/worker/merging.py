@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -216,18 +215,13 @@ def _settings(call: Invocation, flat: FlatModel, costs: ChannelCosts | None) -> 
         return None
     if pattern in ("k-reduce", "isp") and k is None:
         k = _chosen(call.workers, size, costs, ("k-reduce",)).owners if costs else call.workers
-    settings = Settings(
+    return Settings(
         pattern=pattern,  # type: ignore[arg-type]  # checked by `open_collective`
         chunks=min(k, call.workers) if k is not None else None,
         staleness=int(call.merging.get("staleness", 0)),
         codec=call.merging_codec,
+        significance=call.merging.get("significance", Settings.significance),
         trained=flat.layout.trainable_size,
         timeout_seconds=_TIMEOUT_SECONDS,
         asked=costs if call.channel == "s3" else None,
-    )
-    significance = call.merging.get("significance")
-    return (
-        settings
-        if significance is None or not math.isfinite(significance)
-        else replace(settings, significance=significance)
     )

@@ -183,7 +183,8 @@ class Background(Machine):
         if len(self._boundary.arrived) < self.setup.workers or self._logging or self._boundary.applying:
             return []
         if self._pending is not None:
-            return self._lose_patience(self._pending.sequence) if self._late() else self._try_apply()
+            late = self._late()
+            return self._lose_patience(self._pending.sequence, late) if late else self._try_apply()
         agreed = self._agreed()
         if isinstance(agreed, Failed):
             return self._fail(agreed)
@@ -285,27 +286,29 @@ class Background(Machine):
         self._grace_over = {event.sequence}
         return self._try_apply()
 
+    @property
+    def _awaited_round(self) -> int:
+        """The round that must be here of every region that keeps up, for the pending one to be merged."""
+        if self.setup.quorum:
+            return self._ended_sequence - self.setup.lead
+        return self._ended_sequence - (len(self._boundary.arrived) >= self.setup.workers)
+
     def _late(self) -> tuple[str, ...]:
         """Regions that the merge of the pending round waits for.
 
         Without a quorum all that keep up, for the same round, and once the workers are held up by that, for the one
         before; with a quorum, those that are too far behind (stale synchronous parallel, Ho et al. 2013).
         """
-        bound = self._ended_sequence
-        if not self.setup.quorum and len(self._boundary.arrived) >= self.setup.workers:
-            bound -= 1
-        if self.setup.quorum:
-            if not self.setup.lead or self._own_last:
-                return ()
-            bound -= self.setup.lead
+        if self.setup.quorum and (not self.setup.lead or self._own_last):
+            return ()
+        bound = self._awaited_round
         away = {*self._attendance.absent, *self._lasts}
         present = [region for region in self.setup.others if region not in away]
         return tuple(r for r in present if self.ledger.newest(r) < bound and not self.ledger.has_ended(r))
 
-    def _lose_patience(self, sequence: int) -> list[Action]:
-        """The workers are held up by regions whose updates of a round have not come."""
-        late = self._late()
-        if not late or self._patience >= sequence or self.ledger.own(sequence) is None:
+    def _lose_patience(self, sequence: int, late: tuple[str, ...]) -> list[Action]:
+        """The workers are held up by regions whose updates have not come."""
+        if self._patience >= sequence or self.ledger.own(sequence) is None:
             return []
         self._patience = sequence
         return [StartPatience(sequence, late)]
@@ -396,7 +399,7 @@ class Background(Machine):
         if self._pending is not None and self._boundary.arrived and (late := self._late()):
             if self.setup.quorum:
                 return f"{self.setup.lead} rounds ahead of {', '.join(late)}"
-            return f"waiting for round {self._pending.sequence - 1} of {', '.join(late)}"
+            return f"waiting for round {self._awaited_round} of {', '.join(late)}"
         if self._attendance.absent:
             return f"going on without {', '.join(self._attendance.absent)}"
         return ""
