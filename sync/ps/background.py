@@ -7,8 +7,9 @@ update is made, shipped and merged together with the remote ones that have come.
 workers end another round before this one is merged: a merge waits for the same round of every region that keeps up,
 and when that would hold the workers up, only for the one before.
 A region that does not is left out until it does (`Attendance`); its updates are merged when they come, and until then
-the others' count for more in the model that the workers go on from (`Replica`). A quorum makes a merge wait for fewer,
-a lead bounds how far a region may then run ahead.
+the others' count for more in the model that the workers go on from (`Replica`). The last quarter of the job is made
+together with all, whoever was away, so that what regions made apart is trained on together. A quorum makes a merge
+wait for fewer, a lead bounds how far a region may then run ahead.
 
 After its last round a region merges the others' updates until all have made their last: then every region's model
 holds every update.
@@ -46,6 +47,9 @@ __all__ = ["Background"]
 
 _BACKLOG = 32
 """Remote updates after which a merge does not wait for a round of ours."""
+_TOGETHER = 4
+"""The last 1/4 of the steps is made together: what regions that were cut off from each other have made apart is
+averaged when they meet, and a model like that must be trained on. All are waited for in the end anyway."""
 _AHEAD = 1 << 16
 """A peer cannot be further ahead than this; it bounds what is kept of it."""
 
@@ -293,6 +297,11 @@ class Background(Machine):
             return self._ended_sequence - self.setup.lead
         return self._ended_sequence - (len(self._boundary.arrived) >= self.setup.workers)
 
+    @property
+    def _together(self) -> bool:
+        """The end of the job is near: every region is waited for."""
+        return self._open_step * _TOGETHER > self.setup.steps * (_TOGETHER - 1)
+
     def _late(self) -> tuple[str, ...]:
         """Regions that the merge of the pending round waits for.
 
@@ -302,19 +311,19 @@ class Background(Machine):
         if self.setup.quorum and (not self.setup.lead or self._own_last):
             return ()
         bound = self._awaited_round
-        away = {*self._attendance.absent, *self._lasts}
+        away = {*self._lasts} if self._together else {*self._attendance.absent, *self._lasts}
         present = [region for region in self.setup.others if region not in away]
         return tuple(r for r in present if self.ledger.newest(r) < bound and not self.ledger.has_ended(r))
 
     def _lose_patience(self, sequence: int, late: tuple[str, ...]) -> list[Action]:
         """The workers are held up by regions whose updates have not come."""
-        if self._patience >= sequence or self.ledger.own(sequence) is None:
+        if self._together or self._patience >= sequence or self.ledger.own(sequence) is None:
             return []
         self._patience = sequence
         return [StartPatience(sequence, late)]
 
     def _patience_is_over(self, event: PatienceOver) -> list[Action]:
-        if self._pending is not None and self._pending.sequence == event.sequence:
+        if self._pending is not None and self._pending.sequence == event.sequence and not self._together:
             self._attendance.gave_up(self._late())
         return self._try_apply()
 

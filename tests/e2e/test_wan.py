@@ -66,8 +66,11 @@ def test_the_others_go_on_without_a_region_that_is_cut_off(running: Running) -> 
     assert (through["state"], through["interval_steps"] > 0, through["codec"] != "") == ("up", True, True)
     assert min(through["rtt_ms"] / 100, through["staleness_rounds"]) >= 1, through
     assert through["goodput_mbps"] > 0, through
-    assert through["sent_bytes"] >= through["received_bytes"] * 0.9 > 0, through
-    check_succeeded(running.wait_end(job))
+    assert min(through["sent_bytes"], through["received_bytes"]) > 0, through
+    ended = running.wait_end(job)
+    check_succeeded(ended)
+    for link in ended["links"]:
+        assert link["sent_bytes"] >= link["received_bytes"] > 0, link
 
 
 def test_no_byte_of_the_data_crosses_the_wan(running: Running, tmp_path: Path) -> None:
