@@ -1,12 +1,13 @@
-"""Placement by data location: a partition runs where its shard is, and nowhere else."""
+"""One job's plan by data location: a partition runs where its shard is, and nowhere else."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
+from scheduler._elastic import MUCH_THE_SAME, Option, Staffing, Weighed, options, taken
 from scheduler._estimate import estimate, worker_speed
-from scheduler._model import Declined, Demand, Estimate, Partition, Plan, Range, Reason, Region, Snapshot
+from scheduler._model import Alternative, Declined, Demand, Estimate, Partition, Plan, Range, Reason, Region, Snapshot
 from scheduler._wan import choose_wan
 
 DEFAULT_INTERVAL_STEPS = 20
@@ -20,13 +21,16 @@ def plan(snapshot: Snapshot, demand: Demand) -> Plan | Declined:
     """Choose regions, workers and steps for a demand.
 
     Every region that is live, allowed and holds a training shard takes part, since its data may be used nowhere
-    else. Workers are given in proportion to the data, within what is free; steps per round follow from them, so
-    that all regions pass over their data equally often.
+    else. Of all ways to staff them within what is free (`_elastic`), the one is taken that costs least, or ends first,
+    among those that keep deadline and budget; steps per round follow from the workers, so that all regions pass over
+    their data equally often.
     """
     candidates, reasons = _candidates(snapshot, demand)
     if reasons:
         return Declined(tuple(reasons))
-    partitions = _shares(candidates, snapshot, demand)
+    staffing = [_staffing(region, snapshot, demand) for region in candidates]
+    ways = [Option("", (demand.workers,) * len(candidates))] if demand.workers else list(options(staffing))
+    partitions = _partitions(candidates, ways[0], snapshot, demand)
     reasons = [
         reason
         for region, part in zip(candidates, partitions, strict=True)
@@ -34,6 +38,32 @@ def plan(snapshot: Snapshot, demand: Demand) -> Plan | Declined:
     ]
     if reasons:
         return Declined(tuple(reasons))
+    first = _planned(candidates, partitions, snapshot, demand)
+    if isinstance(first, Declined):
+        return first
+    alike = {way: _alike(way, first, candidates, snapshot, demand) for way in ways}
+    weighed = [_weighed(way, other.estimate) for way, other in alike.items()]
+    best = taken(
+        weighed,
+        minimise=demand.minimise,
+        deadline_seconds=demand.deadline_seconds,
+        budget_usd=demand.budget_usd,
+    )
+    chosen: Plan | Declined = first
+    if best.option is not ways[0]:
+        chosen = _planned(candidates, _partitions(candidates, best.option, snapshot, demand), snapshot, demand)
+        if isinstance(chosen, Declined) or (_within(alike[best.option], demand) and not _within(chosen, demand)):
+            # What it would exchange by itself is cheaper, and too slow for what can be promised.
+            chosen = alike[best.option]
+    chosen = replace(chosen, alternatives=(*_other_staff(best, weighed, demand), *chosen.alternatives))
+    too_much = _beyond_limits(chosen, weighed, demand)
+    return Declined(too_much) if too_much else chosen
+
+
+def _planned(
+    candidates: list[Region], partitions: list[Partition], snapshot: Snapshot, demand: Demand
+) -> Plan | Declined:
+    """The whole plan for regions that are staffed so."""
     partitions, rounds, interval = _steps(partitions, demand)
     wan = choose_wan(candidates, partitions, snapshot, demand, rounds)
     if isinstance(wan, Declined):
@@ -56,12 +86,50 @@ def plan(snapshot: Snapshot, demand: Demand) -> Plan | Declined:
         seed=demand.seed,
         evaluate_every=demand.evaluate_every,
         estimate=_NOTHING,
-        residency={region.name: _verdict(region, demand) for region in candidates},
+        residency=_residency(snapshot, demand),
         alternatives=wan.alternatives,
     )
-    chosen = replace(chosen, estimate=estimate(chosen, snapshot))
-    too_much = _beyond_limits(chosen, demand)
-    return Declined(too_much) if too_much else chosen
+    return replace(chosen, estimate=estimate(chosen, snapshot))
+
+
+def _alike(way: Option, like: Plan, candidates: list[Region], snapshot: Snapshot, demand: Demand) -> Plan:
+    """The plan that exchanges like another one, and has other workers."""
+    partitions, rounds, interval = _steps(_partitions(candidates, way, snapshot, demand), demand)
+    other = replace(like, partitions=tuple(partitions), rounds=rounds, interval=interval)
+    return replace(other, estimate=estimate(other, snapshot))
+
+
+def _weighed(way: Option, took: Estimate) -> Weighed:
+    return Weighed(way, took.seconds.expected, took.usd.expected, took.seconds.high, took.usd.high)
+
+
+def _within(chosen: Plan, demand: Demand) -> bool:
+    in_time = demand.deadline_seconds is None or chosen.estimate.seconds.high <= demand.deadline_seconds
+    return in_time and (demand.budget_usd is None or chosen.estimate.usd.high <= demand.budget_usd)
+
+
+def _other_staff(best: Weighed, weighed: list[Weighed], demand: Demand) -> tuple[Alternative, ...]:
+    """Why the ends of the line, and what takes everything, lost."""
+    ends = [weighed[0], *(w for w in weighed if w.option.name in ("greedy", "one worker in each region"))]
+    return tuple(
+        Alternative(
+            f"{_STAFFED.get(way.option.name, way.option.name)} ({sum(way.option.workers)} workers): "
+            f"{way.seconds:.0f} s and ${way.usd:.4f}",
+            _why_not(way, best, demand),
+        )
+        for way in dict.fromkeys(ends)
+        if way is not best
+    )
+
+
+def _why_not(way: Weighed, best: Weighed, demand: Demand) -> str:
+    if demand.deadline_seconds is not None and way.most_seconds > demand.deadline_seconds:
+        return f"may take {way.most_seconds:.0f} s, the deadline leaves {demand.deadline_seconds:.0f} s"
+    if demand.budget_usd is not None and way.most_usd > demand.budget_usd:
+        return f"may cost ${way.most_usd:.4f}, the budget is ${demand.budget_usd:.4f}"
+    slower, dearer = way.seconds / best.seconds - 1, way.usd / best.usd - 1 if best.usd else 0.0
+    words = [f"{part:.1%} {what}" for part, what in ((dearer, "dearer"), (slower, "slower")) if part > 0.0005]
+    return " and ".join(words) or f"saves less than {MUCH_THE_SAME:.0%}"
 
 
 def _candidates(snapshot: Snapshot, demand: Demand) -> tuple[list[Region], list[Reason]]:
@@ -128,34 +196,43 @@ def _shard_samples(region: Region, dataset: str) -> int:
     return 0
 
 
-def _verdict(region: Region, demand: Demand) -> str:
-    rule = next(held.residency for held in region.datasets if held.name == demand.dataset)
-    return f"stays in {region.name} (rule: {rule})"
+def _residency(snapshot: Snapshot, demand: Demand) -> dict[str, str]:
+    """What becomes of each shard, also of those that take no part."""
+    verdicts = {}
+    for region in sorted(snapshot.regions, key=lambda region: region.name):
+        rule = next((held.residency for held in region.datasets if held.name == demand.dataset), None)
+        if rule is None:
+            continue
+        left_out = region.name in demand.avoid or (demand.use and region.name not in demand.use)
+        if left_out:
+            verdicts[region.name] = "not used: the job file leaves the region out"
+        elif not _shard_samples(region, demand.dataset):
+            verdicts[region.name] = "not used: it has no training split"
+        else:
+            verdicts[region.name] = f"stays in {region.name} (rule: {rule})"
+    return verdicts
 
 
-def _shares(regions: list[Region], snapshot: Snapshot, demand: Demand) -> list[Partition]:
-    """Workers in proportion to data over speed, scaled so that no region exceeds what it has free."""
-    samples = [_shard_samples(region, demand.dataset) for region in regions]
-    speeds = [worker_speed(region, snapshot) for region in regions]
-    free = [max(0, region.capacity.workers - snapshot.busy_workers.get(region.name, 0)) for region in regions]
-    load = [n / speed for n, speed in zip(samples, speeds, strict=True)]
-    pace = min((have / need for have, need in zip(free, load, strict=True) if have), default=0.0)
-    parts = []
-    for region, n, speed, need, have in zip(regions, samples, speeds, load, free, strict=True):
-        fitting = max(1, n // demand.batch)
-        workers = demand.workers or max(1, min(have, fitting, math.floor(pace * need + 1e-9)))
-        parts.append(
-            Partition(
-                region=region.name,
-                samples=n,
-                workers=workers,
-                batch=demand.batch,
-                memory_mb=demand.memory_mb or min(DEFAULT_MEMORY_MB, region.capacity.memory_mb),
-                steps_per_round=1,
-                samples_per_second=speed,
-            )
+def _staffing(region: Region, snapshot: Snapshot, demand: Demand) -> Staffing:
+    samples = _shard_samples(region, demand.dataset)
+    free = region.capacity.workers - snapshot.busy_workers.get(region.name, 0)
+    enough = max(1, samples // demand.batch)
+    return Staffing(samples / worker_speed(region, snapshot), max(1, min(free, enough)))
+
+
+def _partitions(regions: list[Region], way: Option, snapshot: Snapshot, demand: Demand) -> list[Partition]:
+    return [
+        Partition(
+            region=region.name,
+            samples=_shard_samples(region, demand.dataset),
+            workers=workers,
+            batch=demand.batch,
+            memory_mb=demand.memory_mb or min(DEFAULT_MEMORY_MB, region.capacity.memory_mb),
+            steps_per_round=1,
+            samples_per_second=worker_speed(region, snapshot),
         )
-    return parts
+        for region, workers in zip(regions, way.workers, strict=True)
+    ]
 
 
 def _unfit(region: Region, part: Partition, snapshot: Snapshot, demand: Demand) -> list[Reason]:
@@ -200,26 +277,37 @@ def _steps(partitions: list[Partition], demand: Demand) -> tuple[list[Partition]
     return stepped, rounds, interval
 
 
-def _beyond_limits(chosen: Plan, demand: Demand) -> tuple[Reason, ...]:
+def _beyond_limits(chosen: Plan, weighed: list[Weighed], demand: Demand) -> tuple[Reason, ...]:
+    """What the plan cannot promise, with what could be promised, each limit for itself."""
     reasons = []
-    expected = chosen.estimate
-    if demand.deadline_seconds is not None and expected.seconds.high > demand.deadline_seconds:
+    took = chosen.estimate
+    if demand.deadline_seconds is not None and took.seconds.high > demand.deadline_seconds:
+        least = min(took.seconds.high, *(way.most_seconds for way in weighed))
         reasons.append(
             Reason(
                 "INADMISSIBLE",
-                f"needs up to {expected.seconds.high:.0f} s, the deadline leaves {demand.deadline_seconds:.0f} s",
-                f"a deadline of {expected.seconds.high:.0f} s from now could be promised",
+                f"needs up to {took.seconds.high:.0f} s, the deadline leaves {demand.deadline_seconds:.0f} s",
+                f"a deadline of {math.ceil(least)} s from now could be promised" + _cheaper_hint(demand),
             )
         )
-    if demand.budget_usd is not None and expected.usd.high > demand.budget_usd:
+    if demand.budget_usd is not None and took.usd.high > demand.budget_usd:
+        least = min(took.usd.high, *(way.most_usd for way in weighed))
         reasons.append(
             Reason(
                 "INADMISSIBLE",
-                f"may cost up to ${expected.usd.high:.4f}, the budget is ${demand.budget_usd:.4f}",
-                f"a budget of ${expected.usd.high:.4f} would do",
+                f"may cost up to ${took.usd.high:.4f}, the budget is ${demand.budget_usd:.4f}",
+                f"a budget of ${math.ceil(least * 1e4) / 1e4:.4f} would do",
             )
         )
     return tuple(reasons)
 
 
+def _cheaper_hint(demand: Demand) -> str:
+    return ", or with train.workers auto an earlier one" if demand.workers else ""
+
+
+_STAFFED = {
+    "matched": "load-power matching, as fast as the slowest region can",
+    "greedy": "every worker that is free",
+}
 _NOTHING = Estimate(Range(0, 0, 0), Range(0, 0, 0), Range(0, 0, 0), (), {}, "prior")

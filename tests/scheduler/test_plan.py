@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -130,11 +131,60 @@ def test_what_cannot_be_done_is_declined_with_a_reason_and_a_remedy(
     assert text in declined(snapshot, wanted)[code]
 
 
-def test_the_remedy_of_a_missed_deadline_is_true() -> None:
-    snapshot = Snapshot((region("a"), region("b")))
-    needed = planned(snapshot, demand()).estimate.seconds.high
-    assert declined(snapshot, demand(deadline_seconds=needed * 0.99))
-    assert planned(snapshot, demand(deadline_seconds=needed))
+@settings(deadline=None, max_examples=40)
+@given(federations, st.floats(0.5, 0.999))
+def test_what_is_said_to_be_possible_is_promised(shape: list[tuple[int, int, float]], part: float) -> None:
+    regions = tuple(
+        replace(region(f"r{i}", samples, workers), capacity=Capacity(workers, 2048, speed))
+        for i, (samples, workers, speed) in enumerate(shape)
+    )
+    snapshot = Snapshot(regions)
+    fastest, cheapest = planned(snapshot, demand(minimise="time")), planned(snapshot, demand())
+    for limit, needed in (
+        ("deadline_seconds", fastest.estimate.seconds.high * 0.9),
+        ("budget_usd", cheapest.estimate.usd.high * 0.9),
+    ):
+        answer = plan(snapshot, demand(**{limit: needed * part}))
+        if isinstance(answer, Declined):
+            (reason,) = answer.reasons
+            told = float(re.search(r"[\d.]+", reason.remedy)[0])  # type: ignore[index]
+            assert told >= needed * part
+            planned(snapshot, demand(**{limit: told}))
+
+
+def test_a_deadline_takes_more_workers_and_a_budget_fewer() -> None:
+    # Merging a step's gradients takes as long as making them, so that many workers are dear.
+    slow = replace(region("a", 40_000, 16, replace(PRICES, server_usd_per_hour=0.001)))
+    snapshot = Snapshot((slow, replace(slow, name="b")), speeds={"a": 8000.0, "b": 8000.0}, model_bytes=1000)
+    cheap, fast = planned(snapshot, demand()), planned(snapshot, demand(minimise="time"))
+    workers = [sum(part.workers for part in chosen.partitions) for chosen in (cheap, fast)]
+    assert workers[0] < workers[1]
+    assert cheap.estimate.usd.expected < fast.estimate.usd.expected
+    between = (cheap.estimate.seconds.high + fast.estimate.seconds.high) / 2
+    hurried = planned(snapshot, demand(deadline_seconds=between))
+    assert workers[0] < sum(part.workers for part in hurried.partitions) <= workers[1]
+    assert hurried.estimate.seconds.high <= between
+    thrifty = planned(snapshot, demand(minimise="time", budget_usd=cheap.estimate.usd.high * 1.1))
+    assert thrifty.estimate.usd.high <= cheap.estimate.usd.high * 1.1
+    assert any("budget" in other.why_not for other in thrifty.alternatives)
+
+
+def test_waiting_workers_are_not_hired() -> None:
+    snapshot = Snapshot((region("a", 8000, 4), region("b", 1000, 8)))
+    chosen = planned(snapshot, demand(minimise="time"))
+    assert [part.workers for part in chosen.partitions] == [4, 1]
+    (greedy,) = [other for other in chosen.alternatives if other.text.startswith("every worker")]
+    assert "dearer" in greedy.why_not
+    assert "slower" not in greedy.why_not
+
+
+def test_every_shard_of_the_dataset_has_a_verdict() -> None:
+    snapshot = Snapshot((region("a"), region("b"), region("c", samples=0)))
+    assert planned(snapshot, demand(avoid=("b",))).residency == {
+        "a": "stays in a (rule: region)",
+        "b": "not used: the job file leaves the region out",
+        "c": "not used: it has no training split",
+    }
 
 
 def test_a_measured_speed_goes_before_a_stated_one_and_narrows_the_range() -> None:

@@ -1,0 +1,103 @@
+"""How many workers each region gets: elastic placement where the data are.
+
+A round ends with its slowest region, so that workers which make another region faster than that are paid for waiting.
+Load-power matching (Cloudless-Training, arXiv 2303.05330, section III-B) gives every region as many as it needs to
+keep the pace of the slowest with all it has. That is one point of a line: every slower pace needs fewer workers. Along
+it time only grows, while money has a least value, since the parameter servers are paid by the hour and the workers by
+what they do and by how long they wait. All paces that there are, are weighed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["MUCH_THE_SAME", "Option", "Staffing", "Weighed", "options", "taken"]
+
+MOST_PACES = 48
+"""Beyond it paces are thinned out evenly, the fastest and the slowest kept."""
+MUCH_THE_SAME = 0.05
+"""Of two that differ by less in what is minimised, the one that is better in the other; predictions are not finer."""
+
+
+@dataclass(frozen=True)
+class Staffing:
+    """What bounds a region's workers."""
+
+    load_seconds: float
+    """One worker's time for one pass over the region's data."""
+    free: int
+    """Workers that it has, and that its data are enough for; at least 1."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to staff all regions."""
+
+    name: str
+    """For people: "matched" is load-power matching, "greedy" takes all there is."""
+    workers: tuple[int, ...]
+    """In the order of the regions."""
+
+
+def options(regions: Sequence[Staffing]) -> tuple[Option, ...]:
+    """Every pace, the fastest first, and last what takes everything that is free; without repetition.
+
+    A pace is the time of a pass over the data; a region keeps it with the fewest workers that are fast enough.
+    """
+    slowest = max(region.load_seconds / region.free for region in regions)
+    paces = sorted({r.load_seconds / n for r in regions for n in range(1, r.free + 1) if r.load_seconds / n > slowest})
+    kept = [slowest, *_thinned(paces)]
+    found = dict.fromkeys(tuple(_keeping(region, pace) for region in regions) for pace in kept)
+    named = [Option("matched" if n == 0 else _paced(workers), workers) for n, workers in enumerate(found)]
+    greedy = tuple(region.free for region in regions)
+    return (*named, *([] if greedy in found else [Option("greedy", greedy)]))
+
+
+def _keeping(region: Staffing, pace: float) -> int:
+    # A hair less, so that a pace which comes from the region itself is kept.
+    return max(1, min(region.free, math.ceil(region.load_seconds / pace - 1e-9)))
+
+
+def _thinned(paces: Sequence[float]) -> list[float]:
+    if len(paces) <= MOST_PACES:
+        return list(paces)
+    step = (len(paces) - 1) / (MOST_PACES - 1)
+    return [paces[round(n * step)] for n in range(MOST_PACES)]
+
+
+def _paced(workers: tuple[int, ...]) -> str:
+    return "one worker in each region" if set(workers) == {1} else f"{sum(workers)} workers"
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """An option with what it is expected to take, and at most."""
+
+    option: Option
+    seconds: float
+    usd: float
+    most_seconds: float
+    most_usd: float
+
+
+def taken(
+    weighed: Iterable[Weighed], *, minimise: str, deadline_seconds: float | None, budget_usd: float | None
+) -> Weighed:
+    """The cheapest (or fastest) that can be promised; where none can, the one that comes closest.
+
+    "Can be promised": it keeps deadline and budget even if it takes as much as it may.
+    """
+    held = list(weighed)
+    in_time = [w for w in held if deadline_seconds is None or w.most_seconds <= deadline_seconds]
+    both = [w for w in in_time if budget_usd is None or w.most_usd <= budget_usd]
+    if not in_time:
+        return min(held, key=lambda w: (w.seconds, w.usd))
+    if not both:
+        return min(in_time, key=lambda w: (w.usd, w.seconds))
+    if minimise == "time":
+        fastest = min(w.seconds for w in both)
+        return min((w for w in both if w.seconds <= fastest * (1 + MUCH_THE_SAME)), key=lambda w: (w.usd, w.seconds))
+    cheapest = min(w.usd for w in both)
+    return min((w for w in both if w.usd <= cheapest * (1 + MUCH_THE_SAME)), key=lambda w: (w.seconds, w.usd))
