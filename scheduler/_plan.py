@@ -49,12 +49,12 @@ def plan(snapshot: Snapshot, demand: Demand) -> Plan | Declined:
         deadline_seconds=demand.deadline_seconds,
         budget_usd=demand.budget_usd,
     )
-    chosen: Plan | Declined = first
+    chosen = alike[best.option]
     if best.option is not ways[0]:
-        chosen = _planned(candidates, _partitions(candidates, best.option, snapshot, demand), snapshot, demand)
-        if isinstance(chosen, Declined) or (_within(alike[best.option], demand) and not _within(chosen, demand)):
-            # What it would exchange by itself is cheaper, and too slow for what can be promised.
-            chosen = alike[best.option]
+        own = _planned(candidates, _partitions(candidates, best.option, snapshot, demand), snapshot, demand)
+        # What it would exchange by itself may be cheaper, and too slow for what can be promised.
+        if isinstance(own, Plan) and (_within(own, demand) or not _within(chosen, demand)):
+            chosen = own
     chosen = replace(chosen, alternatives=(*_other_staff(best, weighed, demand), *chosen.alternatives))
     too_much = _beyond_limits(chosen, weighed, demand)
     return Declined(too_much) if too_much else chosen

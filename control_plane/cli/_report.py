@@ -97,7 +97,7 @@ def plan_text(plan: Data) -> str:
         ]
     )
     regions = columns(
-        ["REGION", "SAMPLES", "WORKERS", "BATCH", "STEPS/ROUND", "MEMORY MB", "SAMPLES/S", "DATA"],
+        ["REGION", "SAMPLES", "WORKERS", "BATCH", "STEPS/ROUND", "MEMORY MB", "SAMPLES/S"],
         [
             [
                 part["region"],
@@ -107,12 +107,12 @@ def plan_text(plan: Data) -> str:
                 part["steps_per_round"],
                 part["memory_mb"],
                 f"{part['samples_per_second']:.0f}",
-                plan["residency"].get(part["region"], ""),
             ]
             for part in plan["partitions"]
         ],
     )
-    parts = [head, regions, link_table(estimate["link_bytes"], {}), money_table(estimate["items"])]
+    data = columns(["SHARD IN", "VERDICT"], [[region, verdict] for region, verdict in plan["residency"].items()])
+    parts = [head, regions, data, link_table(estimate["link_bytes"], {}), money_table(estimate["items"])]
     if plan.get("alternatives"):
         weighed = [f"{other['text']}: {other['why_not']}" for other in plan["alternatives"]]
         parts.append("also weighed:\n" + "\n".join(weighed))

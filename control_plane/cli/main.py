@@ -31,6 +31,7 @@ def _options(
 
 
 app.command("submit")(submit.submit)
+app.command("explain")(submit.explain)
 app.command("validate")(submit.validate)
 app.command("status")(jobs.status)
 app.command("list")(jobs.list_jobs)

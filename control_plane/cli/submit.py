@@ -1,4 +1,4 @@
-"""`submit` and `validate`."""
+"""`submit`, `explain` and `validate`."""
 
 from __future__ import annotations
 
@@ -56,6 +56,29 @@ def submit(
     see_to_the_end(context, view["id"], shown=watch)
 
 
+def explain(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    name: JobName = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw regions and links there too.")
+    ] = None,
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Say where a job would run, what it would take and cost, and why so; run nothing."""
+    loaded, _ = _read(job_file, overrides, name)
+    plan = _show_plan(ask_control_plane(context, lambda client: client.plan(loaded.json)))
+    if plot is not None:
+        from control_plane.cli._picture import plan_picture
+
+        try:
+            plot.write_text(plan_picture(plan))
+        except OSError as error:
+            raise GeofedError("CONFIG_INVALID", f"cannot write {plot}: {error.strerror}") from None
+        say(f"drawn in {plot}")
+
+
 def validate(
     job_file: JobFile, overrides: Overrides = None, name: JobName = None, output: Output = Format.TABLE
 ) -> None:
@@ -105,13 +128,14 @@ def _read(job_file: Path, overrides: list[str] | None, name: str | None) -> tupl
     return loaded, pack(loaded.folder, loaded.spec.task.module)
 
 
-def _show_plan(reply: Any) -> None:
+def _show_plan(reply: Any) -> Data:
     from control_plane.cli._report import plan_text
 
-    plan = json.loads(reply.plan_json)
+    plan: Data = json.loads(reply.plan_json)
     if not reply.admissible:
         raise _declined(plan["reasons"])
     emit(plan, table=plan_text, name=lambda data: "\n".join(part["region"] for part in data["partitions"]))
+    return plan
 
 
 def _declined(reasons: list[Data]) -> GeofedError:

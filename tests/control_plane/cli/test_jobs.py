@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -114,6 +115,26 @@ def test_a_plan_is_shown_without_running_it(live: Federation, run: Run, job_file
     assert run("list", "--all", "-o", "json").data == before
     ran = run("submit", job_file, "--dry-run", "--set", "data.dataset=cats", "-o", "json")
     assert (ran.status, ran.error["code"]) == (9, "DATASET_UNKNOWN")
+
+
+def test_a_plan_is_explained_and_drawn(live: Federation, run: Run, job_file: str, tmp_path: Path) -> None:
+    before = run("list", "--all", "-o", "json").data
+    plot = tmp_path / "plan.svg"
+    told = run("explain", job_file, "--plot", str(plot), "-o", "json")
+    assert told.status == 0
+    assert told.data["residency"] == {"a": "stays in a (rule: region)", "b": "stays in b (rule: region)"}
+    assert {"a>b", "b>a"} == set(told.data["estimate"]["link_bytes"])
+    drawn = ElementTree.fromstring(plot.read_text())
+    texts = {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"a", "b"} < texts
+    assert any("a → b: " in text for text in texts if text)
+    for part in ("SHARD IN", "also weighed", "egress to b"):
+        assert part in run("explain", job_file).out
+    assert run("list", "--all", "-o", "json").data == before
+    hurried = run("explain", job_file, "--set", "objective.deadline=1s")
+    assert hurried.status == 9
+    assert "could be promised" in hurried.err
+    assert run("explain", job_file, "--plot", str(tmp_path)).status == 2
 
 
 def test_a_model_is_exported_with_its_manifest(live: Federation, run: Run, job_file: str, tmp_path: Path) -> None:

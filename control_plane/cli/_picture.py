@@ -1,0 +1,116 @@
+"""A plan as a picture: regions around a circle, links between those that exchange. A dictionary in, SVG out."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+from xml.sax.saxutils import escape
+
+from control_plane.cli._view import Data, bytes_text, seconds_text, usd_text
+
+__all__ = ["plan_picture"]
+
+_BOX_WIDTH, _BOX_HEIGHT = 190, 78
+_HEAD, _MARGIN, _LEAST_WIDTH = 60, 30, 560.0
+_THINNEST, _THICKEST = 1.5, 7.0
+_MOST_LABELLED = 10
+"""With more links than this their figures would hide the picture; the regions' boxes have the sums."""
+_LETTER = 6.2
+"""Width of one in a label."""
+
+
+def plan_picture(plan: Data) -> str:
+    """What runs where, what it costs there, and what crosses which link; an SVG document of its own."""
+    parts = plan["partitions"]
+    places, width, height = _placed([part["region"] for part in parts])
+    pairs = plan.get("neighbours") or list(combinations(sorted(places), 2))
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
+        'font-family="Helvetica, Arial, sans-serif" font-size="13">',
+        f'<rect width="{width:.0f}" height="{height:.0f}" fill="#ffffff"/>',
+        *_head(plan, width),
+        *_links(plan, pairs, places),
+        *(line for part in parts for line in _box(part, plan, *places[part["region"]])),
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _placed(names: list[str]) -> tuple[dict[str, tuple[float, float]], float, float]:
+    """Middles of the boxes, around a flat circle; and the size of the picture."""
+    count = len(names)
+    across = 0.0 if count == 1 else max(300.0, _BOX_WIDTH * 1.3 * count / (2 * math.pi))
+    first = math.pi if count == 2 else -math.pi / 2
+    angles = [first + 2 * math.pi * number / count for number in range(count)]
+    xs, ys = [across * math.cos(at) for at in angles], [0.75 * across * math.sin(at) for at in angles]
+    left, top = min(xs) - _BOX_WIDTH / 2 - _MARGIN, min(ys) - _BOX_HEIGHT / 2 - _MARGIN - _HEAD
+    width = max(_LEAST_WIDTH, max(xs) - left + _BOX_WIDTH / 2 + _MARGIN)
+    height = max(ys) - top + _BOX_HEIGHT / 2 + _MARGIN
+    # A single box stands in the middle of the least width.
+    left -= (width - (max(xs) - min(xs)) - _BOX_WIDTH) / 2 - _MARGIN
+    return {name: (x - left, y - top) for name, x, y in zip(names, xs, ys, strict=True)}, width, height
+
+
+def _text(x: float, y: float, text: str, more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle" {more}>{escape(text)}</text>'
+
+
+def _head(plan: Data, width: float) -> list[str]:
+    took = plan["estimate"]
+    figures = " · ".join(
+        f"{name} {write(took[key]['expected'])} ({write(took[key]['low'])} to {write(took[key]['high'])})"
+        for name, key, write in (("time", "seconds", seconds_text), ("money", "usd", usd_text))
+    )
+    how = f"{plan['rounds']} rounds, {plan['topology']}, {plan['wan_policy']}, {plan['codec']}"
+    return [
+        _text(width / 2, 28, figures, 'font-weight="bold"'),
+        _text(width / 2, 48, f"{how}, {bytes_text(took['wan_bytes']['expected'])} over the WAN", 'fill="#475569"'),
+    ]
+
+
+def _links(plan: Data, pairs: list[tuple[str, str]], places: dict[str, tuple[float, float]]) -> list[str]:
+    sent = plan["estimate"]["link_bytes"]
+    usd = {
+        (item["region"], item["item"].removeprefix("egress to ")): item["usd"]
+        for item in plan["estimate"]["items"]
+        if item["item"].startswith("egress to ")
+    }
+    most = max(sent.values(), default=1) or 1
+    lines, labels = [], []
+    for a, b in pairs:
+        (ax, ay), (bx, by) = places[a], places[b]
+        share = max(sent.get(f"{a}>{b}", 0), sent.get(f"{b}>{a}", 0)) / most
+        thick = _THINNEST + (_THICKEST - _THINNEST) * share
+        lines.append(
+            f'<line x1="{ax:.1f}" y1="{ay:.1f}" x2="{bx:.1f}" y2="{by:.1f}" stroke="#b45309" '
+            f'stroke-opacity="0.5" stroke-width="{thick:.1f}"/>'
+        )
+        texts = [
+            f"{source} → {to}: {bytes_text(sent.get(f'{source}>{to}', 0))}, {usd_text(usd.get((source, to), 0.0))}"
+            for source, to in ((a, b), (b, a))
+        ]
+        labels += _label((ax + bx) / 2, (ay + by) / 2, texts)
+    return [*lines, *(labels if len(pairs) <= _MOST_LABELLED else [])]
+
+
+def _label(x: float, y: float, texts: list[str]) -> list[str]:
+    width = _LETTER * max(len(text) for text in texts)
+    back = f'<rect x="{x - width / 2:.1f}" y="{y - 16:.1f}" width="{width:.1f}" height="32" rx="4" fill="#ffffff"/>'
+    written = [_text(x, y - 3 + 14 * n, text, 'font-size="11" fill="#7c2d12"') for n, text in enumerate(texts)]
+    return [back, *written]
+
+
+def _box(part: Data, plan: Data, x: float, y: float) -> list[str]:
+    usd = sum(item["usd"] for item in plan["estimate"]["items"] if item["region"] == part["region"])
+    sent = sum(n for link, n in plan["estimate"]["link_bytes"].items() if link.startswith(f"{part['region']}>"))
+    left, top = x - _BOX_WIDTH / 2, y - _BOX_HEIGHT / 2
+    workers = f"{part['workers']} worker{'s' * (part['workers'] != 1)} of {part['memory_mb']} MB"
+    small = 'font-size="11.5" fill="#334155"'
+    return [
+        f'<rect x="{left:.1f}" y="{top:.1f}" width="{_BOX_WIDTH}" height="{_BOX_HEIGHT}" rx="8" fill="#eef2ff" '
+        'stroke="#4338ca"/>',
+        _text(x, top + 20, part["region"], 'font-weight="bold"'),
+        _text(x, top + 37, workers, small),
+        _text(x, top + 53, f"{part['samples']:,} samples stay here", small),
+        _text(x, top + 69, f"{usd_text(usd)}" + (f", sends {bytes_text(sent)}" if sent else ""), small),
+    ]
