@@ -1,0 +1,196 @@
+"""The whole placement as one mixed-integer program, solved by HiGHS: the referee of the search, for few jobs.
+
+For job j, shard s, region r, site k = (region, device), hub h:
+
+    min   sum usd_k n_jk + sum server_r z_jk + sum copy_jsr x_jsr + sum rounds_jrh y_jrh + sum penalty_j u_j
+    s.t.  sum_r x_jsr + u_j = 1                       each shard is trained on once, or the job is refused
+          x_jsr <= sum_{k in r} z_jk <= 1             in a partition, which has one type of device
+          sum_s power_js x_jsr <= sum_{k in r} power_k n_jk      paced to the deadline
+          n_jk <= C_k z_jk,   sum_j n_jk <= C_k
+          sum_h y_jrh = sum_{k in r} z_jk             each partition reports to one hub,
+          y_jrh <= y_jhh,   sum_h y_jhh + u_j = 1     the only one, which is itself in use
+
+x, z, u binary, n whole. Only x_jsr that residency, memory and links allow are there. It shares the model's arrays with
+the search, but nothing of how the search decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler.placement._cheapest import Choice, _copy, _rounds, bill_of
+from scheduler.placement._sites import SLACK, Floats, Need, Sites
+
+GAP = 1e-4
+
+
+@dataclass(frozen=True, eq=False)
+class Exact:
+    """What the solver says."""
+
+    choices: tuple[Choice | None, ...]
+    """Of each job; None: refused."""
+    usd: float
+    """Refusals at their penalties."""
+    bound_usd: float
+    proven: bool
+    """It ended within a relative gap of 1e-4."""
+
+
+@dataclass
+class _Model:
+    """Columns and rows as they grow."""
+
+    cost: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    whole: list[bool] = field(default_factory=list)
+    rows: list[tuple[float, float, list[int], list[float]]] = field(default_factory=list)
+
+    def column(self, cost: float, upper: float, whole: bool) -> int:
+        self.cost.append(cost)
+        self.upper.append(upper)
+        self.whole.append(whole)
+        return len(self.cost) - 1
+
+    def row(self, low: float, high: float, terms: Mapping[int, float]) -> None:
+        self.rows.append((low, high, list(terms), list(terms.values())))
+
+
+@dataclass
+class _Columns:
+    """Of one job."""
+
+    refused: int
+    shard: dict[tuple[int, int], int] = field(default_factory=dict)
+    used: dict[int, int] = field(default_factory=dict)
+    units: dict[int, int] = field(default_factory=dict)
+    reports: dict[tuple[int, int], int] = field(default_factory=dict)
+
+
+def solve_exactly(
+    sites: Sites, needs: Sequence[Need], free: Floats, penalties: Sequence[float], *, seconds: float = math.inf
+) -> Exact:
+    """Place all jobs at least cost; after `seconds` of wall time, the best that was found and a bound.
+
+    A penalty of infinity means that the job must be placed; `ValueError` where that cannot be.
+    """
+    model = _Model()
+    columns = [_job(model, sites, need, free, usd) for need, usd in zip(needs, penalties, strict=True)]
+    for site in range(len(free)):
+        terms = {job.units[site]: 1.0 for job in columns if site in job.units}
+        if terms:
+            model.row(-math.inf, float(free[site]), terms)
+    value, usd, bound, proven = _solve(model, seconds)
+    choices = tuple(_read(sites, need, job, value) for need, job in zip(needs, columns, strict=True))
+    return Exact(choices, usd, bound, proven)
+
+
+def _job(model: _Model, sites: Sites, need: Need, free: Floats, penalty: float) -> _Columns:
+    must = math.isinf(penalty)
+    job = _Columns(model.column(0.0 if must else penalty, 0.0 if must else 1.0, True))
+    allowed = _allowed(need)
+    for shard, regions in enumerate(allowed):
+        for region in regions:
+            job.shard[shard, region] = model.column(float(_copy(sites, need, shard, region)), 1.0, True)
+        model.row(1.0, 1.0, {job.refused: 1.0} | {job.shard[shard, region]: 1.0 for region in regions})
+    open_regions = sorted({region for regions in allowed for region in regions})
+    for region in open_regions:
+        _region(model, sites, need, free, job, region, [s for s, regions in enumerate(allowed) if region in regions])
+    if len(allowed) > 1 and need.round_gb > 0:
+        _hub(model, sites, need, job, open_regions)
+    return job
+
+
+def _allowed(need: Need) -> list[list[int]]:
+    """Of each shard, the regions where it may be."""
+    allowed: list[list[int]] = [[] for _ in need.job.shards]
+    for region, shards in need.pinned.items():
+        for shard in shards:
+            allowed[shard] = [region]
+    for group, mask in zip(need.free, need.allowed, strict=True):
+        for shard in group:
+            allowed[shard] = [int(region) for region in np.flatnonzero(mask)]
+    return allowed
+
+
+def _region(
+    model: _Model, sites: Sites, need: Need, free: Floats, job: _Columns, region: int, shards: list[int]
+) -> None:
+    own = [int(site) for site in np.flatnonzero((sites.region == region) & need.fits & (free > 0))]
+    for site in own:
+        job.used[site] = model.column(float(sites.server_usd_per_hour[region]) * need.hours, 1.0, True)
+        job.units[site] = model.column(float(sites.usd_per_hour[site]) * need.hours, float(free[site]), True)
+        model.row(-math.inf, 0.0, {job.units[site]: 1.0, job.used[site]: -float(free[site])})
+    here = {job.used[site]: 1.0 for site in own}
+    if own:
+        model.row(-math.inf, 1.0, here)
+    for shard in shards:
+        model.row(-math.inf, 0.0, {job.shard[shard, region]: 1.0} | {column: -1.0 for column in here})
+    given = {job.units[site]: -float(sites.power[site]) for site in own}
+    wanted = {job.shard[shard, region]: float(need.powers[shard]) * (1 - SLACK) for shard in shards}
+    model.row(-math.inf, 0.0, wanted | given)
+
+
+def _hub(model: _Model, sites: Sites, need: Need, job: _Columns, regions: list[int]) -> None:
+    places = np.array(regions)
+    usd = _rounds(sites, need, places, places)
+    for a, region in enumerate(regions):
+        for b, hub in enumerate(regions):
+            if math.isfinite(usd[a, b]):
+                job.reports[region, hub] = model.column(float(usd[a, b]), 1.0, region == hub)
+    for region in regions:
+        used = {column: -1.0 for site, column in job.used.items() if int(sites.region[site]) == region}
+        model.row(0.0, 0.0, used | {job.reports[region, hub]: 1.0 for hub in regions if (region, hub) in job.reports})
+    for (region, hub), column in job.reports.items():
+        if region != hub:
+            model.row(-math.inf, 0.0, {column: 1.0, job.reports[hub, hub]: -1.0})
+    model.row(1.0, 1.0, {job.refused: 1.0} | {job.reports[region, region]: 1.0 for region in regions})
+
+
+def _solve(model: _Model, seconds: float) -> tuple[list[float], float, float, bool]:
+    import highspy  # loads a solver of several MB, which nobody else needs
+
+    program = highspy.HighsLp()
+    program.num_col_, program.num_row_ = len(model.cost), len(model.rows)
+    program.col_cost_, program.col_lower_ = np.array(model.cost), np.zeros(len(model.cost))
+    program.col_upper_ = np.array(model.upper)
+    program.row_lower_ = np.array([row[0] for row in model.rows])
+    program.row_upper_ = np.array([row[1] for row in model.rows])
+    program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    program.a_matrix_.start_ = np.cumsum([0] + [len(row[2]) for row in model.rows])
+    program.a_matrix_.index_ = np.concatenate([np.array(row[2]) for row in model.rows])
+    program.a_matrix_.value_ = np.concatenate([np.array(row[3]) for row in model.rows])
+    kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+    program.integrality_ = [kinds[whole] for whole in model.whole]
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("threads", 1)
+    solver.setOptionValue("mip_rel_gap", GAP)
+    if math.isfinite(seconds):
+        solver.setOptionValue("time_limit", seconds)
+    solver.passModel(program)
+    solver.run()
+    status, info = solver.getModelStatus(), solver.getInfo()
+    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        raise ValueError(f"no placement of all jobs that must be placed was found: {status}")
+    proven = bool(status == highspy.HighsModelStatus.kOptimal)
+    return list(solver.getSolution().col_value), info.objective_function_value, info.mip_dual_bound, proven
+
+
+def _read(sites: Sites, need: Need, job: _Columns, value: list[float]) -> Choice | None:
+    if value[job.refused] > 0.5:
+        return None
+    where = {shard: region for (shard, region), column in job.shard.items() if value[column] > 0.5}
+    parts = []
+    for site, column in sorted(job.units.items()):
+        shards = tuple(sorted(s for s, region in where.items() if region == sites.region[site]))
+        if value[job.used[site]] > 0.5 and shards:
+            parts.append((site, round(value[column]), shards))
+    regions = [int(sites.region[site]) for site, _, _ in parts]
+    hub = min(regions, key=lambda region: bill_of(sites, need, region, parts).rounds)
+    usd = bill_of(sites, need, hub, parts).usd
+    return Choice(usd, usd, usd, hub, tuple(parts))

@@ -1,0 +1,216 @@
+"""The federation and one job as arrays: what a region charges a job, and what the job needs there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.placement._model import GB, Federation, Job, Shard
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.intp]
+Bools = NDArray[np.bool_]
+
+MOST_FREE = 5
+"""Groups of shards that may move on their own; the tables have a row for each of their 2^5 - 1 unions."""
+SLACK = 1e-9
+"""Share of a need that may stay unmet, so that rounding errors do not take one unit more."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """Some of the regions, and their sites."""
+
+    regions: Ints
+    """Ascending."""
+    sites: Ints
+    """All sites of these regions, ascending."""
+    starts: Ints
+    """Where each region's sites begin in `sites`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sites:
+    """All (region, device) pairs, region by region."""
+
+    federation: Federation
+    region: Ints
+    """Of each site."""
+    units: Floats
+    power: Floats
+    """Samples/s of one unit."""
+    usd_per_hour: Floats
+    memory: Floats
+    server_usd_per_hour: Floats
+    """Of each region."""
+    mbps: Floats
+    """[source, destination]; infinite on the diagonal, 0 without a path."""
+    egress: Floats
+    """USD/GB; 0 on the diagonal, infinite without a path."""
+
+    @cached_property
+    def scope(self) -> Scope:
+        """All regions."""
+        return Scope(np.arange(len(self.egress)), np.arange(len(self.region)), self._starts)
+
+    @cached_property
+    def both_ways(self) -> Floats:
+        """USD of a GB up and a GB down between two regions."""
+        return self.egress + self.egress.T
+
+    @cached_property
+    def slower_way(self) -> Floats:
+        """Mbit/s of the slower direction between two regions."""
+        return np.minimum(self.mbps, self.mbps.T)
+
+    @cached_property
+    def clouds(self) -> NDArray[np.str_]:
+        """Of each region."""
+        return np.array([region.cloud for region in self.federation.regions])
+
+    @cached_property
+    def _starts(self) -> Ints:
+        return np.searchsorted(self.region, np.arange(len(self.egress)))
+
+    def scope_of(self, regions: Ints) -> Scope:
+        """A part of the federation; `regions` ascending."""
+        ends = np.append(self._starts[1:], len(self.region))
+        counts = ends[regions] - self._starts[regions]
+        starts = np.cumsum(counts) - counts
+        sites = np.repeat(self._starts[regions] - starts, counts) + np.arange(counts.sum())
+        return Scope(regions, sites, starts)
+
+
+def sites_of(federation: Federation) -> Sites:
+    """The arrays of a federation."""
+    devices = [(at, device) for at, region in enumerate(federation.regions) for device in region.devices]
+    linked = federation.mbps > 0
+    mbps = np.where(linked, federation.mbps, 0.0)
+    egress = np.where(linked, federation.egress_usd_per_gb, math.inf)
+    np.fill_diagonal(mbps, math.inf)
+    np.fill_diagonal(egress, 0.0)
+    return Sites(
+        federation=federation,
+        region=np.array([at for at, _ in devices]),
+        units=np.array([float(device.units) for _, device in devices]),
+        power=np.array([device.samples_per_second for _, device in devices]),
+        usd_per_hour=np.array([device.usd_per_unit_hour for _, device in devices]),
+        memory=np.array([float(device.memory_bytes) for _, device in devices]),
+        server_usd_per_hour=np.array([region.server_usd_per_hour for region in federation.regions]),
+        mbps=mbps,
+        egress=egress,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Need:
+    """What a job needs, whatever the prices of the day. Groups of shards are either pinned to a region or free."""
+
+    job: Job
+    seconds: float
+    """In which the work is done; the job starts before it."""
+    hours: float
+    """For which machines are held and paid, the start included."""
+    fits: Bools
+    """Sites whose units have the memory."""
+    pinned: dict[int, tuple[int, ...]]
+    """Region -> places of the shards that can be nowhere else, ascending by region."""
+    free: tuple[tuple[int, ...], ...]
+    """Groups of shards that go together; at most `MOST_FREE`."""
+    allowed: tuple[Bools, ...]
+    """Of each free group: the regions where it may be."""
+    nowhere: tuple[int, ...]
+    """Shards that no region can take. A job that has one cannot be placed."""
+    powers: Floats
+    """Samples/s (of work 1) that each shard needs."""
+    round_gb: float
+    """Of all rounds, in one direction of one link."""
+    round_mbps: float
+    """Least rate of a link that carries the rounds in time."""
+
+    def power(self, shards: tuple[int, ...]) -> float:
+        """Samples/s that some shards need together."""
+        return float(sum(self.powers[shard] for shard in shards))
+
+
+def need_of(sites: Sites, job: Job, seconds: float | None = None) -> Need | None:
+    """A job's need, when its work is to be done within `seconds`; None where its deadline leaves no time.
+
+    Without `seconds` the job is paced to its deadline: money does not fall with speed, and what runs at the least
+    power leaves the most room. It is never stretched beyond what one unit of the slowest type would take for all.
+    """
+    work = np.array([shard.samples * job.work_per_sample * job.passes for shard in job.shards])
+    fits = (sites.memory >= job.memory_bytes) & (sites.units > 0)
+    if seconds is None:
+        seconds = job.deadline_seconds - job.start_seconds
+        if fits.any():
+            seconds = min(seconds, float(work.sum() / sites.power[fits].min()))
+    if seconds <= 0 or any(shard.region not in sites.federation.index for shard in job.shards):
+        return None
+    having = np.zeros(len(sites.egress), dtype=bool)
+    having[sites.region[fits]] = True
+    pinned: dict[int, tuple[int, ...]] = {}
+    free: list[tuple[tuple[int, ...], Bools]] = []
+    nowhere = []
+    for place, shard in enumerate(job.shards):
+        # Copies stream in during the first pass, so the link must keep up with that.
+        rate = shard.bytes * 8 / 1e6 * max(1.0, job.passes) / seconds
+        at = sites.federation.index[shard.region]
+        allowed = _residents(sites, shard) & having & (sites.mbps[at] >= rate) & np.isfinite(sites.egress[at])
+        count = int(allowed.sum())
+        if count == 0:
+            nowhere.append(place)
+        elif count == 1:
+            only = int(allowed.argmax())
+            pinned[only] = (*pinned.get(only, ()), place)
+        else:
+            free.append(((place,), allowed))
+    _join(free, work, pinned)
+    return Need(
+        job=job,
+        seconds=seconds,
+        hours=(job.start_seconds + seconds) / 3600,
+        fits=fits,
+        pinned=dict(sorted(pinned.items())),
+        free=tuple(shards for shards, _ in free),
+        allowed=tuple(allowed for _, allowed in free),
+        nowhere=tuple(nowhere),
+        powers=work / seconds,
+        round_gb=job.rounds * job.model_bytes / GB,
+        round_mbps=job.rounds * job.model_bytes * 8 / 1e6 / seconds,
+    )
+
+
+def _residents(sites: Sites, shard: Shard) -> Bools:
+    """Regions where a shard may be by its rule alone."""
+    index = sites.federation.index
+    here = index[shard.region]
+    if shard.residency == "anywhere":
+        return np.ones(len(sites.egress), dtype=bool)
+    if shard.residency == "cloud":
+        return np.asarray(sites.clouds == sites.clouds[here], dtype=bool)
+    regions = np.zeros(len(sites.egress), dtype=bool)
+    regions[here] = True
+    if isinstance(shard.residency, frozenset):
+        regions[[index[name] for name in shard.residency if name in index]] = True
+    return regions
+
+
+def _join(free: list[tuple[tuple[int, ...], Bools]], work: Floats, pinned: dict[int, tuple[int, ...]]) -> None:
+    """Let the smallest groups go together until few enough are left."""
+    while len(free) > MOST_FREE:
+        free.sort(key=lambda group: -float(work[list(group[0])].sum()))
+        shards, allowed = free.pop()
+        for place in range(len(free) - 1, -1, -1):
+            common = free[place][1] & allowed
+            if common.sum() > 1:
+                free[place] = (free[place][0] + shards, common)
+                break
+        else:
+            # Nobody goes with it: it goes to the region of its own data, or the first that may have it.
+            only = int(allowed.argmax())
+            pinned[only] = (*pinned.get(only, ()), *shards)
