@@ -1,0 +1,234 @@
+"""Who gets a promise: job by job in the order of deadlines, and within a burst as many as can be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from scheduler.deadline._fill import Book, fill, wish_of
+from scheduler.deadline._model import Capacity, Job, Refusal, Reservation, Rules
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The answer to a burst of requests."""
+
+    promised: tuple[Job, ...]
+    """The new jobs that have a promise: with their region, and the deadline that was promised."""
+    refused: tuple[Refusal, ...]
+    books: Mapping[str, Book]
+    """By region: what everybody with a promise holds."""
+
+    def reservation(self, job: Job) -> Reservation:
+        """What a promised job holds. Raises ``KeyError`` where it has no promise."""
+        book = self.books[job.region]
+        return book.holdings[job.name].reservation(job, job.region, book.now)
+
+
+def admit(
+    now: float,
+    capacities: Mapping[str, Capacity],
+    promised: Sequence[Job],
+    new: Sequence[Job] = (),
+    rules: Rules | None = None,
+    books: Mapping[str, Book] | None = None,
+) -> Admission:
+    """Decide on a burst of new jobs; promises already given stay valid.
+
+    Each job is first tried in what the others leave free, which changes nobody's reservation, and then with everybody
+    filled anew by deadline (ElasticFlow, ASPLOS'23, §4.1). Where it does not fit even so, it takes the place of the new
+    job of the burst that holds the most device time for its value, if that one holds more than it would (after Moore
+    and Hodgson, 1968): promised jobs are never dropped. A soft deadline is tried at each of its steps.
+
+    `books` are those of an earlier answer at the same or an earlier instant; they are taken over and changed. Without
+    them every region is filled anew. Deadlines and curves name regions of `capacities`.
+    """
+    desk = _Desk(now, capacities, promised, rules or Rules(), books)
+    refused = []
+    for members in _groups(new):
+        for job in desk.decide(members):
+            refused.append(desk.refusal(job))
+    taken = tuple(job for jobs in desk.new.values() for job in jobs)
+    return Admission(taken, tuple(refused), desk.books)
+
+
+def _groups(jobs: Iterable[Job]) -> list[list[Job]]:
+    """Jobs that stand or fall together, by their earliest deadline."""
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(f"group {job.group}" if job.group else f"job {job.name}", []).append(job)
+    return sorted(groups.values(), key=lambda members: min(job.deadline_s for job in members))
+
+
+class _Desk:
+    """The books of all regions while a burst is decided."""
+
+    def __init__(
+        self,
+        now: float,
+        capacities: Mapping[str, Capacity],
+        promised: Sequence[Job],
+        rules: Rules,
+        books: Mapping[str, Book] | None,
+    ) -> None:
+        self.now, self.capacities, self.rules = now, capacities, rules
+        self.old: dict[str, list[Job]] = {region: [] for region in capacities}
+        for job in sorted(promised, key=lambda job: job.deadline_s):
+            self.old[job.region].append(job)
+        self.new: dict[str, list[Job]] = {region: [] for region in capacities}
+        if books is not None:
+            self.books = dict(books)
+        else:
+            self.books = {
+                region: fill(now, capacity, region, self.old[region], rules)[0]
+                for region, capacity in capacities.items()
+            }
+        self.uneasy = {region: frozenset(book.uneasy) for region, book in self.books.items()}
+
+    def decide(self, members: list[Job]) -> list[Job]:
+        """Promise all of a group, or none; returns those without a promise, dropped ones included."""
+        if len(members) == 1:
+            return self._one(members[0])
+        before = {region: list(jobs) for region, jobs in self.new.items()}
+        if all(self._place(job) for job in members):
+            return []
+        self.new = before
+        for region in {region for job in members for region in job.curves if region in self.books}:
+            self.books[region] = self._filled(region, self.new[region]) or self.books[region]
+        return members
+
+    def _one(self, job: Job) -> list[Job]:
+        for deadline_s, value in ((job.deadline_s, job.value), *job.later):
+            if self._place(replace(job, deadline_s=deadline_s, value=value)):
+                return []
+        dropped = self._exchange(job)
+        return [job] if dropped is None else [dropped]
+
+    def _place(self, job: Job) -> bool:
+        """Give a promise in the region where the job takes the least device time, if it fits in any."""
+        tries = []
+        for region, curve in job.curves.items():
+            if region in self.books:
+                wish = wish_of(job, curve, self.now, self.rules, self.rules.margin, self.rules.reserve_s)
+                if wish.index < len(curve.ladder[0]):
+                    seconds = wish.low * (wish.split_s - self.now) + wish.high * (wish.deadline_s - wish.split_s)
+                    tries.append((seconds, region, wish))
+        tries.sort(key=lambda entry: entry[:2])
+        for _, region, wish in tries:
+            placed = replace(job, region=region)
+            if self.books[region].take(job.name, wish) is not None:
+                if self._within_quota(region, placed, [*self.new[region], placed]):
+                    self.new[region].append(placed)
+                    return True
+                self.books[region].give_back(job.name)
+                continue
+            book = self._filled(region, [*self.new[region], placed])
+            if book is not None:
+                before, self.books[region] = self.books[region], book
+                if self._within_quota(region, placed, [*self.new[region], placed]):
+                    self.new[region].append(placed)
+                    return True
+                self.books[region] = before
+        return False
+
+    def _filled(self, region: str, new: list[Job]) -> Book | None:
+        """Everybody of a region by deadline; None where somebody does not fit."""
+        jobs = sorted([*self.old[region], *new], key=lambda job: job.deadline_s)
+        names = {job.name for job in new}
+        book, stopped = fill(
+            self.now, self.capacities[region], region, jobs, self.rules, names, self.uneasy[region]
+        )
+        return book if stopped is None else None
+
+    def _exchange(self, job: Job) -> Job | None:
+        """Let a job take the place of the dearest of the burst; returns that one, or None where nothing is gained."""
+        for region, curve in job.curves.items():
+            rivals = [rival for rival in self.new.get(region, ()) if not rival.group]
+            if not rivals:
+                continue
+            wish = wish_of(job, curve, self.now, self.rules, self.rules.margin, self.rules.reserve_s)
+            if wish.index >= len(curve.ladder[0]):
+                continue
+            own = wish.low * (wish.split_s - self.now) + wish.high * (wish.deadline_s - wish.split_s)
+            book = self.books[region]
+            prices = {
+                rival.name: book.holdings[rival.name].device_seconds(self.now) / max(rival.value, 1e-9)
+                for rival in rivals
+            }
+            dearest = max(rivals, key=lambda rival: prices[rival.name])
+            if prices[dearest.name] <= own / max(job.value, 1e-9) or dearest.value > job.value:
+                continue
+            placed = replace(job, region=region)
+            kept = [rival for rival in self.new[region] if rival is not dearest]
+            after = self._filled(region, [*kept, placed])
+            if after is None:
+                continue
+            before, self.books[region] = self.books[region], after
+            if self._within_quota(region, placed, [*kept, placed]):
+                self.new[region] = [*kept, placed]
+                return dearest
+            self.books[region] = before
+        return None
+
+    def _within_quota(self, region: str, job: Job, new: list[Job]) -> bool:
+        """Whether all promises of the job's user together, in all regions, stay within the quota at every instant."""
+        limit = self.rules.quotas.get(job.user)
+        if limit is None:
+            return True
+        steps: list[tuple[float, int]] = []
+        for place, book in self.books.items():
+            for mine in [*self.old[place], *(new if place == region else self.new[place])]:
+                if mine.user == job.user and mine.name in book.holdings:
+                    held = book.holdings[mine.name].reservation(mine, place, self.now)
+                    for begin, end, share in zip(held.times, (*held.times[1:], held.end_s), held.shares, strict=True):
+                        steps += [(begin, share), (end, -share)]
+        total = most = 0
+        for _, change in sorted(steps):
+            total += change
+            most = max(most, total)
+        return most <= limit
+
+    def refusal(self, job: Job) -> Refusal:
+        """What would make the job possible as things stand, in the region that comes nearest."""
+        options = [self._refusal(job, region) for region in job.curves if region in self.books]
+        if not options:
+            return Refusal(job.name, "", "none of its regions has capacity", math.inf, math.inf, 0.0)
+        return min(options, key=lambda refusal: refusal.earliest_s)
+
+    def _refusal(self, job: Job, region: str) -> Refusal:
+        book, curve, margin = self.books[region], job.curves[region], self.rules.margin
+        wish = wish_of(job, curve, self.now, self.rules, margin, self.rules.reserve_s)
+        most = curve.levels[-1]
+        rates = curve.rate_by_free[np.clip(book.free, 0, most)]
+        ends = np.append(book.times[1:], math.inf)
+        need = job.work + curve.rates[-1] * self.rules.overhead.seconds(most)
+        spans = np.minimum(ends, wish.deadline_s) - np.minimum(book.times, wish.deadline_s)
+        possible = max(0.0, float(spans @ rates) - (need - job.work))
+        with np.errstate(invalid="ignore"):
+            done = np.cumsum(np.where(rates > 0, (ends - book.times) * rates, 0.0))
+        last = int(done.searchsorted(need))
+        earliest_s = math.inf
+        if last < len(done) and rates[last] > 0:
+            before = float(done[last - 1]) if last else 0.0
+            end_s = float(book.times[last]) + (need - before) / float(rates[last])
+            earliest_s = max(job.deadline_s, self.now + (end_s - self.now) / (1.0 - margin))
+        if wish.index >= len(curve.ladder[0]):
+            reason = "too little time: even alone, at its fastest measured level, it would end after its deadline"
+            return Refusal(job.name, region, reason, earliest_s, math.inf, min(possible, job.work))
+        within = book.times < wish.deadline_s
+        free = np.maximum(book.free[within], 0)
+        short = next(
+            (
+                extra
+                for extra in range(1, most + 1)
+                if float(spans[within] @ curve.rate_by_free[np.minimum(free + extra, most)]) >= wish.need
+            ),
+            most,
+        )
+        reason = f"too few devices are free before its deadline in {region}"
+        if job.user in self.rules.quotas:
+            reason += f", or the quota of {job.user} is used up"
+        return Refusal(job.name, region, reason, earliest_s, short, min(possible, job.work))

@@ -1,0 +1,122 @@
+"""What the core of deadlines works on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from scheduler.deadline._curve import Curve
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What a change of shares costs."""
+
+    base_s: float = 2.0
+    """Pause of a job that goes on elsewhere or otherwise."""
+    doubling_s: float = 2.0
+    """More for each doubling of the share, from one device on."""
+    everyone: bool = False
+    """True: any change pauses every running job by ``base_s`` (one process group for all); false: only those changed."""
+
+    def seconds(self, share: int) -> float:
+        """Pause of a job that starts, or changes to, a share."""
+        return self.base_s + self.doubling_s * (math.log2(share) + 1) if share else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One job, or the part of one that runs in one region at a time, as it stands now."""
+
+    name: str
+    curves: Mapping[str, Curve]
+    """By admissible region: where the data may be read, and how fast it runs there."""
+    work: float
+    """Steps left."""
+    deadline_s: float
+    """Instant; infinite for best effort."""
+    region: str = ""
+    """Where it runs or has its promise; empty: nowhere yet."""
+    share: int = 0
+    """Devices that it has now."""
+    ready_s: float = -math.inf
+    """Instant until which it is paused by an earlier change."""
+    value: float = 1.0
+    """What keeping the deadline is worth."""
+    later: tuple[tuple[float, float], ...] = ()
+    """A soft deadline's further steps: (instant, value), ascending in time, falling in value. Tried in turn."""
+    user: str = ""
+    group: str = ""
+    """Jobs of one group, such as the partitions of one training job, are promised together or not at all."""
+    served_s: float = 0.0
+    """Device seconds that its user's best-effort work has had; the least served goes first."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Devices of one region over time, as steps."""
+
+    devices: int
+    """From now on."""
+    changes: tuple[tuple[float, int], ...] = ()
+    """(instant, devices from then on), ascending: maintenance, reservations that begin or end."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How careful promises are."""
+
+    overhead: Overhead = field(default_factory=Overhead)
+    margin: float = 0.03
+    """Share of a new job's window that is kept free for changes nobody can foresee yet."""
+    kept_margin: float = 0.01
+    """The same for jobs that have their promise: less, so that what was kept free may be used."""
+    reserve_s: float = 0.0
+    """Time before the deadline that is kept free besides."""
+    kept_reserve_s: float = 0.0
+    """The same for jobs that have their promise."""
+    change_pause_s: float = 0.0
+    """What changing anything now costs every running job."""
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    """By user: most devices that the promises of one user may hold at once; users that are not here have no limit."""
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """What one job is sure to get: the least device time that meets its deadline, given those before it."""
+
+    job: str
+    region: str
+    times: tuple[float, ...]
+    """Instants at which the share changes, the first is now."""
+    shares: tuple[int, ...]
+    """Devices from each of these instants on; the last ends at ``end_s``."""
+    end_s: float
+    """Latest instant at which the work is done."""
+    device_seconds: float
+
+    @property
+    def share(self) -> int:
+        """Devices now."""
+        return self.shares[0]
+
+    def rises_s(self, share: int) -> float:
+        """The first instant at which more than `share` devices are reserved; infinite: never."""
+        return next((at for at, level in zip(self.times, self.shares, strict=True) if level > share), math.inf)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a job is not promised its deadline, and what would make a promise possible as things stand."""
+
+    job: str
+    region: str
+    """The region that comes nearest."""
+    reason: str
+    earliest_s: float
+    """The earliest deadline that could be promised instead; infinite: none."""
+    devices_short: float
+    """So many more devices in the region for all of the window, and it would fit; infinite: no number helps."""
+    work_possible: float
+    """Steps that could be promised by the deadline."""

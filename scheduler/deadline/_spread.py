@@ -1,0 +1,132 @@
+"""What to do with devices that no promise needs now: give them where they save the most later."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from scheduler.deadline._fill import Book
+from scheduler.deadline._model import Job, Rules
+
+_STICKY = 1.2
+"""A level that a job has already counts for so much more."""
+_WORTHWHILE = 2.0
+"""Time saved by a larger share must be so many times what the change takes."""
+_LEAST_RETURN = 0.1
+"""Devices that return less than this part of their time stay free: the next job would only have to take them back."""
+_SHORTEST_S = 1.0
+"""Between two decisions that nothing but a plan calls for."""
+_SIGHT_S = 1800.0
+"""A gain is counted for so long at most; by then something else will have happened."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Shares from now on."""
+
+    shares: Mapping[str, int]
+    """Devices by job; every job that was named is there."""
+    wake_s: float
+    """Instant at which to decide anew even if nothing happens; infinite: none."""
+
+
+def spread(
+    book: Book, region: str, promised: Sequence[Job], waiting: Sequence[Job] = (), rules: Rules | None = None
+) -> Allocation:
+    """Shares of one region: what is reserved, and what is free by marginal return.
+
+    `promised` jobs are in `book`; `waiting` ones run on what is left: best effort, and those whose deadline nobody
+    promised. One more level for a job returns the device time that it saves later, for each second and device that it
+    takes now (ElasticFlow, ASPLOS'23, §4.2, with the sign of its text). A running job scales only where the time saved
+    exceeds what the change takes, and where a change pauses everybody, nothing changes that nobody needs unless all
+    gains together exceed all pauses.
+    """
+    rules = rules or Rules()
+    free = max(0, int(book.free[0]))
+    shares = {job.name: book.holdings[job.name].share() for job in promised}
+    shares.update((job.name, 0) for job in waiting)
+    gains = _grow(book, region, promised, waiting, rules, free, shares)
+    everyone = [*promised, *waiting]
+    urgent = any(job.share < book.holdings[job.name].share() for job in promised)
+    if rules.overhead.everyone and not urgent and _fits(book, everyone):
+        running = sum(job.share for job in everyone)
+        if sum(gains.values()) <= _WORTHWHILE * rules.overhead.base_s * running:
+            shares = {job.name: job.share for job in everyone}
+    wake_s = min((book.holdings[job.name].rises_s(shares[job.name]) for job in promised), default=math.inf)
+    return Allocation(shares, max(wake_s, book.now + _SHORTEST_S))
+
+
+def _fits(book: Book, jobs: Sequence[Job]) -> bool:
+    """Whether everybody can keep what they have: capacity may have gone."""
+    held = sum(book.holdings[job.name].share() for job in jobs if job.name in book.holdings)
+    return sum(job.share for job in jobs) <= int(book.free[0]) + held
+
+
+def _grow(
+    book: Book,
+    region: str,
+    promised: Sequence[Job],
+    waiting: Sequence[Job],
+    rules: Rules,
+    free: int,
+    shares: dict[str, int],
+) -> dict[str, float]:
+    """Raise shares until nothing is free or nobody gains; returns device seconds gained by the jobs that change."""
+    heap: list[tuple[float, float, str, int, Job]] = []
+    gains: dict[str, float] = {}
+
+    def offer(job: Job) -> None:
+        step = _step(book, region, job, shares[job.name], rules)
+        if step is not None:
+            gain, level = step
+            heapq.heappush(heap, (-gain, _urgency(job), job.name, level, job))
+
+    for job in (*promised, *waiting):
+        offer(job)
+    while heap and free > 0:
+        negative, _, name, level, job = heapq.heappop(heap)
+        more = level - shares[name]
+        if more > free:
+            continue
+        free -= more
+        if level > job.share:
+            lasts = min(_SIGHT_S, job.work / job.curves[region].rate(level))
+            gains[name] = gains.get(name, 0.0) - negative * more * lasts
+        shares[name] = level
+        offer(job)
+    return gains
+
+
+def _urgency(job: Job) -> float:
+    """Who goes first at an equal return: by deadline; best effort by what its user has had."""
+    return job.deadline_s if math.isfinite(job.deadline_s) else 1e15 + job.served_s
+
+
+def _step(book: Book, region: str, job: Job, share: int, rules: Rules) -> tuple[float, int] | None:
+    """The return of a job's next worthwhile level, and that level.
+
+    What the change takes is spread over the time that the level lasts: a level that the job has already saves it, any
+    other costs it.
+    """
+    curve = job.curves[region]
+    held = book.holdings.get(job.name)
+    later = held.high if held is not None else curve.levels[0]
+    price = later / curve.rate(later)
+    have = curve.rate(share)
+    best: tuple[float, int] | None = None
+    for level, rate in zip(curve.levels, curve.rates, strict=True):
+        if level <= share:
+            continue
+        lasts = min(_SIGHT_S, job.work / rate)
+        change = rules.overhead.seconds(level) / max(lasts, 1.0) * level
+        gain = (rate - have) * price
+        if level <= job.share:
+            gain = _STICKY * gain + (change if level == job.share else 0.0)
+        elif job.share:
+            gain -= _WORTHWHILE * change
+        gain /= level - share
+        if gain >= _LEAST_RETURN and (best is None or gain > best[0] + 1e-9):
+            best = (gain, level)
+    return best

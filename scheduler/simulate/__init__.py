@@ -1,0 +1,1 @@
+"""Traces of jobs with deadlines under several schedulers: events, one clock, the same core as live."""

@@ -1,0 +1,387 @@
+"""Events, one clock, and jobs that run at the shares that a policy gives them."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from scheduler.deadline import Curve, Overhead
+from scheduler.simulate._floor import Floor
+from scheduler.simulate._trace import TraceJob
+
+_DONE = 1e-6
+"""So many steps left are none."""
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One job while it is in the system."""
+
+    spec: TraceJob
+    believed: Curve
+    """How fast the policy thinks it is."""
+    left: float
+    """Steps."""
+    share: int = 0
+    ready_s: float = -math.inf
+    """Instant until which it is paused."""
+    promised_s: float = math.inf
+    """The deadline that it was promised; infinite: none."""
+    started_s: float = math.inf
+    ended_s: float = math.inf
+    device_s: float = 0.0
+    run_s: float = 0.0
+    """Time with devices, pauses included."""
+    slowness: float = 1.0
+    """The time that a step takes, over what the policy's curve says: what it has seen."""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def rate(self) -> float:
+        """Steps a second now, really."""
+        return self.spec.table.get(self.share) or self.spec.curve.rate(self.share)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a policy answers to an event."""
+
+    shares: Mapping[str, int]
+    """Devices by job; who is not there has none."""
+    declined: Sequence[str] = ()
+    """New jobs that are sent away."""
+    promised: Mapping[str, float] = field(default_factory=dict)
+    """Deadlines promised now, by new job."""
+    wake_s: float = math.inf
+    """Ask again by then."""
+
+
+class Policy(Protocol):
+    """Who runs with how much; asked at every event, or at most once a slot."""
+
+    name: str
+    slot_s: float
+    """Events within this time after a decision are decided on together at its end; 0: at once."""
+
+    def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
+        """Shares from now on. `active` are all jobs, the ones that have `arrived` since included."""
+        ...
+
+
+@dataclass(frozen=True)
+class Pauses:
+    """What changes cost in the simulation."""
+
+    overhead: Overhead = field(default_factory=lambda: Overhead(everyone=True))
+    published: bool = False
+    """True: as ElasticFlow's simulator has it: every decision pauses every running job, by ``base_s`` only where its
+    devices have run together before."""
+    restart_every: int = 0
+    """Published only: at each so-many-th decision all trainers restart; 0: never."""
+    restart_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Incidents:
+    """Failures of nodes."""
+
+    failures_per_device_hour: float = 0.0
+    repair_s: float = 1800.0
+    lost_s: float = 120.0
+    """Run time that a job loses with a node: what it did since its last checkpoint, at most."""
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one job."""
+
+    name: str
+    submit_s: float
+    deadline_s: float
+    promised_s: float
+    """Infinite: no promise."""
+    declined: bool
+    started_s: float
+    ended_s: float
+    device_s: float
+    value: float
+    best_effort: bool
+    user: str
+
+    @property
+    def met(self) -> bool:
+        """Ended by its first deadline."""
+        return not self.best_effort and self.ended_s <= self.deadline_s + _DONE
+
+    @property
+    def broken(self) -> bool:
+        """Had a promise that was not kept."""
+        return math.isfinite(self.promised_s) and self.ended_s > self.promised_s + _DONE
+
+
+@dataclass(frozen=True)
+class Run:
+    """One simulation."""
+
+    policy: str
+    devices: int
+    outcomes: tuple[Outcome, ...]
+    decisions: int
+    changes: int
+    """Decisions that changed a share."""
+    moved: int
+    """Jobs that buddy placement moved to make room."""
+    failures: int
+    timeline: tuple[tuple[float, int, int], ...]
+    """(instant, devices in use, jobs in the system) after each decision."""
+
+    @property
+    def met(self) -> int:
+        return sum(outcome.met for outcome in self.outcomes)
+
+    @property
+    def ratio(self) -> float:
+        """Deadlines met of all jobs that had one; declined ones count as not met."""
+        return self.met / max(1, sum(not outcome.best_effort for outcome in self.outcomes))
+
+    @property
+    def promised(self) -> int:
+        return sum(math.isfinite(outcome.promised_s) for outcome in self.outcomes)
+
+    @property
+    def broken(self) -> int:
+        return sum(outcome.broken for outcome in self.outcomes)
+
+
+def simulate(
+    jobs: Sequence[TraceJob],
+    policy: Policy,
+    nodes: int,
+    devices_per_node: int,
+    pauses: Pauses | None = None,
+    incidents: Incidents | None = None,
+    curve_error: float = 0.0,
+    seed: int = 1,
+    progress: Callable[[int, int], None] = lambda done, jobs: None,
+) -> Run:
+    """Run a trace under a policy, to the end of the last job that ends.
+
+    With a `curve_error` of e the policy sees curves whose rates are off by a factor drawn for each job and level
+    between 1 - e and 1 + e. `progress` is told how many jobs are through. Jobs must have distinct names.
+    """
+    return _Simulation(jobs, policy, nodes, devices_per_node, pauses, incidents, curve_error, seed, progress).run()
+
+
+class _Simulation:
+    def __init__(
+        self,
+        jobs: Sequence[TraceJob],
+        policy: Policy,
+        nodes: int,
+        devices_per_node: int,
+        pauses: Pauses | None,
+        incidents: Incidents | None,
+        curve_error: float,
+        seed: int,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self.policy, self.pauses, self.incidents = policy, pauses or Pauses(), incidents or Incidents()
+        self.floor = Floor(nodes, devices_per_node)
+        self.draw = random.Random(seed)
+        self.chance = random.Random(self.incidents.seed)
+        self.curve_error = curve_error
+        self.waiting = sorted(jobs, key=lambda job: job.submit_s, reverse=True)
+        self.total = len(jobs)
+        self.progress = progress
+        self.active: list[Running] = []
+        self.outcomes: list[Outcome] = []
+        self.timeline: list[tuple[float, int, int]] = []
+        self.now = self.waiting[-1].submit_s if jobs else 0.0
+        self.decisions = self.changes = self.moved = self.failures = 0
+        self.seen: set[tuple[int, int]] = set()
+        self.next_failure_s = self._failure_after(self.now)
+        self.repairs: list[tuple[float, int]] = []
+
+    def run(self) -> Run:
+        wake_s, decided_s = math.inf, -math.inf
+        while self.waiting or self.active:
+            due = min(self._next_event(), wake_s)
+            if math.isinf(due):
+                break
+            at = max(due, decided_s + self.policy.slot_s, self.now)
+            self._advance(at)
+            self._incidents(at)
+            arrived = self._arrivals(at)
+            decision = self.policy.decide(at, self.floor.devices, self.active, arrived)
+            self._apply(decision, arrived)
+            decided_s, wake_s = at, decision.wake_s
+            if wake_s <= at:
+                wake_s = math.inf
+        for job in self.active:
+            self._close(job, declined=False)
+        return Run(
+            self.policy.name, self.floor.all_devices, tuple(sorted(self.outcomes, key=lambda o: o.submit_s)),
+            self.decisions, self.changes, self.moved, self.failures, tuple(self.timeline),
+        )  # fmt: skip
+
+    def _next_event(self) -> float:
+        due = self.waiting[-1].submit_s if self.waiting else math.inf
+        for job in self.active:
+            if job.share:
+                end_s = max(self.now, job.ready_s) + job.left / job.rate()
+                if end_s < due:
+                    due = end_s
+        if math.isfinite(due) or self.repairs:
+            due = min(due, self.next_failure_s, self.repairs[0][0] if self.repairs else math.inf)
+        return due
+
+    def _advance(self, at: float) -> None:
+        """Let time pass: everybody runs, and those who are done leave."""
+        done = False
+        for job in self.active:
+            if not job.share:
+                continue
+            begin, rate = max(self.now, job.ready_s), job.rate()
+            end_s = begin + job.left / rate
+            if end_s <= at + 1e-9:
+                job.device_s += job.share * (end_s - self.now)
+                job.run_s += end_s - self.now
+                job.left, job.ended_s = 0.0, end_s
+                done = True
+                continue
+            job.device_s += job.share * (at - self.now)
+            job.run_s += at - self.now
+            if at > begin:
+                job.left -= (at - begin) * rate
+                believed = job.believed.rate(job.share)
+                job.slowness = believed / rate if believed else 1.0
+        self.now = at
+        if done:
+            for job in self.active:
+                if job.left <= 0.0:
+                    self.floor.leave(job.name)
+                    self._close(job, declined=False)
+            self.active = [job for job in self.active if job.left > 0.0]
+            self.progress(len(self.outcomes), self.total)
+
+    def _arrivals(self, at: float) -> list[Running]:
+        arrived = []
+        while self.waiting and self.waiting[-1].submit_s <= at + 1e-9:
+            spec = self.waiting.pop()
+            arrived.append(Running(spec, self._believed(spec.curve), spec.work))
+        self.active.extend(arrived)
+        return arrived
+
+    def _believed(self, curve: Curve) -> Curve:
+        if not self.curve_error:
+            return curve
+        rates: list[float] = []
+        levels: list[int] = []
+        for level, rate in zip(curve.levels, curve.rates, strict=True):
+            seen = rate * (1 + self.draw.uniform(-self.curve_error, self.curve_error))
+            if not rates or seen > rates[-1]:
+                levels.append(level)
+                rates.append(seen)
+        return Curve(tuple(levels), tuple(rates))
+
+    def _apply(self, decision: Decision, arrived: Sequence[Running]) -> None:
+        self.decisions += 1
+        if decision.declined:
+            gone = set(decision.declined)
+            for job in self.active:
+                if job.name in gone:
+                    self._close(job, declined=True)
+            self.active = [job for job in self.active if job.name not in gone]
+            self.progress(len(self.outcomes), self.total)
+        for job in self.active:
+            if job.name in decision.promised:
+                job.promised_s = decision.promised[job.name]
+        changed = []
+        for job in self.active:
+            share = decision.shares.get(job.name, 0)
+            if share != job.share:
+                job.share = share
+                changed.append(job)
+        in_use = sum(job.share for job in self.active)
+        if in_use > self.floor.devices:
+            raise ValueError(f"{self.policy.name} gave {in_use} of {self.floor.devices} devices")
+        moved = self.floor.arrange([(job.name, job.share) for job in changed])
+        self.moved += len(moved)
+        self.changes += bool(changed)
+        self._pause(changed, moved)
+        self.timeline.append((self.now, in_use, len(self.active)))
+
+    def _pause(self, changed: Sequence[Running], moved: set[str]) -> None:
+        overhead = self.pauses.overhead
+        if self.pauses.published:
+            self._pause_as_published()
+            return
+        if not changed:
+            return
+        hit = {job.name for job in changed} | moved
+        for job in self.active:
+            if not job.share:
+                continue
+            if job.name in hit:
+                job.ready_s = max(job.ready_s, self.now + overhead.seconds(job.share))
+                job.started_s = min(job.started_s, self.now)
+            elif overhead.everyone:
+                job.ready_s = max(job.ready_s, self.now + overhead.base_s)
+
+    def _pause_as_published(self) -> None:
+        every = self.pauses.restart_every
+        restart = bool(every) and self.decisions > 1 and (self.decisions - 1) % every == 0
+        if restart:
+            self.seen.clear()
+        begin = 0
+        for job in sorted(self.active, key=lambda job: -job.share):
+            if not job.share:
+                continue
+            place = (begin, job.share)
+            begin += job.share
+            pause = self.pauses.overhead.base_s
+            if place not in self.seen:
+                self.seen.add(place)
+                pause = self.pauses.overhead.seconds(job.share) + (self.pauses.restart_s if restart else 0.0)
+            job.ready_s = self.now + pause
+            job.started_s = min(job.started_s, self.now)
+
+    # --- failures
+
+    def _failure_after(self, at: float) -> float:
+        rate = self.incidents.failures_per_device_hour * self.floor.all_devices / 3600
+        return at + self.chance.expovariate(rate) if rate else math.inf
+
+    def _incidents(self, at: float) -> None:
+        while self.repairs and self.repairs[0][0] <= at:
+            self.floor.mend(heapq.heappop(self.repairs)[1])
+        while self.next_failure_s <= at:
+            node = self.chance.randrange(self.floor.nodes)
+            hit = self.floor.fail(node)
+            if hit is not None:
+                self.failures += 1
+                heapq.heappush(self.repairs, (at + self.incidents.repair_s, node))
+                for job in self.active:
+                    if job.name in hit:
+                        lost_s = self.chance.uniform(0, self.incidents.lost_s)
+                        job.left = min(job.spec.work, job.left + lost_s * job.rate())
+                        job.share = 0
+            self.next_failure_s = self._failure_after(at)
+
+    def _close(self, job: Running, declined: bool) -> None:
+        spec = job.spec
+        if declined:
+            self.floor.leave(job.name)
+        self.outcomes.append(
+            Outcome(
+                spec.name, spec.submit_s, spec.deadline_s, job.promised_s, declined, job.started_s, job.ended_s,
+                job.device_s, spec.value_at(job.ended_s), not spec.deadlines, spec.user,
+            )  # fmt: skip
+        )

@@ -1,0 +1,73 @@
+"""The devices of the simulated cluster: which nodes are well, and where each share lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduler.deadline import Buddy
+
+_BROKEN = "\0node"
+"""Begins the names of what holds broken nodes; no job is called so."""
+
+
+class Floor:
+    """Nodes with devices. Shares that are no power of two lie in several blocks."""
+
+    def __init__(self, nodes: int, devices_per_node: int) -> None:
+        self.nodes, self.per_node = nodes, devices_per_node
+        self.all_devices = nodes * devices_per_node
+        self.buddy = Buddy(self.all_devices)
+        self.broken: set[int] = set()
+        self.parts: dict[str, list[str]] = {}
+
+    @property
+    def devices(self) -> int:
+        """Those that work."""
+        return self.all_devices - len(self.broken) * self.per_node
+
+    def leave(self, job: str) -> None:
+        """Free a job's blocks, if it has any."""
+        for part in self.parts.pop(job, ()):
+            self.buddy.release(part)
+
+    def arrange(self, changed: Sequence[tuple[str, int]]) -> set[str]:
+        """Give jobs their new shares; returns the other jobs that had to move."""
+        for job, _ in changed:
+            self.leave(job)
+        moved: set[str] = set()
+        for job, share in sorted(changed, key=lambda entry: -entry[1]):
+            sizes = [1 << bit for bit in range(share.bit_length() - 1, -1, -1) if share >> bit & 1]
+            if self.broken:
+                # A broken node cannot be moved away, so that a large block may have to be of several.
+                sizes = [piece for size in sizes for piece in self._cut(size)]
+            self.parts[job] = []
+            for number, size in enumerate(sizes):
+                part = f"{job}\0{number}"
+                moved.update(name.partition("\0")[0] for name in self.buddy.place(part, size).moved)
+                self.parts[job].append(part)
+        return moved - {job for job, _ in changed}
+
+    def _cut(self, size: int) -> list[int]:
+        return [self.per_node] * (size // self.per_node) if size > self.per_node else [size]
+
+    def fail(self, node: int) -> set[str] | None:
+        """Break a node; returns the jobs that were on it, which lose all their devices. None: it was broken already."""
+        if node in self.broken:
+            return None
+        begin, end = node * self.per_node, (node + 1) * self.per_node
+        hit = {
+            name.partition("\0")[0]
+            for name, (first, size) in self.buddy.blocks.items()
+            if not name.startswith(_BROKEN) and first < end and begin < first + size
+        }
+        for job in hit:
+            self.leave(job)
+        self.broken.add(node)
+        self.buddy.blocks[f"{_BROKEN}{node}"] = (begin, self.per_node)
+        self.buddy.fixed.add(f"{_BROKEN}{node}")
+        return hit
+
+    def mend(self, node: int) -> None:
+        self.broken.discard(node)
+        self.buddy.release(f"{_BROKEN}{node}")
+        self.buddy.fixed.discard(f"{_BROKEN}{node}")

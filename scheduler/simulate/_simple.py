@@ -1,0 +1,107 @@
+"""Policies that others are held against: earliest deadline first, with and without admission, and Tiresias."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from scheduler.deadline import Overhead
+from scheduler.simulate._engine import Decision, Running
+
+
+class EarliestDeadline:
+    """Everybody by deadline, each with as much as makes it faster; nobody is sent away."""
+
+    name = "edf"
+
+    def __init__(self, slot_s: float = 0.0, most: dict[str, int] | None = None) -> None:
+        self.slot_s = slot_s
+
+    def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
+        shares, free = {}, devices
+        for job in sorted(active, key=lambda job: job.spec.deadline_s):
+            shares[job.name] = job.believed.fitting(free)
+            free -= shares[job.name]
+        return Decision(shares)
+
+
+class EarliestDeadlineWithAdmission:
+    """The same, but whoever would then end late is sent away, as is whoever would make another late."""
+
+    name = "edf-admission"
+
+    def __init__(self, slot_s: float = 0.0) -> None:
+        self.slot_s = slot_s
+
+    def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
+        new = {job.name for job in arrived}
+        taken = [job for job in active if job.name not in new]
+        declined, promised = [], {}
+        late = _late(now, devices, taken)
+        for job in sorted(arrived, key=lambda job: job.spec.deadline_s):
+            if not job.spec.deadlines or _late(now, devices, [*taken, job]) <= late:
+                taken.append(job)
+                if job.spec.deadlines:
+                    promised[job.name] = job.spec.deadline_s
+            else:
+                declined.append(job.name)
+        shares, free = {}, devices
+        for job in sorted(taken, key=lambda job: job.spec.deadline_s):
+            shares[job.name] = job.believed.fitting(free)
+            free -= shares[job.name]
+        return Decision(shares, declined, promised)
+
+
+def _late(now: float, devices: int, jobs: Sequence[Running]) -> set[str]:
+    """Who would end late if these jobs, and no others, ran by deadline."""
+    left = {job.name: job.left for job in jobs}
+    queue = sorted(jobs, key=lambda job: job.spec.deadline_s)
+    late: set[str] = set()
+    while queue:
+        free, running = devices, []
+        for job in queue:
+            share = job.believed.fitting(free)
+            free -= share
+            if share:
+                running.append((job, job.believed.rate(share)))
+        if not running:
+            return late | {job.name for job in queue}
+        step = min(left[job.name] / rate for job, rate in running)
+        now += step
+        for job, rate in running:
+            left[job.name] -= rate * step
+            if left[job.name] <= 1e-6 and now > job.spec.deadline_s:
+                late.add(job.name)
+        queue = [job for job in queue if left[job.name] > 1e-6]
+    return late
+
+
+class Tiresias:
+    """Two-dimensional least attained service (NSDI'19): the shares that users asked for, queues by device time had."""
+
+    name = "tiresias"
+    limits = (3250.0, 7200.0)
+    """Device seconds at which a job falls into the next queue; as in ElasticFlow's copy."""
+
+    def __init__(self, slot_s: float = 0.0, overhead: Overhead | None = None) -> None:
+        self.slot_s = slot_s
+        self.order: dict[str, int] = {}
+
+    def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
+        for job in arrived:
+            self.order[job.name] = len(self.order)
+        shares, free, wake_s = {}, devices, math.inf
+
+        def place(job: Running) -> tuple[int, bool, int]:
+            queue = sum(job.device_s >= limit for limit in self.limits)
+            return (queue, not job.share, self.order[job.name])
+
+        for job in sorted(active, key=place):
+            want = job.spec.devices
+            if want > free:
+                continue
+            shares[job.name] = want
+            free -= want
+            limit = next((limit for limit in self.limits if job.device_s < limit), math.inf)
+            wake_s = min(wake_s, now + max(1.0, (limit - job.device_s) / want))
+        return Decision(shares, wake_s=wake_s)
