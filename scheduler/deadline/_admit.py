@@ -10,6 +10,7 @@ import numpy as np
 
 from scheduler.deadline._fill import Book, fill, wish_of
 from scheduler.deadline._model import Capacity, Job, Refusal, Reservation, Rules
+from scheduler.deadline._spread import still_until
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,12 @@ def admit(
     `books` are those of an earlier answer at the same or an earlier instant; they are taken over and changed. Without
     them every region is filled anew. Deadlines and curves name regions of `capacities`.
     """
-    desk = _Desk(now, capacities, promised, rules or Rules(), books)
+    rules = rules or Rules()
+    still_s = still_until(now, [(job, job.curves[job.region]) for job in promised], rules)
+    if still_s > now:
+        new = [replace(job, ready_s=max(job.ready_s, still_s)) for job in new]
+        rules = replace(rules, change_pause_s=0.0)
+    desk = _Desk(now, capacities, promised, rules, books)
     refused = []
     for members in _groups(new):
         for job in desk.decide(members):
@@ -114,8 +120,7 @@ class _Desk:
             if region in self.books:
                 wish = wish_of(job, curve, self.now, self.rules, self.rules.margin, self.rules.reserve_s)
                 if wish.index < len(curve.ladder[0]):
-                    seconds = wish.low * (wish.split_s - self.now) + wish.high * (wish.deadline_s - wish.split_s)
-                    tries.append((seconds, region, wish))
+                    tries.append((wish.device_seconds(self.now), region, wish))
         tries.sort(key=lambda entry: entry[:2])
         for _, region, wish in tries:
             placed = replace(job, region=region)
@@ -152,7 +157,7 @@ class _Desk:
             wish = wish_of(job, curve, self.now, self.rules, self.rules.margin, self.rules.reserve_s)
             if wish.index >= len(curve.ladder[0]):
                 continue
-            own = wish.low * (wish.split_s - self.now) + wish.high * (wish.deadline_s - wish.split_s)
+            own = wish.device_seconds(self.now)
             book = self.books[region]
             prices = {
                 rival.name: book.holdings[rival.name].device_seconds(self.now) / max(rival.value, 1e-9)

@@ -31,14 +31,12 @@ otherwise put it off for ever, by less and less."""
 
 @dataclass(slots=True)
 class Holding:
-    """What a book holds for one job: `low` devices, then `high` from `split_s` until `end_s`, or as in `shares`."""
+    """What a book holds for one job: `first` devices, then `second` from `switch_s` to `end_s`, or as in `shares`."""
 
-    low: int
-    high: int
-    split_s: float
+    first: int
+    second: int
+    switch_s: float
     end_s: float
-    work: float
-    """Steps that the holding covers, the overheads in it included."""
     times: NDArray[np.float64] | None = None
     """Where the capacity did not leave two plain levels: instants, one more than shares."""
     shares: NDArray[np.int64] | None = None
@@ -47,29 +45,33 @@ class Holding:
 
     def share(self) -> int:
         """Devices now."""
-        return self.low if self.shares is None else int(self.shares[0])
+        return self.first if self.shares is None else int(self.shares[0])
+
+    def most(self) -> int:
+        """The most devices that it ever holds."""
+        return max(self.first, self.second)
 
     def rises_s(self, share: int) -> float:
-        """The first instant at which it holds more than `share`; infinite: never."""
+        """The first instant, later than the first, at which it holds more than `share`; infinite: never."""
         if self.shares is not None and self.times is not None:
             above = np.flatnonzero(self.shares > share)
             return float(self.times[above[0]]) if len(above) else math.inf
-        return self.split_s if self.high > share else math.inf
+        return self.switch_s if self.second > share else math.inf
 
     def device_seconds(self, now: float) -> float:
         if self.shares is not None and self.times is not None:
             return float(np.dot(np.diff(self.times), self.shares))
-        return self.low * (self.split_s - now) + self.high * (self.end_s - self.split_s)
+        return self.first * (self.switch_s - now) + self.second * (self.end_s - self.switch_s)
 
     def reservation(self, job: Job, region: str, now: float) -> Reservation:
         total = self.device_seconds(now)
-        if self.shares is None or self.times is None:
-            if self.split_s <= now:
-                return Reservation(job.name, region, (now,), (self.high,), self.end_s, total)
-            return Reservation(job.name, region, (now, self.split_s), (self.low, self.high), self.end_s, total)
-        keep = np.flatnonzero(np.diff(self.shares, prepend=-1))
-        times, shares = tuple(self.times[keep].tolist()), tuple(self.shares[keep].tolist())
-        return Reservation(job.name, region, times, shares, self.end_s, total)
+        if self.shares is not None and self.times is not None:
+            keep = np.flatnonzero(np.diff(self.shares, prepend=-1))
+            times, shares = tuple(self.times[keep].tolist()), tuple(self.shares[keep].tolist())
+            return Reservation(job.name, region, times, shares, self.end_s, total)
+        if self.first == self.second or self.switch_s <= now:
+            return Reservation(job.name, region, (now,), (self.second,), self.end_s, total)
+        return Reservation(job.name, region, (now, self.switch_s), (self.first, self.second), self.end_s, total)
 
 
 class Book:
@@ -102,25 +104,27 @@ class Book:
         if wish.deadline_s <= self.now:
             return None
         if wish.stay_s:
-            end = self.point(min(wish.stay_s, wish.deadline_s))
+            end = self.point(wish.stay_s)
             if self.free[:end].min() >= wish.share:
-                self.free[:end] -= wish.share
-                holding = Holding(wish.share, wish.share, self.now, min(wish.stay_s, wish.deadline_s), wish.need)
-                self.holdings[name] = holding
-                return holding
-        plain = wish.index < len(wish.curve.ladder[0])
-        split = self.point(wish.split_s) if plain else 0
-        end = self.point(wish.deadline_s)
-        if plain:
-            low, high, free = wish.low, wish.high, self.free
-            if (split >= end or free[split:end].min() >= high) and (not low or not split or free[:split].min() >= low):
-                free[split:end] -= high
-                if low:
-                    free[:split] -= low
-                holding = Holding(low, high, wish.split_s, wish.deadline_s, wish.need)
-                self.holdings[name] = holding
-                return holding
+                return self._hold(name, Holding(wish.share, wish.share, self.now, wish.stay_s))
+        if wish.index == len(wish.curve.ladder[0]):
+            return None
+        switch, end = self.point(wish.switch_s), self.point(wish.deadline_s)
+        switch = min(switch, end)
+        free = self.free
+        if (switch == end or free[switch:end].min() >= wish.second) and (
+            not switch or free[:switch].min() >= wish.first
+        ):
+            return self._hold(name, Holding(wish.first, wish.second, wish.switch_s, wish.deadline_s))
         return self._squeeze(name, wish, end)
+
+    def _hold(self, name: str, holding: Holding) -> Holding:
+        """Take a plain holding; its instants are points of the grid."""
+        switch, end = self.times.searchsorted(holding.switch_s), self.times.searchsorted(holding.end_s)
+        self.free[:switch] -= holding.first
+        self.free[switch:end] -= holding.second
+        self.holdings[name] = holding
+        return holding
 
     def take_what_there_is(self, name: str, wish: Wish) -> Holding:
         """Hold as much as fits until the deadline, and past it as long as the work takes: for a promise in danger."""
@@ -139,7 +143,7 @@ class Book:
         shares = curve.level_by_free[np.clip(self.free[: last + 1], 0, most)]
         self.free[: last + 1] -= shares
         times = np.append(self.times[: last + 1], min(end_s, float(self.times[last]) + 1e9))
-        holding = Holding(int(shares[0]), int(shares.max()), self.now, end_s, wish.need, times, shares, late=True)
+        holding = Holding(int(shares[0]), int(shares.max()), self.now, end_s, times, shares, late=True)
         self.holdings[name] = holding
         return holding
 
@@ -148,9 +152,8 @@ class Book:
         curve = wish.curve
         levels, rates = curve.ladder
         spans = self.times[1 : end + 1] - self.times[:end]
-        free = np.minimum(self.free[:end], curve.levels[-1])
-        fitting = curve.rate_by_free[np.maximum(free, 0)]
-        index = min(wish.index, len(levels) - 1)
+        fitting = curve.rate_by_free[np.clip(self.free[:end], 0, curve.levels[-1])]
+        index = wish.index
         while True:
             upper = np.minimum(fitting, rates[index])
             full = float(spans @ upper)
@@ -161,21 +164,21 @@ class Book:
                 return None
         lower = np.minimum(fitting, rates[index - 1])
         gain = np.cumsum(spans * (upper - lower))
-        slack = full - wish.need
-        at = int(gain.searchsorted(slack, side="right"))
-        if at >= end:
-            at = end - 1
-        inside = (slack - (float(gain[at - 1]) if at else 0.0)) / max(float(upper[at] - lower[at]), 1e-12)
-        split_s = float(self.times[at]) + inside
-        if self.times[at] < split_s < self.times[at + 1] and len(self.times) < _EXACT_UP_TO:
-            at = self.point(split_s)
+        early = wish.share > 0
+        goal = wish.need - float(spans @ lower) if early else full - wish.need
+        at = min(int(gain.searchsorted(goal, side="left" if early else "right")), end - 1)
+        inside = (goal - (float(gain[at - 1]) if at else 0.0)) / max(float(upper[at] - lower[at]), 1e-12)
+        switch_s = float(self.times[at]) + inside
+        cut = at + 1 if early else at
+        if self.times[at] < switch_s < self.times[at + 1] and len(self.times) < _EXACT_UP_TO:
+            cut = self.point(switch_s)
             end += 1
-            free = np.minimum(self.free[:end], curve.levels[-1])
-        shares = curve.level_by_free[np.minimum(np.maximum(free, 0), levels[index])]
-        shares[:at] = curve.level_by_free[np.minimum(np.maximum(free[:at], 0), levels[index - 1])]
+        first, second = (levels[index], levels[index - 1]) if early else (levels[index - 1], levels[index])
+        free = np.clip(self.free[:end], 0, curve.levels[-1])
+        shares = curve.level_by_free[np.minimum(free, second)]
+        shares[:cut] = curve.level_by_free[np.minimum(free[:cut], first)]
         self.free[:end] -= shares
-        times = self.times[: end + 1].copy()
-        holding = Holding(levels[index - 1], levels[index], split_s, wish.deadline_s, wish.need, times, shares)
+        holding = Holding(first, second, switch_s, wish.deadline_s, self.times[: end + 1].copy(), shares)
         self.holdings[name] = holding
         return holding
 
@@ -186,60 +189,71 @@ class Book:
             for begin, end, share in zip(held.times[:-1], held.times[1:], held.shares, strict=True):
                 self.free[self.point(float(begin)) : self.point(float(end))] += share
             return
-        split, end = self.point(held.split_s), self.point(held.end_s)
-        self.free[:split] += held.low
-        self.free[split:end] += held.high
+        switch, end = self.point(held.switch_s), self.point(held.end_s)
+        self.free[:switch] += held.first
+        self.free[switch:end] += held.second
 
 
 @dataclass(slots=True)
 class Wish:
-    """What one job would take in an empty region: two neighbouring levels and the instant between them."""
+    """What one job would take in an empty region: two neighbouring levels, and the instant between them."""
 
     curve: Curve
     deadline_s: float
     """The margin is taken off."""
     need: float
     """Steps, the overheads in them."""
-    index: int
-    """Of the upper level in the curve's ladder; its length where no level is fast enough."""
-    low: int
-    high: int
-    split_s: float
-    share: int = 0
+    share: int
     """What the job has now."""
     stay_s: float = 0.0
-    """Where going on with that is about as cheap: when it would be done; else 0."""
+    """When it would be done if it went on with that, where that is about as cheap or the only way; else 0."""
+    index: int = 0
+    """Of the upper level in the curve's ladder; its length where no level is fast enough."""
+    first: int = 0
+    second: int = 0
+    switch_s: float = 0.0
+
+    def device_seconds(self, now: float) -> float:
+        return self.first * (self.switch_s - now) + self.second * (self.deadline_s - self.switch_s)
 
 
 def wish_of(job: Job, curve: Curve, now: float, rules: Rules, margin: float, reserve_s: float = 0.0) -> Wish:
-    """Levels that a job would take with nobody else there; what a change takes is in its work."""
-    window = (job.deadline_s - now) * (1.0 - margin) - reserve_s
+    """Levels that a job would take with nobody else there; what changes take is in its work.
+
+    The smaller level comes first, so that what is free soon stays free for those who come, but a job that runs on the
+    larger one already keeps it first, and changes once instead of twice.
+    """
+    window = job.deadline_s - now
+    window -= margin * max(0.0, window - rules.grace_s) + reserve_s
     levels, rates = curve.ladder
-    last = len(levels) - 1
     pause = max(rules.change_pause_s, job.ready_s - now, 0.0)
+    wish = Wish(curve, now + max(window, 0.0), job.work, job.share, index=len(levels))
     if window <= 0:
-        return Wish(curve, now, job.work, last + 1, 0, levels[last], now)
-    need, index = job.work, 0
-    for _ in range(2):
-        index = max(index, bisect_left(rates, need / window, 1))
-        if index > last:
+        return wish
+    stay_s = now + pause + job.work / curve.rate(job.share) if job.share else math.inf
+    index, down = 0, False
+    for _ in range(3):
+        index = max(index, bisect_left(rates, wish.need / window, 1))
+        if index == len(levels):
             break
-        high = levels[index]
-        need = job.work + rates[index] * (pause if high == job.share else max(pause, rules.overhead.seconds(high)))
-    index = max(index, bisect_left(rates, need / window, 1))
-    if index > last:
-        return Wish(curve, now + window, need, last + 1, levels[last - 1], levels[last], now)
-    low_rate, high_rate = rates[index - 1], rates[index]
-    split_s = min(now + window, now + max(0.0, (high_rate * window - need) / (high_rate - low_rate)))
-    low = levels[index - 1]
-    if split_s - now < max(_SOON_S, _SOON * window):
-        low, split_s = levels[index], now
-    wish = Wish(curve, now + window, need, index, low, levels[index], split_s)
-    if job.share:
-        end_s = now + pause + job.work / curve.rate(job.share)
-        least = low * (split_s - now) + levels[index] * (now + window - split_s)
-        if end_s <= now + window and job.share * (end_s - now) <= _AS_CHEAP * least:
-            wish.share, wish.stay_s = job.share, end_s
+        high, low = levels[index], levels[index - 1]
+        down = high == job.share
+        wish.need = job.work + rates[index] * (pause if down else max(pause, rules.overhead.seconds(high)))
+        if low and low != job.share:
+            wish.need += rates[index - 1] * rules.overhead.seconds(low)
+    if index == len(levels) or rates[index] * window < wish.need:
+        wish.stay_s = stay_s if stay_s <= now + window else 0.0
+        return wish
+    wish.index = index
+    low_s = min(window, (rates[index] * window - wish.need) / (rates[index] - rates[index - 1]))
+    if low_s < max(_SOON_S, _SOON * window):
+        wish.first, wish.second, wish.switch_s = high, high, now
+    elif down:
+        wish.first, wish.second, wish.switch_s = high, low, now + max(window - low_s, 0.5 * _SOON * window)
+    else:
+        wish.first, wish.second, wish.switch_s = low, high, now + low_s
+    if stay_s <= now + window and job.share * (stay_s - now) <= _AS_CHEAP * wish.device_seconds(now):
+        wish.stay_s = stay_s
     return wish
 
 
@@ -254,9 +268,10 @@ def fill(
 ) -> tuple[Book, str | None]:
     """Fill one region with jobs by deadline. Returns the book, and the name of the job that stops it, if one does.
 
-    What stops it is a `new` job that does not fit, or a promised one that no longer fits once a new one has come
-    before it; the book is complete only where nothing does. Promised jobs that are `uneasy` do not fit with their
-    margin in any case: they get what there is, without one, and stop nothing.
+    What stops it is a `new` job that does not fit, or a promised one that no longer fits once a new one is there; the
+    book is complete only where nothing does. Promised jobs that are `uneasy` do not fit with their margin in any case:
+    they get what there is, without one, and stop nothing. Running jobs keep their shares where that is about as cheap
+    and leaves room for all others; else everybody is filled with the least.
     """
     wishes = [
         wish_of(job, job.curves[region], now, rules, rules.margin, rules.reserve_s)
@@ -264,7 +279,28 @@ def fill(
         else wish_of(job, job.curves[region], now, rules, rules.kept_margin, rules.kept_reserve_s)
         for job in jobs
     ]
-    book = Book(now, capacity, [wish.deadline_s for wish in wishes] + [wish.split_s for wish in wishes])
+    book, stopped = _fill(now, capacity, region, jobs, wishes, rules, new, uneasy)
+    if (stopped is not None or book.uneasy) and any(wish.stay_s and wish.index < len(wish.curve.ladder[0]) for wish in wishes):
+        for wish in wishes:
+            if wish.index < len(wish.curve.ladder[0]):
+                wish.stay_s = 0.0
+        lean, stopped_lean = _fill(now, capacity, region, jobs, wishes, rules, new, uneasy)
+        if stopped_lean is None and (stopped is not None or len(lean.uneasy) < len(book.uneasy)):
+            return lean, None
+    return book, stopped
+
+
+def _fill(
+    now: float,
+    capacity: Capacity,
+    region: str,
+    jobs: Sequence[Job],
+    wishes: Sequence[Wish],
+    rules: Rules,
+    new: Collection[str],
+    uneasy: Collection[str],
+) -> tuple[Book, str | None]:
+    book = Book(now, capacity, [wish.deadline_s for wish in wishes] + [wish.switch_s for wish in wishes])
     for job, wish in zip(jobs, wishes, strict=True):
         if book.take(job.name, wish) is not None:
             continue

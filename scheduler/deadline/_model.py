@@ -76,6 +76,8 @@ class Rules:
     """Time before the deadline that is kept free besides."""
     kept_reserve_s: float = 0.0
     """The same for jobs that have their promise."""
+    grace_s: float = 60.0
+    """So much of a window needs no margin: in so little time changes can be put off, see ``still_until``."""
     change_pause_s: float = 0.0
     """What changing anything now costs every running job."""
     quotas: Mapping[str, int] = field(default_factory=dict)

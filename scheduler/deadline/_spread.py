@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from scheduler.deadline._curve import Curve
 from scheduler.deadline._fill import Book
 from scheduler.deadline._model import Job, Rules
 
@@ -49,6 +50,9 @@ def spread(
     shares.update((job.name, 0) for job in waiting)
     gains = _grow(book, region, promised, waiting, rules, free, shares)
     everyone = [*promised, *waiting]
+    still_s = still_until(book.now, [(job, job.curves[region]) for job in promised], rules)
+    if still_s > book.now and _fits(book, everyone):
+        return Allocation({job.name: job.share for job in everyone}, still_s)
     urgent = any(job.share < book.holdings[job.name].share() for job in promised)
     if rules.overhead.everyone and not urgent and _fits(book, everyone):
         running = sum(job.share for job in everyone)
@@ -56,6 +60,21 @@ def spread(
             shares = {job.name: job.share for job in everyone}
     wake_s = min((book.holdings[job.name].rises_s(shares[job.name]) for job in promised), default=math.inf)
     return Allocation(shares, max(wake_s, book.now + _SHORTEST_S))
+
+
+def still_until(now: float, jobs: Sequence[tuple[Job, Curve]], rules: Rules) -> float:
+    """Until when nothing should change, as some job will be done soon that can take no more pause; `now`: no need."""
+    if not rules.overhead.everyone:
+        return now
+    still_s = now
+    for job, curve in jobs:
+        rate = curve.rate(job.share)
+        if rate:
+            end_s = max(now, job.ready_s) + job.work / rate
+            slack_s = job.deadline_s - end_s
+            if 0 <= slack_s < rules.overhead.base_s and end_s - now <= rules.grace_s:
+                still_s = max(still_s, end_s)
+    return still_s
 
 
 def _fits(book: Book, jobs: Sequence[Job]) -> bool:
@@ -112,7 +131,7 @@ def _step(book: Book, region: str, job: Job, share: int, rules: Rules) -> tuple[
     """
     curve = job.curves[region]
     held = book.holdings.get(job.name)
-    later = held.high if held is not None else curve.levels[0]
+    later = (held.most() if held is not None else 0) or curve.levels[0]
     price = later / curve.rate(later)
     have = curve.rate(share)
     best: tuple[float, int] | None = None
