@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from control_plane.cli import export, history, jobs, meta, region, serve, submit, template
+from control_plane.cli import catalogue, export, history, jobs, meta, region, serve, submit, template
 from control_plane.cli._output import emit_error
 from control_plane.cli._settings import settings
 from geofed_pb.errors import Exit, GeofedError
@@ -42,6 +42,7 @@ app.command("logs")(history.logs)
 app.command("events")(history.events)
 app.command("export")(export.export)
 app.add_typer(region.app)
+app.add_typer(catalogue.app)
 app.add_typer(template.app)
 app.command("new")(template.new)
 app.command("schema")(meta.schema)

@@ -112,6 +112,13 @@ CATALOGUE: dict[str, Entry] = {
     "PRICE_UNKNOWN": Entry(
         Exit.INADMISSIBLE, False, "give the price in the region's configuration; unknown is never taken for zero"
     ),
+    # what clouds say of themselves
+    "CLOUD_SDK_MISSING": Entry(Exit.USAGE, False, "pip install 'geofed[clouds]' installs all of them"),
+    "CLOUD_REGION_UNKNOWN": Entry(
+        Exit.NOT_FOUND, False, "`control-plane catalogue regions --cloud CLOUD` shows the regions of a cloud"
+    ),
+    "CLOUD_UNAVAILABLE": Entry(Exit.UNAVAILABLE, True, "try again later; see the network and the cloud's status page"),
+    "CLOUD_REFUSED": Entry(Exit.USAGE, False, "the message has what the cloud said"),
     # data on the wire
     "FRAME_INVALID": Entry(Exit.BUG, False, "the two sides run different versions, or the bytes were damaged"),
     "DIGEST_MISMATCH": Entry(Exit.BUG, True, "the bytes were damaged on the way; they are sent again"),

@@ -10,6 +10,24 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 SURFACES = {
+    "control_plane.clouds": {
+        "CLOUDS",
+        "Cloud",
+        "CloudRegion",
+        "Confidence",
+        "FunctionPrices",
+        "Price",
+        "Provenance",
+        "Purchase",
+        "RegionPrices",
+        "Shard",
+        "ShardList",
+        "StorePrices",
+        "Unit",
+        "open_cloud",
+        "open_price_file",
+        "region_prices",
+    },
     "deploy.emulator": {"CONTROL", "Emulator", "Link", "Profile", "load_profile", "profile_names"},
     "region_agent.gateway": {
         "BasicAuth",

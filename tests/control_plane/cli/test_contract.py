@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import boto3
 import pytest
 import typer
 from ruamel.yaml import YAML
@@ -16,6 +18,7 @@ from support.timing import cpu_seconds
 from control_plane.cli._settings import Format
 from control_plane.cli.main import app
 from tests.control_plane.cli.conftest import Federation, Run
+from tests.control_plane.clouds.recorded import aws, serving
 
 ALL = frozenset(format.value for format in Format)
 NONE: frozenset[str] = frozenset()
@@ -37,11 +40,13 @@ class Contract:
 
 CONTRACTS = {
     "submit": Contract("{file} --request-id contract", mutating=True, streaming=True),
+    "explain": Contract("{file}"),
     "validate": Contract("{file}", remote=False),
     "status": Contract("{job}", streaming=True),
     "list": Contract("--all"),
     "describe": Contract("{job}"),
     "wait": Contract("{job}"),
+    "scale": Contract("{running} a=1", mutating=True),
     "cancel": Contract("{cancelled} --yes", mutating=True),
     "logs": Contract("{job}", streaming=True),
     "events": Contract("{job}", streaming=True),
@@ -49,6 +54,10 @@ CONTRACTS = {
     "region list": Contract(),
     "region describe": Contract("a"),
     "region invite": Contract("c --ttl 5m", mutating=True),
+    "catalogue regions": Contract("--cloud azure", remote=False),
+    "catalogue prices": Contract("--cloud azure --region westeurope --type Standard_F16s_v2", remote=False),
+    "catalogue shards": Contract("s3://catalogue/digits/ --endpoint-url {store}", remote=False),
+    "catalogue import": Contract("{prices} --cloud aws --region r --type t --as-of 2026-11", remote=False),
     "template list": Contract(remote=False),
     "template show": Contract("text", remote=False),
     "new": Contract("text {fresh}", remote=False),
@@ -58,7 +67,8 @@ CONTRACTS = {
     "serve": Contract(remote=False, formats=NONE),
 }
 OURS = ("control_plane.spec", "control_plane.client", "control_plane.server", "scheduler")
-HEAVY = ("grpc", "sqlalchemy", "alembic", "cryptography", "torch", "numpy", "ruamel", "uvicorn", "httpx", *OURS)
+SDKS = ("boto3", "botocore", "libcloud", "tencentcloud")
+HEAVY = ("grpc", "sqlalchemy", "alembic", "cryptography", "torch", "numpy", "ruamel", "uvicorn", "httpx", *SDKS, *OURS)
 """Not pydantic: typer itself may use it."""
 
 
@@ -84,14 +94,26 @@ def test_every_command_is_declared_and_has_the_options_of_its_kind() -> None:
         assert ("--context" in options) == contract.remote, name
         assert bool({"--watch", "--follow"} & set(options)) == contract.streaming, name
     mutating = {name for name, contract in CONTRACTS.items() if contract.mutating}
-    assert mutating == {"submit", "cancel", "region invite"}
+    assert mutating == {"submit", "scale", "cancel", "region invite"}
     assert "--request-id" in options_of(found["submit"])
     assert "--yes" in options_of(found["cancel"])
 
 
 @pytest.fixture(scope="module")
-def jobs(federation: Federation, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A job that has succeeded and one that was cancelled."""
+def store() -> Iterator[str]:
+    """An object store with a shard, and credentials for it."""
+    with pytest.MonkeyPatch.context() as patch, serving(aws({})) as site:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "testing")
+        client = boto3.client("s3", endpoint_url=site.url, region_name="us-east-1")
+        client.create_bucket(Bucket="catalogue")
+        client.put_object(Bucket="catalogue", Key="digits/train.npz", Body=b"123")
+        yield site.url
+
+
+@pytest.fixture(scope="module")
+def jobs(federation: Federation, store: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A job that has succeeded and one that was cancelled, and what else the commands are given."""
     folder = tmp_path_factory.mktemp("jobs")
     from tests.control_plane.cli.conftest import HOLD, JOB, TASK
 
@@ -107,7 +129,11 @@ def jobs(federation: Federation, tmp_path_factory: pytest.TempPathFactory) -> di
     file = str(folder / "job.yaml")
     held = told("submit", file, "-o", "name", *HOLD)
     told("cancel", held, "--yes")
-    return {"job": told("submit", file, "--wait", "-o", "name"), "cancelled": held, "file": file}
+    running = told("submit", file, "-o", "name", "--set", "train.workers=1", *HOLD)
+    prices = folder / "prices.csv"
+    prices.write_text("cloud,region,instance_type,purchase,usd_per_hour\naws,r,t,on_demand,0.5\n")
+    given = {"file": file, "running": running, "prices": str(prices), "store": store}
+    return {"job": told("submit", file, "--wait", "-o", "name"), "cancelled": held, **given}
 
 
 @pytest.mark.parametrize("name", [name for name, contract in CONTRACTS.items() if contract.formats])
@@ -141,7 +167,7 @@ def test_without_a_control_plane_there_is_an_envelope_too(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("GEOFED_CONTEXT", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    filled = CONTRACTS[name].arguments.format(job="j", cancelled="j", file=job_file)
+    filled = CONTRACTS[name].arguments.format(job="j", cancelled="j", running="j", file=job_file)
     ran = run(*name.split(), *filled.split(), "-o", "json")
     assert ran.status == 6
     assert ran.error["code"] == "UNAVAILABLE"

@@ -1,0 +1,108 @@
+"""Prices from a file that somebody keeps, through the same contract as those that clouds tell."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from control_plane.clouds._contract import (
+    CloudRegion,
+    Confidence,
+    Price,
+    Provenance,
+    Purchase,
+    Unit,
+    no_such_region,
+)
+from control_plane.clouds._machines_only import MachinesOnly
+from geofed_pb.errors import GeofedError
+
+COLUMNS = ("cloud", "region", "instance_type", "purchase", "usd_per_hour")
+_PURCHASES = {
+    "on_demand": Purchase.ON_DEMAND,
+    "preemptible": Purchase.PREEMPTIBLE,
+    "low_priority": Purchase.PREEMPTIBLE,
+    "spot": Purchase.PREEMPTIBLE,
+}
+
+
+@dataclass(frozen=True)
+class PriceFile(MachinesOnly):
+    """The machine prices of one cloud, as a file states them."""
+
+    name: str
+    """Of the cloud."""
+    source: str
+    as_of: str
+    usd_per_hour: dict[tuple[str, str, Purchase], float]
+    """By region, machine type and purchase."""
+
+    @classmethod
+    def load(cls, path: Path, cloud: str, as_of: str) -> PriceFile:
+        """Read the rows of one cloud; see ``open_price_file``."""
+        if not re.fullmatch(r"\d{4}-\d{2}(-\d{2})?", as_of):
+            raise GeofedError("USAGE", f"{as_of!r} is no date", hint="write it like 2026-11-21 or 2026-11")
+        clouds: set[str] = set()
+        prices: dict[tuple[str, str, Purchase], float] = {}
+        try:
+            with path.open(newline="", encoding="utf-8") as file:
+                rows = csv.DictReader(file)
+                missing = [column for column in COLUMNS if column not in (rows.fieldnames or ())]
+                if missing:
+                    raise GeofedError("CONFIG_INVALID", f"{path}:1: there is no column {', '.join(missing)}")
+                for row in rows:
+                    where = f"{path}:{rows.line_num}"
+                    key, usd = _read(row, where)
+                    clouds.add(row["cloud"])
+                    if row["cloud"] != cloud:
+                        continue
+                    if prices.setdefault(key, usd) != usd:
+                        raise GeofedError("CONFIG_INVALID", f"{where}: another price than above for {' '.join(key)}")
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise GeofedError("CONFIG_INVALID", f"cannot read {path}: {error}", hint="give a file of prices") from None
+        if cloud not in clouds:
+            hint = f"it holds {', '.join(sorted(clouds))}" if clouds else "it holds no prices"
+            raise GeofedError("USAGE", f"{path} holds no prices of {cloud}", hint=hint)
+        return cls(cloud, path.name, as_of, prices)
+
+    @property
+    def asked(self) -> str:
+        return self.source
+
+    def regions(self) -> tuple[CloudRegion, ...]:
+        return tuple(CloudRegion(name) for name in sorted({region for region, _, _ in self.usd_per_hour}))
+
+    def machine_price(self, region: str, machine_type: str, purchase: Purchase = Purchase.ON_DEMAND) -> Price:
+        usd = self.usd_per_hour.get((region, machine_type, purchase))
+        if usd is None:
+            if all(held.name != region for held in self.regions()):
+                raise self._no_region(region)
+            text = f"{self.source} has no price for {machine_type} ({purchase}) in {region}"
+            raise GeofedError("PRICE_UNKNOWN", text, hint="check the type's name as the file has it")
+        source = f"{self.source}, {self.name}, {machine_type} ({purchase}), {region}"
+        return Price(usd, Unit.HOUR, Provenance(source, self.as_of, Confidence.LIST))
+
+    def _no_region(self, region: str) -> GeofedError:
+        hint = f"it has {', '.join(held.name for held in self.regions())}"
+        return GeofedError("CLOUD_REGION_UNKNOWN", no_such_region(self.source, region).message, hint=hint)
+
+
+def _read(row: dict[str, str], where: str) -> tuple[tuple[str, str, Purchase], float]:
+    """A row's key and price.
+
+    A price of zero is read, and an error once it is asked for: lists write it where they know none.
+    """
+    purchase = _PURCHASES.get(row["purchase"] or "")
+    if purchase is None:
+        text = f"{where}: purchase is {row['purchase']!r}, not one of {', '.join(_PURCHASES)}"
+        raise GeofedError("CONFIG_INVALID", text)
+    try:
+        usd = float(row["usd_per_hour"])
+    except (TypeError, ValueError):
+        usd = math.nan
+    if not (math.isfinite(usd) and usd >= 0):
+        raise GeofedError("CONFIG_INVALID", f"{where}: usd_per_hour is no price: {row['usd_per_hour']!r}")
+    return (row["region"], row["instance_type"], purchase), usd

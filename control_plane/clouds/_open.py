@@ -1,0 +1,68 @@
+"""Opens the adapter of a cloud; its SDK is loaded here and nowhere earlier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from control_plane.clouds._contract import Cloud
+from geofed_pb.errors import GeofedError
+
+_THROUGH_LIBCLOUD = ("azure", "digitalocean", "gcp")
+CLOUDS = ("aws", *_THROUGH_LIBCLOUD, "tencent")
+_SDKS = {"boto3": "aws", "botocore": "aws", "tencentcloud": "tencent", "libcloud": "libcloud"}
+"""The extra that installs a package."""
+
+
+def open_cloud(
+    name: str,
+    *,
+    region: str | None = None,
+    endpoint_url: str | None = None,
+    profile: str | None = None,
+    usd_per_cny: float | None = None,
+) -> Cloud:
+    """The adapter of one of ``CLOUDS``.
+
+    ``region`` is where its object store is looked for, ``endpoint_url`` takes the place of the public address,
+    ``profile`` is one of the SDK's configuration (aws only). ``usd_per_cny`` says that a Tencent account belongs to the
+    site in mainland China, whose prices are in CNY, and at which rate they are told.
+
+    Raises ``GeofedError``: ``USAGE`` for an unknown cloud or an option that is not for it, ``CLOUD_SDK_MISSING`` with
+    the extra that installs it, ``UNAUTHENTICATED`` where its SDK finds no credentials.
+    """
+    if name not in CLOUDS:
+        raise GeofedError("USAGE", f"there is no adapter for a cloud {name!r}", hint=f"there are {', '.join(CLOUDS)}")
+    given = {"profile": profile, "usd_per_cny": usd_per_cny, "endpoint_url": endpoint_url}
+    taken = {"aws": {"profile", "endpoint_url"}, "tencent": {"usd_per_cny", "endpoint_url"}}.get(name, set())
+    for option, value in given.items():
+        if value is not None and option not in taken:
+            raise GeofedError("USAGE", f"--{option.replace('_', '-')} is not for {name}")
+    try:
+        if name == "aws":
+            from control_plane.clouds._aws import AwsCloud
+
+            return AwsCloud(region=region, endpoint_url=endpoint_url, profile=profile)
+        if name == "tencent":
+            from control_plane.clouds._tencent import TencentCloud
+
+            return TencentCloud(region=region, endpoint_url=endpoint_url, usd_per_cny=usd_per_cny)
+        from control_plane.clouds._libcloud import open_libcloud
+
+        return open_libcloud(name)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _SDKS:
+            raise
+        text = f"{name} is asked through {package}, which is not installed"
+        raise GeofedError("CLOUD_SDK_MISSING", text, hint=f"pip install 'geofed[{_SDKS[package]}]'") from None
+
+
+def open_price_file(path: Path, cloud: str, as_of: str) -> Cloud:
+    """The prices of one cloud in a file with the columns cloud, region, instance_type, purchase, usd_per_hour.
+
+    ``as_of`` is the ISO date of the file's prices. Raises ``GeofedError("CONFIG_INVALID")`` for a file that is not
+    such a one, with the line, and ``USAGE`` for a cloud that it does not name.
+    """
+    from control_plane.clouds._file import PriceFile
+
+    return PriceFile.load(path, cloud, as_of)
