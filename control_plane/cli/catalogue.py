@@ -115,7 +115,8 @@ def shards(
         "shards": [{"uri": f"s3://{bucket}/{shard.key}", "bytes": shard.size_bytes} for shard in found.shards],
     }
     emit(data, table=_shards_table, name=lambda view: "\n".join(shard["uri"] for shard in view["shards"]))
-    say(f"{len(found.shards)} objects, {bytes_text(found.total_bytes)}, in {found.region}")
+    count = len(found.shards)
+    say(f"{count} {'object' if count == 1 else 'objects'}, {bytes_text(found.total_bytes)}, in {found.region}")
 
 
 def _pair(text: str) -> tuple[str, str]:

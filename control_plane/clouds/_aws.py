@@ -128,7 +128,7 @@ class AwsCloud:
         found = [
             (usd, str(offer.get("publicationDate", ""))[:10])
             for offer in answer
-            if _usage_of(offer).endswith(usage) and "Edge" not in _usage_of(offer)
+            if _is_plain(offer, usage)
             for usd in _first_tier_usd(offer)
         ]
         if not found:
@@ -180,8 +180,12 @@ class AwsCloud:
             raise no_such_region(self.name, region)
 
 
-def _usage_of(offer: Any) -> str:
-    return str(offer["product"]["attributes"].get("usagetype", ""))
+def _is_plain(offer: Any, usage: str) -> bool:
+    """Whether an offer is for what was asked, in a region proper: not at the edge, nor in a local zone."""
+    attributes = offer["product"]["attributes"]
+    told = str(attributes.get("usagetype", ""))
+    place = attributes.get("fromLocationType") or attributes.get("locationType") or "AWS Region"
+    return told.endswith(usage) and "Edge" not in told and place == "AWS Region"
 
 
 def _first_tier_usd(offer: Any) -> list[float]:

@@ -40,6 +40,8 @@ from geofed_pb.errors import GeofedError
 
 _Answer = TypeVar("_Answer")
 _LATER = (429, 500, 502, 503, 504)
+_TOO_OFTEN = ("rateLimitExceeded", "userRateLimitExceeded")
+"""Google says so with status 403."""
 _SHARED_CORES = ("micro", "small", "medium")
 """Of Google Cloud: sizes that pay for a part of a core, which libcloud counts as whole ones."""
 
@@ -227,7 +229,7 @@ def _told(cloud: str) -> Iterator[None]:
     except (BaseHTTPError, LibcloudError) as error:
         # Google's errors carry the status as `http_code`, and a word as `code`.
         status = getattr(error, "http_code", None) or getattr(error, "code", None)
-        if status in _LATER:
+        if status in _LATER or getattr(error, "code", None) in _TOO_OFTEN:
             raise GeofedError("CLOUD_UNAVAILABLE", f"{cloud} does not answer: {error}") from error
         if status == 401:
             raise _strangers(cloud, error) from error

@@ -149,6 +149,17 @@ AWS_OFFERS = {
         offer(
             {
                 "fromRegionCode": "eu-central-1",
+                "fromLocationType": "AWS Local Zone",
+                "toLocation": "External",
+                "transferType": "AWS Outbound",
+                "usagetype": "EUC1-HAM1-DataTransfer-Out-Bytes",
+            },
+            [(0, "0.1200000000")],
+        ),
+        offer(
+            {
+                "fromRegionCode": "eu-central-1",
+                "fromLocationType": "AWS Region",
                 "toRegionCode": "us-east-1",
                 "transferType": "InterRegion Outbound",
                 "usagetype": "EUC1-USE1-AWS-Out-Bytes",

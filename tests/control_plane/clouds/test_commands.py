@@ -89,7 +89,7 @@ def test_shards_are_told_with_bytes_and_place(run: Run, aws_site: Site) -> None:
     client.put_object(Bucket="told-shards", Key="digits/train.npz", Body=b"123")
     ran = run("catalogue", "shards", "s3://told-shards/digits/", "--endpoint-url", aws_site.url)
     assert ran.out == "SHARD                              BYTES\ns3://told-shards/digits/train.npz      3\n"
-    assert ran.err == "1 objects, 3 B, in eu-central-1\n"
+    assert ran.err == "1 object, 3 B, in eu-central-1\n"
     ran = run("catalogue", "shards", "s3://told-shards/none/", "--endpoint-url", aws_site.url, "-o", "json")
     assert (ran.status, ran.error["code"]) == (1, "SHARD_UNREADABLE")
 

@@ -230,10 +230,12 @@ def test_google_s_errors_have_codes(google_key: Any, to_here: Site) -> None:
         with pytest.raises(GeofedError) as caught:
             cloud.regions()
         assert caught.value.code == code
-    to_here.asked.clear()
-    to_here.faults.append(Answer({"error": {"code": 503, "message": "later"}}, 503))
-    assert len(cloud.regions()) == 2
-    assert len(to_here.asked) == 2
+    often = {"domain": "usageLimits", "reason": "rateLimitExceeded", "message": "later"}
+    for status, error in ((503, {"code": 503, "message": "later"}), (403, {"code": 403, "errors": [often]})):
+        to_here.asked.clear()
+        to_here.faults.append(Answer({"error": error}, status))
+        assert len(cloud.regions()) == 2
+        assert len(to_here.asked) == 2
 
 
 @pytest.mark.parametrize("name", ["digitalocean", "gcp"])
