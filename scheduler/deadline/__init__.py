@@ -3,7 +3,7 @@
 from scheduler.deadline._admit import Admission, admit
 from scheduler.deadline._buddy import Buddy, Placed
 from scheduler.deadline._curve import Curve, curve_from_table, fit_curve
-from scheduler.deadline._fill import Book
+from scheduler.deadline._fill import Book, least_device_seconds
 from scheduler.deadline._model import Capacity, Job, Overhead, Refusal, Reservation, Rules
 from scheduler.deadline._spread import Allocation, spread
 
@@ -23,5 +23,6 @@ __all__ = [
     "admit",
     "curve_from_table",
     "fit_curve",
+    "least_device_seconds",
     "spread",
 ]

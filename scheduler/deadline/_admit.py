@@ -12,6 +12,9 @@ from scheduler.deadline._fill import Book, fill, wish_of
 from scheduler.deadline._model import Capacity, Job, Refusal, Reservation, Rules
 from scheduler.deadline._spread import still_until
 
+_STEEPNESS = 6.0
+"""An empty region promises jobs exp(6), about 400, times the usual size; a full one only those of the usual size."""
+
 
 @dataclass(frozen=True)
 class Admission:
@@ -122,7 +125,9 @@ class _Desk:
                 if wish.index < len(curve.ladder[0]):
                     tries.append((wish.device_seconds(self.now), region, wish))
         tries.sort(key=lambda entry: entry[:2])
-        for _, region, wish in tries:
+        for seconds, region, wish in tries:
+            if self._too_dear(region, seconds / max(job.value, 1e-9), seconds, wish.deadline_s):
+                continue
             placed = replace(job, region=region)
             if self.books[region].take(job.name, wish) is not None:
                 if self._within_quota(region, placed, [*self.new[region], placed]):
@@ -138,6 +143,21 @@ class _Desk:
                     return True
                 self.books[region] = before
         return False
+
+    def _too_dear(self, region: str, price: float, seconds: float, until_s: float) -> bool:
+        """Whether a job takes more than is left for jobs of its size; the limit falls as the region fills.
+
+        A posted price that grows exponentially with the use of what is sold, as in online packing (Buchbinder and
+        Naor, 2009, §4).
+        """
+        if math.isinf(self.rules.usual_device_s):
+            return False
+        book = self.books[region]
+        spans = np.diff(np.minimum(np.append(book.times, math.inf), until_s))
+        free = float(spans @ np.maximum(book.free, 0))
+        all_of_it = max(float(self.capacities[region].devices) * (until_s - self.now), 1e-9)
+        left = max(0.0, free - seconds) / all_of_it
+        return price > self.rules.usual_device_s * math.exp(_STEEPNESS * left)
 
     def _filled(self, region: str, new: list[Job]) -> Book | None:
         """Everybody of a region by deadline; None where somebody does not fit."""

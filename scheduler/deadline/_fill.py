@@ -252,9 +252,16 @@ def wish_of(job: Job, curve: Curve, now: float, rules: Rules, margin: float, res
         wish.first, wish.second, wish.switch_s = high, low, now + max(window - low_s, 0.5 * _SOON * window)
     else:
         wish.first, wish.second, wish.switch_s = low, high, now + low_s
-    if stay_s <= now + window and job.share * (stay_s - now) <= _AS_CHEAP * wish.device_seconds(now):
+    cheap = job.share * (stay_s - now) <= _AS_CHEAP * wish.device_seconds(now)
+    if stay_s <= now + window and (cheap or stay_s - now <= rules.grace_s):
         wish.stay_s = stay_s
     return wish
+
+
+def least_device_seconds(job: Job, curve: Curve, now: float) -> float:
+    """Device seconds with which a job meets its deadline in an empty region; infinite: it cannot."""
+    wish = wish_of(job, curve, now, Rules(), 0.0)
+    return wish.device_seconds(now) if wish.index < len(curve.ladder[0]) else math.inf
 
 
 def fill(
@@ -307,6 +314,10 @@ def _fill(
         if job.name in new or (new and job.name not in uneasy):
             return book, job.name
         bare = wish_of(job, job.curves[region], now, rules, 0.0)
+        if not bare.stay_s and job.share:
+            # It will be late whatever happens: where it is nearly done, a change would only make it later.
+            end_s = max(now, job.ready_s) + job.work / job.curves[region].rate(job.share)
+            bare.stay_s = end_s if end_s - now <= rules.grace_s and bare.index == len(bare.curve.ladder[0]) else 0.0
         if book.take(job.name, bare) is None:
             book.take_what_there_is(job.name, bare)
         book.uneasy.add(job.name)

@@ -80,6 +80,10 @@ class Rules:
     """So much of a window needs no margin: in so little time changes can be put off, see ``still_until``."""
     change_pause_s: float = 0.0
     """What changing anything now costs every running job."""
+    usual_device_s: float = math.inf
+    """What a job usually takes for each unit of its value, in device seconds. Where a region is nearly full up to a
+    job's deadline, only jobs up to so much are promised, and the more is free, the larger ones: a large job must not
+    take the place of ten small ones. Infinite: whoever fits."""
     quotas: Mapping[str, int] = field(default_factory=dict)
     """By user: most devices that the promises of one user may hold at once; users that are not here have no limit."""
 

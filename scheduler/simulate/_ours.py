@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import replace
 
-from scheduler.deadline import Capacity, Job, Overhead, Rules, admit, spread
+from scheduler.deadline import Capacity, Job, Overhead, Rules, admit, least_device_seconds, spread
 from scheduler.simulate._engine import Decision, Running
 
 _REGION = "here"
+_ENOUGH = 10
+"""So many jobs must have asked before their median says what is usual."""
 
 
 class Deadlines:
     """Job-by-job promises without slots, spare devices by marginal return; see ``scheduler.deadline``."""
 
-    def __init__(self, rules: Rules | None = None, name: str = "geofed", slot_s: float = 0.0) -> None:
+    def __init__(self, rules: Rules | None = None, name: str = "geofed", slot_s: float = 0.0, selective: bool = False) -> None:
         self.name, self.slot_s = name, slot_s
         self.rules = rules or Rules()
+        self.selective = selective
+        self.sizes: list[float] = []
 
     def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
         new = {job.name for job in arrived}
@@ -26,6 +31,7 @@ class Deadlines:
         capacity = {_REGION: Capacity(devices)}
         old = [self._job(job) for job in active if job.name not in new and math.isfinite(job.promised_s)]
         asked = [self._job(job) for job in arrived if job.spec.deadlines]
+        rules = self._priced(now, asked, rules)
         answer = admit(now, capacity, old, asked, replace(rules, change_pause_s=everyone) if asked else rules)
         promised = {job.name: job.deadline_s for job in answer.promised}
         hopeless = {job.name for job in asked if job.name not in promised}
@@ -36,6 +42,16 @@ class Deadlines:
         ]
         allocation = spread(answer.books[_REGION], _REGION, [*old, *answer.promised], waiting, rules)
         return Decision(allocation.shares, tuple(hopeless), promised, allocation.wake_s)
+
+    def _priced(self, now: float, asked: Sequence[Job], rules: Rules) -> Rules:
+        """With the usual size of jobs as it was seen so far, the new ones included."""
+        for job in asked:
+            size = least_device_seconds(job, job.curves[_REGION], now)
+            if math.isfinite(size):
+                insort(self.sizes, size / max(job.value, 1e-9))
+        if not self.selective or len(self.sizes) < _ENOUGH:
+            return rules
+        return replace(rules, usual_device_s=self.sizes[len(self.sizes) // 2])
 
     def _job(self, job: Running) -> Job:
         spec = job.spec
