@@ -119,6 +119,14 @@ class ControlClient:
             )
         return reply
 
+    async def scale(self, job: str, workers: dict[str, int], reason: str = "") -> control_pb2.Job:
+        """Have regions of a job go on with other numbers of workers."""
+        with _mapped():
+            reply: control_pb2.Job = await self._stub.Scale(
+                control_pb2.ScaleRequest(job=job, workers=workers, reason=reason), **self._options()
+            )
+        return reply
+
     async def regions(self) -> list[control_pb2.Region]:
         """All regions, sorted by name."""
         with _mapped():

@@ -27,7 +27,7 @@ from region_agent.hub import Hub
 from region_agent.identity import Identity
 from region_agent.partition import Partition, Surroundings
 from region_agent.partition_events import Happened, PublishAsked, Stopped
-from region_agent.policy import check_partition
+from region_agent.policy import check_partition, most_workers
 from region_agent.ps_process import PsProcess
 from region_agent.region_channel import RegionChannel
 from region_agent.store import AgentStore, PartitionRow
@@ -323,6 +323,12 @@ class Agent:
         self._store.took_peers(seq, command.job, command.SerializeToString())
         if command.job in self._partitions:
             self._partitions[command.job].peers(command)
+
+    def scale(self, seq: int, command: agent_pb2.ScalePartition) -> None:
+        workers = min(command.workers, most_workers(self._config))
+        self._store.took_scale(seq, command.job, workers)
+        if command.job in self._partitions:
+            self._partitions[command.job].scale(workers, command.reason)
 
     def publish(self, seq: int, command: agent_pb2.PublishModel) -> None:
         self._store.took_publish(seq, command.job)

@@ -37,6 +37,7 @@ class Commands(Protocol):
     def start(self, seq: int, command: agent_pb2.StartPartition) -> None: ...
     def peers(self, seq: int, command: agent_pb2.Peers) -> None: ...
     def stop(self, seq: int, command: agent_pb2.StopPartition) -> None: ...
+    def scale(self, seq: int, command: agent_pb2.ScalePartition) -> None: ...
     def publish(self, seq: int, command: agent_pb2.PublishModel) -> None: ...
 
 
@@ -182,6 +183,8 @@ class Hub:
                 commands.peers(message.seq, message.peers)
             case "stop":
                 commands.stop(message.seq, message.stop)
+            case "scale":
+                commands.scale(message.seq, message.scale)
             case "publish":
                 commands.publish(message.seq, message.publish)
 

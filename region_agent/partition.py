@@ -42,6 +42,8 @@ from region_agent.partition_events import (
     Report,
     Restart,
     Retry,
+    Scale,
+    Scaled,
     Setback,
     Started,
     StartPs,
@@ -99,7 +101,8 @@ class Partition:
         if row is None:
             raise GeofedError("INTERNAL", f"partition {start.job} was not stored")
         self._row = row
-        self.machine = PartitionMachine(start.region, start.plan.workers, epoch=start.epoch, attempt=row.attempt)
+        workers = start.plan.workers if row.workers is None else row.workers
+        self.machine = PartitionMachine(start.region, workers, epoch=start.epoch, attempt=row.attempt)
         self._folder = around.state_dir / "jobs" / start.job
         self._folder.mkdir(parents=True, exist_ok=True)
         self._worker_channel = ""
@@ -139,6 +142,10 @@ class Partition:
         """The control plane repeats the command, perhaps with a higher epoch."""
         self.feed(Started(start.epoch))
 
+    def scale(self, workers: int, reason: str) -> None:
+        """The control plane wants another number of workers; it is stored already."""
+        self.feed(Scaled(workers, reason))
+
     def peers(self, message: agent_pb2.Peers) -> None:
         self.feed(PeersKnown(tuple(PsPeer(p.region, p.epoch, p.address) for p in message.peers)))
 
@@ -162,6 +169,8 @@ class Partition:
             case ConfigurePs():
                 self._wanted_config = action
                 self._run(self._configure(action))
+            case Scale():
+                self._run(self._deploy())
             case Invoke():
                 who = (action.worker, action.attempt)
                 self._run(self._invoke(action), lambda error: WorkerEnded(*who, "failed", error=error))
@@ -202,7 +211,7 @@ class Partition:
             self._around.config.prices,
             self._around.config.channel.prices,
         )
-        message.workers = self.start.plan.workers
+        message.workers = self.machine.workers
         message.blob_digest = blob_digest
         self._around.report(message, durable)
 
@@ -218,21 +227,26 @@ class Partition:
         bundle = await around.fetch_bundle(task.bundle_digest)
         around.channel.require(plan.channel or "auto")
         await asyncio.to_thread(self._prepare_channel, bundle)
-        limits = {"memory": f"{plan.memory_mb}Mi"}
-        call_seconds = timedelta(seconds=plan.slice_seconds) + CALL_GRACE
-        spec = FunctionSpec(
-            service=self._function,
-            image=around.image,
-            labels=fixed_scale_labels(plan.workers),
-            env_vars={**timeout_env(call_seconds), **around.channel.worker_env()},
-            limits=limits,
-        )
-        await around.gateway.deploy(spec)
-        await around.gateway.scale(self._function, plan.workers)
-        await around.gateway.wait_ready(self._function, plan.workers, _READY)
+        await self._deploy()
+        await around.gateway.wait_ready(self._function, self.machine.workers, _READY)
         if around.config.policy.ship_logs:
             self._run(self._follow_logs())
         self.feed(Prepared())
+
+    async def _deploy(self) -> None:
+        """Have a replica for each worker."""
+        plan, gateway = self.start.plan, self._around.gateway
+        call_seconds = timedelta(seconds=plan.slice_seconds) + CALL_GRACE
+        workers = self.machine.workers
+        spec = FunctionSpec(
+            service=self._function,
+            image=self._around.image,
+            labels=fixed_scale_labels(workers),
+            env_vars={**timeout_env(call_seconds), **self._around.channel.worker_env()},
+            limits={"memory": f"{plan.memory_mb}Mi"},
+        )
+        await gateway.deploy(spec)
+        await gateway.scale(self._function, workers)
 
     def _prepare_channel(self, bundle: bytes) -> None:
         channel = self._around.channel.open(self.job)
@@ -322,6 +336,7 @@ class Partition:
         config = server_config_of(
             self.start,
             action,
+            workers=max(1, self.machine.workers),
             identity=around.identity,
             server=around.config.server,
             row=self._row,
@@ -383,9 +398,9 @@ class Partition:
         self.meter.invocation_said(outcome)
         if outcome.status in ("failed", "left"):
             failure = GeofedError(outcome.code or "FUNCTION_FAILED", outcome.message, hint=outcome.hint or None)
-        if outcome.merged_by and outcome.merged_by != self._merged_by and self.start.plan.workers > 1:
+        if outcome.merged_by and outcome.merged_by != self._merged_by and action.workers > 1:
             self._merged_by = outcome.merged_by
-            text = f"{self.start.region}: {plan.workers} workers merge by {outcome.merged_by}"
+            text = f"{self.start.region}: {action.workers} workers merge by {outcome.merged_by}"
             self._around.happened(self.job, Happened("collective.used", text, {"collective": outcome.merged_by}))
         self.feed(WorkerEnded(action.worker, action.attempt, outcome.status, outcome.resume_key, failure, outcome.step))
 
@@ -419,7 +434,7 @@ class Partition:
         return invocation_of(self.start, action, told).model_dump_json().encode()
 
     async def _pause(self, action: Restart) -> None:
-        if action.attempt > 1 and self.start.plan.workers > 1:
+        if action.attempt > 1:
             with contextlib.suppress(GeofedError):
                 await asyncio.to_thread(self._end_attempt, action.attempt - 1)
         await asyncio.sleep(action.seconds)

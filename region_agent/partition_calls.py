@@ -49,13 +49,13 @@ def bundle_key(start: agent_pb2.StartPartition) -> str:
 def invocation_of(start: agent_pb2.StartPartition, action: Invoke, told: Told) -> Invocation:
     """One bounded call of a worker."""
     plan, task = start.plan, start.task
-    who = WorkerIdentity(start.job, start.region, action.worker, action.attempt)
+    who = WorkerIdentity(start.job, start.region, action.worker, action.attempt, action.workers)
     life = timedelta(seconds=plan.slice_seconds) + _TOKEN_GRACE
     return Invocation(
         job=start.job,
         region=start.region,
         worker=action.worker,
-        workers=plan.workers,
+        workers=action.workers,
         attempt=action.attempt,
         token=sign(who, told.row.token_key, life),
         ps_address=f"{told.server.worker_host}:{told.row.worker_port}",
@@ -67,7 +67,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, told: Told) -
         module=task.module,
         config=json.loads(task.config_json or "{}"),
         splits=dict(told.splits),
-        batch=plan.batch,
+        region_batch=plan.batch * plan.workers,
         steps_per_round=plan.steps_per_round,
         rounds=plan.rounds,
         seed=plan.seed,
@@ -84,6 +84,7 @@ def server_config_of(
     start: agent_pb2.StartPartition,
     action: StartPs,
     *,
+    workers: int,
     identity: Identity,
     server: ServerConfig,
     row: Any,
@@ -102,7 +103,7 @@ def server_config_of(
         regions=tuple(start.regions),
         epoch=action.epoch,
         attempt=action.attempt,
-        workers=plan.workers,
+        workers=workers,
         rounds=plan.rounds,
         steps_per_round=plan.steps_per_round,
         evaluate_every=plan.evaluate_every,

@@ -25,6 +25,8 @@ __all__ = [
     "Report",
     "Restart",
     "Retry",
+    "Scale",
+    "Scaled",
     "Setback",
     "StartPs",
     "Started",
@@ -125,6 +127,15 @@ class Retry:
 
 
 @dataclass(frozen=True)
+class Scaled:
+    """The control plane wants another number of workers."""
+
+    workers: int
+    """0: the partition pauses."""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class PublishAsked:
     """The control plane wants the final model from here."""
 
@@ -154,6 +165,7 @@ Event = (
     | WorkerEnded
     | Setback
     | Retry
+    | Scaled
     | PublishAsked
     | Published
     | Stopped
@@ -186,12 +198,21 @@ class ConfigurePs:
 
 
 @dataclass(frozen=True)
+class Scale:
+    """Have the function platform hold so many replicas."""
+
+    workers: int
+
+
+@dataclass(frozen=True)
 class Invoke:
     """Call the worker function; then say `WorkerEnded`."""
 
     worker: int
     attempt: int
     resume_key: str = ""
+    workers: int = 1
+    """Of the attempt."""
 
 
 @dataclass(frozen=True)
@@ -233,4 +254,4 @@ class Quit:
     discard: bool
 
 
-Action = Begin | StartPs | ConfigurePs | Invoke | Restart | Publish | Report | Happened | Quit
+Action = Begin | StartPs | ConfigurePs | Scale | Invoke | Restart | Publish | Report | Happened | Quit

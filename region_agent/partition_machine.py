@@ -10,6 +10,10 @@ Workers belong to an *attempt*. When one of them fails, or the parameter server 
 begins: the parameter server fences the old one, and all workers are invoked again from the last durable round. A
 parameter server that dies is started again on its own state, and the workers' calls find it there; they need not
 begin anew.
+
+A partition whose number of workers changes gets a new attempt too: the old one's workers leave what they have at their
+next exchange, and the new ones go on from there. No step is lost or made twice, except in the background, where the
+open round begins anew.
 """
 
 from __future__ import annotations
@@ -38,6 +42,8 @@ from region_agent.partition_events import (
     Report,
     Restart,
     Retry,
+    Scale,
+    Scaled,
     Setback,
     Started,
     StartPs,
@@ -71,6 +77,9 @@ _OUTSIDE_PAUSE_SECONDS = 3.0
 """Looking again whether it is mended costs little."""
 _LONGEST_WAIT_FOR_LEFT_SECONDS = 5.0
 """For workers of a broken attempt to leave what they have; they do at their next exchange."""
+_LONGEST_WAIT_FOR_FIRST_SECONDS = 60.0
+"""For the first worker of an attempt that ends only because there will be more workers, or fewer: all are well, and
+none has to make a step again."""
 _OVER = frozenset({"failed", "stopped", "published"})
 
 
@@ -92,6 +101,16 @@ class _Broken:
     """What the one that got furthest has left."""
     step: int = -1
     waited_seconds: float = 0.0
+    well: bool = False
+    """It was broken off to go on with another number of workers."""
+
+    @property
+    def awaited(self) -> bool:
+        """Whether what its workers have is still to come."""
+        if not self.running:
+            return False
+        first = self.well and not self.resume_key
+        return self.waited_seconds < (_LONGEST_WAIT_FOR_FIRST_SECONDS if first else _LONGEST_WAIT_FOR_LEFT_SECONDS)
 
 
 class PartitionMachine:
@@ -117,6 +136,8 @@ class PartitionMachine:
         self._blob_digest = ""
         self._preparing = False
         self._pauses = 0
+        self._replicas = workers
+        """That the function platform was asked for."""
 
     @property
     def over(self) -> bool:
@@ -153,6 +174,8 @@ class PartitionMachine:
                 return self._after_setback(event.error, "setback", "a step could not be taken")
             case Retry():
                 return self._retry(event)
+            case Scaled():
+                return self._scaled(event)
             case PublishAsked():
                 self._publish_wanted = True
                 return self._maybe_publish()
@@ -174,7 +197,7 @@ class PartitionMachine:
     def _prepare(self) -> list[Action]:
         if self._prepared or self._preparing:
             return []
-        self._preparing = True
+        self._preparing, self._replicas = True, self.workers
         return [Begin()]
 
     def _stopped(self, event: Stopped) -> list[Action]:
@@ -219,13 +242,20 @@ class PartitionMachine:
         return actions
 
     def _invoke_all(self) -> list[Action]:
+        # Not before those who had to leave something have done so.
+        scaled: list[Action] = [Scale(self.workers)] if self._replicas != self.workers else []
+        self._replicas = self.workers
+        if not self.workers:
+            return scaled
         self._crew = _Workers(running=set(range(self.workers)))
         left, self._broken = self._broken, _Broken()
-        actions: list[Action] = [Invoke(worker, self.attempt, left.resume_key) for worker in range(self.workers)]
+        actions: list[Action] = [
+            Invoke(worker, self.attempt, left.resume_key, self.workers) for worker in range(self.workers)
+        ]
         if left.resume_key:
             text = f"{self.region}: attempt {self.attempt} goes on from step {left.step}"
             actions.append(Happened("attempt.resumed", text, {"attempt": self.attempt, "step": left.step}))
-        return actions
+        return [*scaled, *actions]
 
     def _worker_ended(self, event: WorkerEnded) -> list[Action]:
         if event.attempt == self._broken.attempt and event.worker in self._broken.running:
@@ -235,7 +265,7 @@ class PartitionMachine:
         if event.attempt != self.attempt or event.worker not in self._crew.running:
             return []
         if event.status == "continue":
-            return [Invoke(event.worker, self.attempt, event.resume_key)]
+            return [Invoke(event.worker, self.attempt, event.resume_key, self.workers)]
         self._crew.running.discard(event.worker)
         if event.status == "done":
             self._crew.done.add(event.worker)
@@ -252,8 +282,27 @@ class PartitionMachine:
 
     def _maybe_finish(self) -> list[Action]:
         """The end is told once the last invocation has returned, so that the account it goes with is whole."""
-        over = self._view.phase == "finished" and len(self._crew.done) == self.workers
+        over = self._view.phase == "finished" and 0 < self.workers == len(self._crew.done)
         return self._enter("finished") if over and self.state == "training" else []
+
+    # More workers, or fewer
+
+    def _scaled(self, event: Scaled) -> list[Action]:
+        if event.workers == self.workers or self.state in (*_OVER, "finished") or self._crew.done:
+            # Where some are done the others are about to be.
+            return []
+        before, self.workers = self.workers, event.workers
+        self.condition = f"paused: {event.reason or 'no workers'}" if not event.workers else ""
+        words = f"{before} → {event.workers} workers" + (f": {event.reason}" if event.reason else "")
+        data: dict[str, object] = {"before": before, "workers": event.workers, "reason": event.reason}
+        actions: list[Action] = [Happened("partition.scaled", f"{self.region}: {words}", data)]
+        if self.state == "training":
+            if self._crew.running:
+                self._broken = _Broken(self.attempt, set(self._crew.running), well=True)
+            self.attempt += 1
+            self._crew = _Workers()
+            actions += [*self._configure(), Restart(self.attempt, _FIRST_PAUSE_SECONDS)]
+        return [*actions, self._report()]
 
     # Setbacks
 
@@ -285,10 +334,13 @@ class PartitionMachine:
     def _retry(self, event: Retry) -> list[Action]:
         if event.attempt != self.attempt:
             return []
-        if self._broken.running and self._broken.waited_seconds < _LONGEST_WAIT_FOR_LEFT_SECONDS:
+        if self._broken.awaited:
             self._broken.waited_seconds += _FIRST_PAUSE_SECONDS
-            return [Restart(self.attempt, _FIRST_PAUSE_SECONDS)]
-        self.condition = self._view.condition
+            # It is the parameter server that tells them that their attempt is over.
+            server = [] if self._ps_up else [StartPs(self.epoch, self.attempt)]
+            return [*server, Restart(self.attempt, _FIRST_PAUSE_SECONDS)]
+        if self.workers:
+            self.condition = self._view.condition
         actions = self._prepare()
         if not self._ps_up:
             actions.append(StartPs(self.epoch, self.attempt))

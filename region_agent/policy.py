@@ -10,12 +10,17 @@ from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from sync.ps.tokens import LONGEST_LIFE
 
-__all__ = ["check_partition"]
+__all__ = ["check_partition", "most_workers"]
 
 _JOB = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _LONGEST_SLICE = LONGEST_LIFE - timedelta(minutes=5)
 """A worker goes on for a while after its slice: to the end of its step, and while it waits for an answer."""
+
+
+def most_workers(config: RegionConfig) -> int:
+    """That one job may have here."""
+    return min(config.capacity.workers, config.policy.max_workers_per_job or config.capacity.workers)
 
 
 def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> None:
@@ -30,7 +35,7 @@ def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> 
         raise GeofedError("RESIDENCY_VIOLATION", f"a partition of {command.region} was sent to {config.name}")
     if dataset is None or "train" not in dataset.splits:
         raise GeofedError("SHARD_UNREADABLE", f"region {config.name} holds no training split of {command.task.dataset}")
-    most = min(config.capacity.workers, config.policy.max_workers_per_job or config.capacity.workers)
+    most = most_workers(config)
     if plan.workers > most:
         raise GeofedError("FORBIDDEN", f"region {config.name} gives a job {most} workers, {plan.workers} were planned")
     if not 0 < plan.slice_seconds <= _LONGEST_SLICE.total_seconds():

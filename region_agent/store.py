@@ -19,7 +19,7 @@ create table if not exists facts (name text primary key, value text not null);
 create table if not exists partitions (
     job text primary key, start blob not null, peers blob, attempt integer not null, publish integer not null,
     worker_port integer not null, exchange_port integer not null, token_key text not null, stopped integer not null,
-    bulk_port integer not null default 0);
+    bulk_port integer not null default 0, workers integer);
 create table if not exists reports (seq integer primary key autoincrement, message blob not null);
 create table if not exists meters (
     job text not null, name text not null, value real not null, primary key (job, name));
@@ -45,6 +45,8 @@ class PartitionRow:
     exchange_port: int
     bulk_port: int
     token_key: str
+    workers: int | None
+    """None: as planned."""
 
 
 class AgentStore:
@@ -63,6 +65,8 @@ class AgentStore:
         if "bulk_port" not in columns:
             # An older agent has made the table.
             self._db.execute("alter table partitions add column bulk_port integer not null default 0")
+        if "workers" not in columns:
+            self._db.execute("alter table partitions add column workers integer")
 
     def close(self) -> None:
         self._db.close()
@@ -130,6 +134,11 @@ class AgentStore:
             db.execute("update partitions set peers = ? where job = ?", (peers, job))
             _move_cursor(db, seq)
 
+    def took_scale(self, seq: int, job: str, workers: int) -> None:
+        with self._writing() as db:
+            db.execute("update partitions set workers = ? where job = ?", (workers, job))
+            _move_cursor(db, seq)
+
     def took_publish(self, seq: int, job: str) -> None:
         with self._writing() as db:
             db.execute("update partitions set publish = 1 where job = ?", (job,))
@@ -171,7 +180,7 @@ class AgentStore:
                 db.execute(f"delete from {table} where job = ?", (job,))
 
     def _partition_rows(self, where: str, *values: object) -> list[PartitionRow]:
-        fields = "job, start, peers, attempt, publish, worker_port, exchange_port, bulk_port, token_key"
+        fields = "job, start, peers, attempt, publish, worker_port, exchange_port, bulk_port, token_key, workers"
         with self._lock:
             found = self._db.execute(f"select {fields} from partitions {where} order by job", values).fetchall()
         return [

@@ -30,11 +30,12 @@ def partition_table(view: Data) -> str:
     """The job's regions as they stand."""
     rounds = view["rounds"]
     return columns(
-        ["REGION", "STATE", "ROUND", "STEP", "LOSS", "SAMPLES/S", "METRICS", "WAN SENT", "USD", "CONDITION"],
+        ["REGION", "STATE", "WORKERS", "ROUND", "STEP", "LOSS", "SAMPLES/S", "METRICS", "WAN SENT", "USD", "CONDITION"],
         [
             [
                 part["region"],
                 part["state"],
+                part["workers"],
                 f"{part['round']}/{rounds}",
                 part["step"],
                 number_text(part["loss"]),

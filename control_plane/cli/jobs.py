@@ -95,6 +95,30 @@ def cancel(
     emit(ask_control_plane(context, ask), table=job_head, name=_id_of)
 
 
+def scale(
+    job: JobArgument,
+    workers: Annotated[
+        list[str],
+        typer.Argument(metavar="REGION=WORKERS...", help="How many, by region; 0 pauses it.", show_default=False),
+    ],
+    reason: Annotated[str, typer.Option(help="Why, for its history.")] = "",
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Have regions of a running job go on with more workers, or fewer; what the job computes stays the same."""
+    wanted = {}
+    for told in workers:
+        region, equals, count = told.partition("=")
+        if not (region and equals and count.isascii() and count.isdigit()):
+            raise GeofedError("USAGE", f"{told!r} is not like frankfurt=4")
+        wanted[region] = int(count)
+
+    async def ask(client: ControlClient) -> Data:
+        return _without_request(job_view(await client.scale(job, wanted, reason)))
+
+    emit(ask_control_plane(context, ask), table=_status_text, name=_id_of)
+
+
 def see_to_the_end(
     context: Path | None, job: str, *, shown: bool, running: bool = False, seconds: float | None = None
 ) -> None:

@@ -44,6 +44,16 @@ class CancelAsked:
 
 
 @dataclass(frozen=True)
+class ScaleAsked:
+    """Regions are to go on with other numbers of workers."""
+
+    at: float
+    workers: dict[str, int]
+    """By region; 0: pause."""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class RegionLive:
     """A region holds a session."""
 
@@ -76,7 +86,7 @@ class Tick:
     at: float
 
 
-JobEvent = Planned | Begun | Reported | CancelAsked | RegionLive | RegionUnreachable | RegionLost | Tick
+JobEvent = Planned | Begun | Reported | CancelAsked | ScaleAsked | RegionLive | RegionUnreachable | RegionLost | Tick
 
 # --- what happens to a region
 
@@ -146,6 +156,16 @@ class SendPeers:
 
 
 @dataclass(frozen=True)
+class SendScale:
+    """Have the region go on with so many workers."""
+
+    region: str
+    epoch: int
+    workers: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class SendStop:
     """Have the region end its partition."""
 
@@ -188,5 +208,5 @@ class TellJobs:
     event: RegionLive | RegionUnreachable | RegionLost
 
 
-JobAction = SendStart | SendPeers | SendStop | SendPublish | Record
+JobAction = SendStart | SendPeers | SendScale | SendStop | SendPublish | Record
 RegionAction = EndSession | TellJobs | Record

@@ -23,8 +23,10 @@ from control_plane.core._events import (
     RegionLost,
     RegionUnreachable,
     Reported,
+    ScaleAsked,
     SendPeers,
     SendPublish,
+    SendScale,
     SendStart,
     SendStop,
     Tick,
@@ -47,6 +49,7 @@ class JobMachine:
             Begun: self._begun,
             Reported: self._reported,
             CancelAsked: self._cancel_asked,
+            ScaleAsked: self._scale_asked,
             RegionLive: self._region_live,
             RegionUnreachable: self._region_unreachable,
             RegionLost: self._region_lost,
@@ -79,6 +82,8 @@ class JobMachine:
     def _start(self, part: Partition) -> None:
         self._put(replace(part, state="assigned"))
         self._out.append(SendStart(part.region, part.epoch))
+        if part.workers is not None:
+            self._out.append(SendScale(part.region, part.epoch, part.workers, ""))
 
     # --- what the agents say
 
@@ -216,6 +221,18 @@ class JobMachine:
         self._enter("cancelling", _because("being cancelled", event.reason))
         self._stop_all(event.reason or "cancelled")
         self._cancelled_if_all_ended(event.at)
+
+    def _scale_asked(self, event: ScaleAsked) -> None:
+        if self.state.phase not in ("starting", "running"):
+            return
+        for region, workers in sorted(event.workers.items()):
+            part = self.state.partition(region)
+            if part is None or part.workers == workers or part.state == "finished":
+                continue
+            self._put(replace(part, workers=workers))
+            self._out.append(SendScale(region, part.epoch, workers, event.reason))
+            text = _because(f"{region} is to go on with {workers} workers", event.reason)
+            self._record("partition.scaling", text, region, {"workers": workers, "reason": event.reason})
 
     def _cancelled_if_all_ended(self, at: float) -> None:
         if all(part.link == "lost" or part.state in ENDED_PARTITION for part in self.state.partitions):

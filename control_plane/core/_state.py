@@ -97,6 +97,8 @@ class Partition:
     link: Link = "live"
     since: float = 0.0
     """When `link` became what it is."""
+    workers: int | None = None
+    """That were asked for last; None: as planned."""
 
 
 @dataclass(frozen=True)

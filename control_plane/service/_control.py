@@ -18,7 +18,7 @@ from control_plane.service._bell import Bell
 from control_plane.service._draft import RegionEntry
 from control_plane.service._enrolment import unseen_region
 from control_plane.service._federation import Federation
-from control_plane.service._submission import answer_plan, submit
+from control_plane.service._submission import answer_plan, scale, submit
 from control_plane.service._wire import event_message, log_message
 from control_plane.spec import MAX_BUNDLE_BYTES, parse_json
 from control_plane.store import Invitation, Store
@@ -145,6 +145,13 @@ class ControlService(control_pb2_grpc.ControlServicer):
         async with federation.change() as draft:
             draft.tell_job(entry.row.id, CancelAsked(draft.at, request.reason))
         return federation.describe(await federation.find_job(entry.row.id))
+
+    @answering
+    async def Scale(self, request: control_pb2.ScaleRequest, context: Context) -> control_pb2.Job:
+        """Have regions of a job go on with other numbers of workers."""
+        self._admit(context)
+        await scale(self._federation, request.job, dict(request.workers), request.reason)
+        return self._federation.describe(await self._federation.find_job(request.job))
 
     @answering
     async def ListRegions(

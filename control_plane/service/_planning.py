@@ -33,8 +33,8 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], runs: 
     busy: dict[str, int] = {}
     for job in jobs:
         if not job.state.terminal:
-            for part in job.plan.partitions:
-                busy[part.region] = busy.get(part.region, 0) + part.workers
+            for region, workers in workers_now(job).items():
+                busy[region] = busy.get(region, 0) + workers
     speeds: dict[str, float] = {}
     for run in runs:
         speeds.setdefault(run.region, run.samples_per_second)
@@ -46,6 +46,12 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], runs: 
         model_bytes=next((run.model_bytes for run in runs if run.model_bytes), None),
         start_seconds=runs[0].start_seconds if runs else None,
     )
+
+
+def workers_now(job: JobEntry) -> dict[str, int]:
+    """The workers that a job has, or was last told to have, by region."""
+    asked = {part.region: part.workers for part in job.state.partitions if part.workers is not None}
+    return {part.region: part.workers for part in job.plan.partitions} | asked
 
 
 def plan_json(answer: Plan | Declined) -> str:

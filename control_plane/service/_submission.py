@@ -5,11 +5,18 @@ from __future__ import annotations
 import hashlib
 import secrets
 
-from control_plane.core import Begun, Planned, job_state_to_json
+from control_plane.core import Begun, Planned, ScaleAsked, job_state_to_json
 from control_plane.pki import utc_now
 from control_plane.service._draft import JobEntry
 from control_plane.service._federation import Federation
-from control_plane.service._planning import declined_error, first_state, plan_json, snapshot_of, task_key
+from control_plane.service._planning import (
+    declined_error,
+    first_state,
+    plan_json,
+    snapshot_of,
+    task_key,
+    workers_now,
+)
 from control_plane.spec import JobSpec, parse_json, to_demand
 from control_plane.store import JobRow
 from geofed_pb.errors import GeofedError
@@ -65,6 +72,41 @@ async def submit(federation: Federation, request: control_pb2.SubmitRequest) -> 
         draft.tell_job(job, Planned(draft.at))
         draft.tell_job(job, Begun(draft.at))
     return federation.jobs[job], True
+
+
+async def scale(federation: Federation, job: str, workers: dict[str, int], reason: str) -> None:
+    """Have regions go on with other numbers of workers; 0: pause.
+
+    Raises ``GeofedError``: ILLEGAL_STATE where the job does not run, REGION_NOT_FOUND, INADMISSIBLE where a region has
+    not so many workers free, or a step has not so many samples.
+    """
+    entry = await federation.find_job(job)
+    async with federation.change() as draft:
+        entry = draft.job(entry.row.id) or entry
+        if entry.state.phase not in ("starting", "running"):
+            raise GeofedError(
+                "ILLEGAL_STATE", f"job {entry.row.id} is {entry.state.phase}; only a running job is scaled"
+            )
+        planned = {part.region: part for part in entry.plan.partitions}
+        snapshot = snapshot_of(federation.regions.values(), federation.jobs.values(), [])
+        capacity = {region.name: region.capacity.workers for region in snapshot.regions}
+        for region, wanted in workers.items():
+            if region not in planned:
+                raise GeofedError(
+                    "REGION_NOT_FOUND", f"region {region} takes no part in {entry.row.id}", hint=", ".join(planned)
+                )
+            batch = planned[region].workers * planned[region].batch
+            held = workers_now(entry)[region]
+            free = max(0, capacity.get(region, held) - snapshot.busy_workers.get(region, 0)) + held
+            if wanted > free:
+                raise GeofedError(
+                    "INADMISSIBLE", f"region {region} has {free} workers for this job, {wanted} are asked for"
+                )
+            if wanted > batch:
+                raise GeofedError(
+                    "INADMISSIBLE", f"a step in {region} has {batch} samples, too few for {wanted} workers"
+                )
+        draft.tell_job(entry.row.id, ScaleAsked(draft.at, workers, reason))
 
 
 async def _plan(federation: Federation, spec: JobSpec, job: str) -> Plan | Declined:

@@ -18,6 +18,7 @@ from control_plane.core import (
     Report,
     SendPeers,
     SendPublish,
+    SendScale,
     SendStart,
     condition_of,
     wan_links,
@@ -89,6 +90,9 @@ def command_of(action: JobAction, row: JobRow, spec: JobSpec, plan: Plan) -> age
     if isinstance(action, SendPeers):
         peers = [agent_pb2.Peer(region=p.region, epoch=p.epoch, address=p.address) for p in action.peers]
         return agent_pb2.ToAgent(peers=agent_pb2.Peers(job=row.id, epoch=action.epoch, peers=peers))
+    if isinstance(action, SendScale):
+        wanted = agent_pb2.ScalePartition(job=row.id, epoch=action.epoch, workers=action.workers, reason=action.reason)
+        return agent_pb2.ToAgent(scale=wanted)
     if isinstance(action, SendPublish):
         return agent_pb2.ToAgent(publish=agent_pb2.PublishModel(job=row.id, epoch=action.epoch))
     stop = agent_pb2.StopPartition(job=row.id, epoch=action.epoch, reason=action.reason, discard=action.discard)
@@ -167,7 +171,8 @@ def _partition(part: Partition, last_contact: float, planned_workers: int) -> co
         step=report.step,
         samples=report.samples,
         loss=report.loss,
-        workers=report.workers or planned_workers,
+        # An agent that has told nothing yet has what it was sent.
+        workers=report.workers if report.attempt else planned_workers,
         condition=away or report.condition,
         metrics=report.metrics,
         sent_bytes=report.sent_bytes,

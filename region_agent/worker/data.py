@@ -78,21 +78,29 @@ def _download(file: ShardFile, into: Path) -> None:
 
 
 class BatchStream:
-    """Batches of one worker. The shard is permuted anew for each epoch; a step's samples follow from the step alone,
-    so that any invocation, also one that takes over, draws the same ones."""
+    """Batches of one worker. The shard is permuted anew for each epoch; the samples of a step follow from the step
+    alone, so that any invocation, also one that takes over, draws the same ones. All workers of a region draw
+    ``region_batch`` samples in a step: which ones does not depend on how many workers share them out.
 
-    def __init__(self, data: Any, seed: int, region: str, worker: int, workers: int, batch: int) -> None:
+    Raises ``GeofedError``: SHARD_UNREADABLE, where there are no samples; CONFIG_INVALID, where a worker gets none.
+    """
+
+    def __init__(self, data: Any, seed: int, region: str, worker: int, workers: int, region_batch: int) -> None:
         self._data, self._size = data, len(data)
         if self._size == 0:
             raise GeofedError("SHARD_UNREADABLE", "the training split is empty")
         self._seed = [seed, zlib.crc32(region.encode())]
-        self._first, self._stride, self._batch = worker * batch, workers * batch, batch
+        self._first, self._stride = worker * region_batch // workers, region_batch
+        self.count = (worker + 1) * region_batch // workers - self._first
+        """Of this worker's samples in each step."""
+        if not self.count:
+            raise GeofedError("CONFIG_INVALID", f"{region_batch} samples a step are too few for {workers} workers")
         self._orders: dict[int, npt.NDArray[np.int64]] = {}
 
     def indices(self, step: int) -> list[int]:
         """Of the samples of one step, counted from 1."""
         start = (step - 1) * self._stride + self._first
-        return [int(self._order(at // self._size)[at % self._size]) for at in range(start, start + self._batch)]
+        return [int(self._order(at // self._size)[at % self._size]) for at in range(start, start + self.count)]
 
     def batch(self, step: int) -> Any:
         """The collated samples of one step."""

@@ -48,7 +48,8 @@ class Invocation(BaseModel):
     module: str
     config: dict[str, object]
     splits: dict[str, tuple[ShardFile, ...]]
-    batch: int = Field(ge=1)
+    region_batch: int = Field(ge=1)
+    """Samples that all workers of the region draw in one step, together."""
     steps_per_round: int = Field(ge=1)
     rounds: int = Field(ge=1)
     seed: int

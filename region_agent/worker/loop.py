@@ -55,6 +55,10 @@ class _Round:
     """Loss times samples."""
     compute_seconds: float = 0.0
 
+    def rescale(self, factor: float) -> None:
+        """What it would be with so many times the samples in each step."""
+        self.samples, self.loss_sum = self.samples * factor, self.loss_sum * factor
+
     @property
     def loss(self) -> float:
         return self.loss_sum / self.samples if self.samples else 0.0
@@ -88,7 +92,7 @@ class WorkerLoop:
         with task_errors(task.folder, "dataset"):
             self._stream = BatchStream(
                 data["train"], invocation.seed, invocation.region, invocation.worker, invocation.workers,
-                invocation.batch,
+                invocation.region_batch,
             )  # fmt: skip
         self._attached = False
         self._completed = 0
@@ -296,7 +300,7 @@ class WorkerLoop:
         loss = self._task.loss(self._module, batch)
         with task_errors(self._task.folder, "the backward pass"):
             loss.backward()  # type: ignore[no-untyped-call]
-        value, samples = float(loss.detach()), self._call.batch
+        value, samples = float(loss.detach()), self._stream.count
         seconds = time.monotonic() - begun
         if not np.isfinite(value):
             text = f"the loss is {value} at step {step}"
@@ -334,7 +338,7 @@ class WorkerLoop:
             return self._call.resume_key
         tensors, numbers = dump_state(self._optimizer)
         facts = {"round": self._completed, "step": self._step, "settled": self._settled, **_sums("", self._round)}
-        facts |= {"attempt": self._call.attempt, "worker": self._call.worker}
+        facts |= {"attempt": self._call.attempt, "worker": self._call.worker, "batch": self._stream.count}
         if self._ended is not None:
             # The slice ends in the wait for an answer, which the next one will ask for again.
             facts |= {"ended_step": self._ended.request.step, **_sums("ended_", self._ended.sums)}
@@ -374,6 +378,9 @@ class WorkerLoop:
             return False
         self._step = int(facts["step"])
         self._round = _read_sums("", facts)
+        if other_attempt:
+            # Of another worker, whose share of a step may have been another.
+            self._round.rescale(self._stream.count / facts["batch"])
         self._flat.load(np.asarray(frame.tensors["model"], np.float32))
         load_state(self._optimizer, _under("o/", frame.tensors), _under("o/", facts))
         if not other_attempt:

@@ -24,6 +24,8 @@ _EXACT_UP_TO = 4096
 
 _AS_CHEAP = 1.2
 """A running job keeps its share where that takes at most so many times the least device time: changes disturb."""
+_PAUSES_AHEAD = 2
+"""A planned rise comes earlier by so many pauses: others may change just before it."""
 _SOON, _SOON_S = 0.02, 5.0
 """A rise within this part of the window, or this time, comes at once: a plan that is drawn up anew at every event would
 otherwise put it off for ever, by less and less."""
@@ -246,6 +248,8 @@ def wish_of(job: Job, curve: Curve, now: float, rules: Rules, margin: float, res
         return wish
     wish.index = index
     low_s = min(window, (rates[index] * window - wish.need) / (rates[index] - rates[index - 1]))
+    if rules.overhead.everyone:
+        low_s -= _PAUSES_AHEAD * rules.overhead.base_s
     if low_s < max(_SOON_S, _SOON * window):
         wish.first, wish.second, wish.switch_s = high, high, now
     elif down:

@@ -106,6 +106,8 @@ class Configured:
     peers: tuple[Peer, ...]
     neighbours: tuple[tuple[str, str], ...] = ()
     """Pairs of regions that exchange directly; the others' updates are passed on. Empty: every pair does."""
+    workers: int = 0
+    """Of this attempt; 0: unchanged."""
 
 
 @dataclass(frozen=True)

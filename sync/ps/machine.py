@@ -14,7 +14,7 @@ the shell.
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sync.ps.crew import Evaluation, StepMerge, mean_loss
 from sync.ps.events import (
@@ -57,12 +57,13 @@ __all__ = ["Boundary", "Machine", "Recovered", "Setup"]
 
 @dataclass(frozen=True)
 class Setup:
-    """What does not change in a partition's life."""
+    """What does not change in a partition's life, but for the number of its workers."""
 
     region: str
     regions: tuple[str, ...]
     """All of the job, sorted; the first one's fresh model is the one that all begin with."""
     workers: int
+    """Of the present attempt."""
     rounds: int
     steps_per_round: int
     evaluate_every: int
@@ -327,6 +328,9 @@ class Machine(abc.ABC):
     def _configured(self, event: Configured) -> list[Action]:
         self.epoch = max(self.epoch, event.epoch)
         actions = self._begin_attempt(event.attempt)
+        if event.workers and event.attempt == self.attempt:
+            self.setup = replace(self.setup, workers=event.workers)
+            self._merge.workers = self._evaluation.workers = event.workers
         for peer in event.peers:
             if peer.region != self.setup.region and peer.epoch >= self._epoch_of(peer.region):
                 self.ledger.peers[peer.region] = peer

@@ -52,10 +52,14 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
     def _who(self, context: _Context) -> WorkerIdentity:
         config = self._config
         identity = verify(context.invocation_metadata() or (), config.token_key, config.job, config.region)
-        if identity.worker >= config.workers:
-            raise GeofedError("FORBIDDEN", f"worker {identity.worker} of {config.workers}")
+        if not 0 <= identity.worker < identity.workers:
+            raise GeofedError("FORBIDDEN", f"worker {identity.worker} of {identity.workers}")
         if self._engine.failed is not None:
             raise self._engine.failed
+        machine = self._engine.machine
+        if identity.attempt >= machine.attempt and identity.workers != machine.setup.workers:
+            # The agent tells how many there are with every token, so that no step is merged of too few.
+            self._engine.feed(Configured(0, identity.attempt, (), workers=identity.workers))
         return identity
 
     @answering

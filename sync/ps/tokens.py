@@ -27,6 +27,8 @@ class WorkerIdentity:
     region: str
     worker: int
     attempt: int
+    workers: int
+    """Of the attempt."""
 
 
 def new_key() -> str:
@@ -43,6 +45,7 @@ def sign(identity: WorkerIdentity, key: str, life: timedelta) -> str:
         "region": identity.region,
         "worker": identity.worker,
         "attempt": identity.attempt,
+        "workers": identity.workers,
         "iat": now,
         "exp": now + int(min(life, LONGEST_LIFE).total_seconds()),
     }
@@ -58,7 +61,8 @@ def verify(metadata: Iterable[tuple[str, str | bytes]], key: str, job: str, regi
         claims = jwt.decode(
             bearer.removeprefix("Bearer "), key, algorithms=["HS256"], audience=_AUDIENCE, leeway=_SKEW_SECONDS
         )
-        identity = WorkerIdentity(claims["job"], claims["region"], int(claims["worker"]), int(claims["attempt"]))
+        numbers = (int(claims[name]) for name in ("worker", "attempt", "workers"))
+        identity = WorkerIdentity(claims["job"], claims["region"], *numbers)
     except (jwt.InvalidTokenError, KeyError, ValueError) as error:
         raise GeofedError("UNAUTHENTICATED", f"a worker's token is not good: {error}") from None
     if (identity.job, identity.region) != (job, region):

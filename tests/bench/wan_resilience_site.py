@@ -96,12 +96,12 @@ class _Worker:
 
     def _invocation(self) -> Invocation:
         config = self._config
-        token = sign(WorkerIdentity(JOB, config.region, 0, 1), config.token_key, timedelta(minutes=15))
+        token = sign(WorkerIdentity(JOB, config.region, 0, 1, 1), config.token_key, timedelta(minutes=15))
         return Invocation(
             job=JOB, region=config.region, worker=0, workers=1, attempt=1, token=token,
             ps_address=f"127.0.0.1:{PORTS['worker']}", ps_name=region_name(config.region),
             ca_pem=Path(config.identity, "ca.pem").read_text(), channel="file", channel_address=config.channel,
-            bundle_key="", module="", config={}, splits={}, batch=1, steps_per_round=config.steps_per_round,
+            bundle_key="", module="", config={}, splits={}, region_batch=1, steps_per_round=config.steps_per_round,
             rounds=config.rounds, seed=0, slice_seconds=1e6,
         )  # fmt: skip
 

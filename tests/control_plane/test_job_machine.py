@@ -24,8 +24,10 @@ from control_plane.core import (
     RegionUnreachable,
     Report,
     Reported,
+    ScaleAsked,
     SendPeers,
     SendPublish,
+    SendScale,
     SendStart,
     SendStop,
     Tick,
@@ -110,6 +112,10 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def plan(self) -> None:
         self.tell(Planned(self.at))
+
+    @rule(region=st.sampled_from((*REGIONS, "x")), workers=st.integers(0, 3))
+    def scale(self, region: str, workers: int) -> None:
+        self.tell(ScaleAsked(self.at, {region: workers}, "because"))
 
     @rule()
     def begin(self) -> None:
@@ -297,3 +303,21 @@ def test_a_loss_that_is_no_number_survives_storage() -> None:
     part = job_state_from_json(job_state_to_json(machine.state)).partitions[0]
     assert part.report is not None
     assert part.report.loss != part.report.loss
+
+
+def test_a_region_is_told_its_workers_again_when_it_gets_its_orders_anew() -> None:
+    machine = fresh("a", "b")
+    assert machine.handle(ScaleAsked(1.0, {"a": 3})) == [], "nothing runs yet"
+    machine.handle(Planned(1.0))
+    machine.handle(Begun(1.0))
+    actions = machine.handle(ScaleAsked(2.0, {"a": 3, "b": 0}, "cheaper"))
+    sent = [action for action in actions if isinstance(action, SendScale)]
+    assert [(action.region, action.workers, action.reason) for action in sent] == [
+        ("a", 3, "cheaper"),
+        ("b", 0, "cheaper"),
+    ]
+    assert machine.handle(ScaleAsked(3.0, {"a": 3})) == [], "it is told once"
+    machine.handle(RegionLost(4.0, "a"))
+    again = machine.handle(RegionLive(5.0, "a", restarted=True))
+    assert [type(a) for a in again if not isinstance(a, Record)] == [SendStart, SendScale]
+    assert [a.workers for a in again if isinstance(a, SendScale)] == [3]

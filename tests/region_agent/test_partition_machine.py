@@ -29,6 +29,8 @@ from region_agent.partition_events import (
     Report,
     Restart,
     Retry,
+    Scale,
+    Scaled,
     Setback,
     Started,
     StartPs,
@@ -48,6 +50,8 @@ class Region:
         self.machine = PartitionMachine("east", workers, epoch=1, attempt=attempt)
         self.first_attempt = attempt
         self.preparing = False
+        self.replicas = workers
+        """Of the function; set when it is deployed."""
         self.ps = "gone"
         self.round = 0
         self.finished = False
@@ -80,10 +84,14 @@ class Region:
                 self.ps_attempt = action.attempt
             case Invoke():
                 key = (action.worker, action.attempt)
+                assert action.worker < action.workers == self.machine.workers == self.replicas
                 assert self.ps == "up"
                 assert action.attempt > self.first_attempt
                 assert key not in self.running, f"worker {action.worker} is called twice in one attempt"
                 self.running.add(key)
+            case Scale():
+                assert action.workers == self.machine.workers
+                self.replicas = action.workers
             case Restart():
                 assert 0 < action.seconds <= 15
                 self.pauses.append(action.attempt)
@@ -98,12 +106,13 @@ class Region:
                 self.running.clear()
                 self.pauses.clear()
             case Happened():
-                assert action.kind == "attempt.resumed" or action.data["code"] in CATALOGUE
+                assert action.kind in ("attempt.resumed", "partition.scaled") or action.data["code"] in CATALOGUE
 
     # What the region does
 
     def prepared(self) -> None:
         self.preparing = False
+        self.replicas = self.machine.workers
         self.feed(Prepared())
 
     def ps_listens(self) -> None:
@@ -204,6 +213,12 @@ class AnyOrder(RuleBasedStateMachine):
         self.region.feed(Started(epoch))
         assert self.region.machine.epoch >= epoch or self.region.machine.over
 
+    @rule(workers=st.integers(0, 4))
+    def it_is_scaled(self, workers: int) -> None:
+        before = self.region.machine.workers
+        self.region.feed(Scaled(workers, "because"))
+        assert self.region.machine.workers in (before, workers)
+
     @rule()
     def peers_are_told(self) -> None:
         self.region.feed(PeersKnown((PsPeer("west", 1, "west:1"),)))
@@ -232,6 +247,8 @@ class AnyOrder(RuleBasedStateMachine):
 
 def _all_goes_well(region: Region) -> None:
     region.feed(PublishAsked())
+    if not region.machine.workers:
+        region.feed(Scaled(2, "go on"))
     for _ in range(60):
         if region.machine.over:
             break
@@ -455,3 +472,43 @@ def test_a_model_that_was_asked_for_while_the_server_was_down_is_published_when_
     region.ps = "up"
     region.feed(PsReady("east:1"))
     assert region.publishing
+
+
+def test_more_workers_go_on_from_where_the_others_were() -> None:
+    region = _training(2)
+    region.feed(Scaled(3, "a deadline comes near"))
+    assert region.ps_attempt == 2
+    region.pause_ends()
+    assert region.running == {(0, 1), (1, 1)}, "nobody begins before the others have left what they have"
+    region.worker_ends((1, 1), slice_over=True)
+    region.worker_ends((0, 1), slice_over=True)
+    region.pause_ends()
+    assert region.running == {(worker, 2) for worker in range(3)}
+    assert region.replicas == 3
+    assert region.machine._broken.resume_key == ""
+
+
+def test_a_partition_pauses_and_goes_on() -> None:
+    region = _training(2)
+    region.feed(Scaled(0, "others are in a hurry"))
+    assert region.reports[-1].condition == "paused: others are in a hurry"
+    for worker in range(2):
+        region.worker_ends((worker, 1), slice_over=True)
+    region.pause_ends()
+    assert (region.running, region.replicas) == (set(), 0)
+    region.feed(PsSaid(PsView("finished")))
+    assert region.machine.state == "training"
+    region.feed(Scaled(1))
+    region.pause_ends()
+    assert region.running == {(0, 3)}
+    assert (region.replicas, region.reports[-1].condition) == (1, "")
+    _all_goes_well(region)
+    assert region.machine.state == "published"
+
+
+def test_a_partition_that_is_almost_done_is_not_scaled() -> None:
+    region = _training(2)
+    region.worker_ends((0, 1), slice_over=False)
+    region.feed(Scaled(4))
+    assert region.machine.workers == 2
+    _all_goes_well(region)

@@ -132,8 +132,9 @@ def invocation(server: Server, task: str, data: Path, worker: int = 0, **changed
         "token": server.token(worker), "ps_address": f"127.0.0.1:{server.ports.get('worker', 0)}",
         "ps_name": region_name(server.region), "ca_pem": server.identity.ca_pem.decode(), "channel": "file",
         "channel_address": str(server.channel_folder), "bundle_key": key, "module": "task.py", "config": {},
-        "splits": {"train": files, "test": files}, "batch": 8, "steps_per_round": told["steps_per_round"],
-        "rounds": told["rounds"], "seed": 5, "slice_seconds": 100.0, **changed,
+        "splits": {"train": files, "test": files}, "region_batch": 8 * told["workers"],
+        "steps_per_round": told["steps_per_round"], "rounds": told["rounds"], "seed": 5,
+        "slice_seconds": 100.0, **changed,
     }  # fmt: skip
     return Invocation(**fields)
 

@@ -123,7 +123,8 @@ class Server:
         return self.configure()
 
     def token(self, worker: int = 0, attempt: int = 1, **other: Any) -> str:
-        who = WorkerIdentity(other.get("job", JOB), other.get("region", self.region), worker, attempt)
+        place = (other.get("job", JOB), other.get("region", self.region))
+        who = WorkerIdentity(*place, worker, attempt, other.get("workers", self.settings["workers"]))
         return sign(who, other.get("key", TOKEN_KEY), other.get("life", timedelta(minutes=5)))
 
 

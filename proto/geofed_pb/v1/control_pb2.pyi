@@ -235,6 +235,23 @@ class LogLine(_message.Message):
     text: str
     def __init__(self, cursor: _Optional[int] = ..., at: _Optional[float] = ..., region: _Optional[str] = ..., source: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
+class ScaleRequest(_message.Message):
+    __slots__ = ("job", "workers", "reason")
+    class WorkersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    workers: _containers.ScalarMap[str, int]
+    reason: str
+    def __init__(self, job: _Optional[str] = ..., workers: _Optional[_Mapping[str, int]] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class CancelRequest(_message.Message):
     __slots__ = ("job", "reason")
     JOB_FIELD_NUMBER: _ClassVar[int]

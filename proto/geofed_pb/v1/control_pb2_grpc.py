@@ -85,6 +85,11 @@ class ControlStub(object):
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.CancelRequest.SerializeToString,
                 response_deserializer=geofed__pb_dot_v1_dot_control__pb2.Job.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/geofed.v1.Control/Scale',
+                request_serializer=geofed__pb_dot_v1_dot_control__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_control__pb2.Job.FromString,
+                _registered_method=True)
         self.ListRegions = channel.unary_unary(
                 '/geofed.v1.Control/ListRegions',
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.ListRegionsRequest.SerializeToString,
@@ -170,6 +175,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """"Go on with so many workers."
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListRegions(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -240,6 +252,11 @@ def add_ControlServicer_to_server(servicer, server):
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
                     request_deserializer=geofed__pb_dot_v1_dot_control__pb2.CancelRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_control__pb2.Job.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=geofed__pb_dot_v1_dot_control__pb2.ScaleRequest.FromString,
                     response_serializer=geofed__pb_dot_v1_dot_control__pb2.Job.SerializeToString,
             ),
             'ListRegions': grpc.unary_unary_rpc_method_handler(
@@ -527,6 +544,33 @@ class Control(object):
             target,
             '/geofed.v1.Control/Cancel',
             geofed__pb_dot_v1_dot_control__pb2.CancelRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_control__pb2.Job.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.Control/Scale',
+            geofed__pb_dot_v1_dot_control__pb2.ScaleRequest.SerializeToString,
             geofed__pb_dot_v1_dot_control__pb2.Job.FromString,
             options,
             channel_credentials,

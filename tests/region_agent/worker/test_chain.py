@@ -133,7 +133,7 @@ def test_merged_steps_equal_one_process_with_the_whole_batch(lives: dict[str, Li
     module = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     x, y = _samples(50)
-    streams = [BatchStream(range(50), 5, "east", worker, WORKERS, 8) for worker in range(WORKERS)]
+    streams = [BatchStream(range(50), 5, "east", worker, WORKERS, 8 * WORKERS) for worker in range(WORKERS)]
     for step in range(1, STEPS * ROUNDS + 1):
         whole = [index for stream in streams for index in stream.indices(step)]
         optimizer.zero_grad()

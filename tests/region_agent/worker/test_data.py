@@ -23,7 +23,7 @@ _SIZES = st.tuples(st.integers(1, 60), st.integers(1, 4), st.integers(1, 9))
 
 
 def _streams(size: int, workers: int, batch: int, seed: int = 3) -> list[BatchStream]:
-    return [BatchStream(range(size), seed, "east", worker, workers, batch) for worker in range(workers)]
+    return [BatchStream(range(size), seed, "east", worker, workers, batch * workers) for worker in range(workers)]
 
 
 @given(_SIZES, st.integers(0, 1 << 32))
@@ -44,6 +44,24 @@ def test_a_step_draws_the_same_whatever_was_drawn_before(sizes: tuple[int, int, 
     for step in history:
         used.indices(step)
     assert used.indices(17) == fresh.indices(17)
+
+
+@given(st.integers(1, 60), st.integers(1, 40), st.integers(1, 9), st.integers(1, 9))
+def test_a_step_of_a_region_draws_the_same_however_many_workers_share_it(
+    size: int, region_batch: int, one: int, other: int
+) -> None:
+    def drawn(workers: int) -> list[int]:
+        streams = [BatchStream(range(size), 3, "east", worker, workers, region_batch) for worker in range(workers)]
+        assert max(stream.count for stream in streams) - min(stream.count for stream in streams) <= 1
+        return [index for stream in streams for index in stream.indices(5)]
+
+    one, other = min(one, region_batch), min(other, region_batch)
+    assert drawn(one) == drawn(other)
+
+
+def test_more_workers_than_samples_in_a_step_are_told() -> None:
+    with pytest.raises(GeofedError, match="3 samples a step are too few for 4 workers"):
+        BatchStream(range(9), 3, "east", 0, 4, 3)
 
 
 def test_seed_region_and_epoch_change_the_order() -> None:

@@ -23,7 +23,7 @@ SLOW = asdict(ChannelCosts(0.1, 0.02, 1e8, 1e8))
 def _merging(tmp_path: Any, size: int = 10, **more: Any) -> Merging:
     call = Invocation(
         job="job-1", region="east", worker=0, attempt=1, token="", ps_address="", ps_name="", ca_pem="",
-        channel_address="", bundle_key="", module="", config={}, splits={}, batch=1, steps_per_round=1, rounds=1,
+        channel_address="", bundle_key="", module="", config={}, splits={}, region_batch=4, steps_per_round=1, rounds=1,
         seed=0, slice_seconds=1.0, **{"workers": 4, "channel": "redis", **more},
     )  # fmt: skip
     module = torch.nn.Linear(size, 1)

@@ -1,0 +1,90 @@
+"""Workers are added and taken away while a real job trains: no step is lost, none is made twice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.running import Running, check_succeeded, digits_sites, eventually
+
+from deploy.local import LocalFederation
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+REGIONS = ("shanghai", "virginia")
+LONG = ("train.end.epochs=60", "train.batch=32", "train.workers=2", "wan.interval=30", "train.evaluateEvery=0")
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    with LocalFederation(tmp_path / "federation", digits_sites(tmp_path, REGIONS, workers=4)) as federation:
+        yield Running(federation, tmp_path)
+
+
+def _samples(described: dict[str, Any]) -> dict[str, int]:
+    return {region["name"]: region["samples"] for region in described["result"]["regions"]}
+
+
+def _stands_still(running: Running, job: str) -> bool:
+    before = [part["step"] for part in running.describe(job)["partitions"]]
+    time.sleep(1.0)
+    return before == [part["step"] for part in running.describe(job)["partitions"]]
+
+
+def _expected(described: dict[str, Any]) -> dict[str, int]:
+    plan = described["plan"]
+    return {
+        part["region"]: plan["rounds"] * part["steps_per_round"] * part["workers"] * part["batch"]
+        for part in plan["partitions"]
+    }
+
+
+@pytest.mark.parametrize("more", [(), ("collective=all-reduce",), ("wan.exchange=background",)], ids=str)
+def test_workers_come_and_go_while_a_job_trains(running: Running, more: tuple[str, ...]) -> None:
+    job = running.submit(*LONG, "wan.exchange=synchronous", *more)
+    running.wait_round(job, 2)
+    running.federation.control_plane("scale", job, "shanghai=4", "virginia=1", "--reason", "a test")
+    at = {part["region"]: part["round"] for part in running.describe(job)["partitions"]}
+    running.wait_round(job, max(at.values()) + 2)
+    now = {part["region"]: part["workers"] for part in running.describe(job)["partitions"]}
+    assert now == {"shanghai": 4, "virginia": 1}
+    running.federation.control_plane("scale", job, "shanghai=3")
+    ended = running.wait_end(job)
+    check_succeeded(ended)
+    assert _samples(ended) == _expected(ended)
+    events = running.events(job)
+    scaled = [(e["region"], e["data"]["workers"]) for e in events if e["kind"] == "partition.scaled"]
+    assert scaled == [("shanghai", 4), ("virginia", 1), ("shanghai", 3)] or scaled == [
+        ("virginia", 1),
+        ("shanghai", 4),
+        ("shanghai", 3),
+    ]
+    assert "worker-failed" not in {event["kind"] for event in events}
+
+
+def test_a_job_pauses_and_goes_on_from_the_step_it_was_at(running: Running) -> None:
+    job = running.submit(*LONG)
+    running.wait_round(job, 2)
+    running.federation.control_plane("scale", job, *(f"{region}=0" for region in REGIONS), "--reason", "lunch")
+    eventually(lambda: _stands_still(running, job), "all regions to stand still")
+    paused = running.describe(job)
+    assert "paused: lunch" in paused["condition"]
+    assert [part["workers"] for part in paused["partitions"]] == [0, 0]
+    running.federation.control_plane("scale", job, *(f"{region}=2" for region in REGIONS))
+    ended = running.wait_end(job)
+    check_succeeded(ended)
+    assert _samples(ended) == _expected(ended)
+    refused = running.federation.control_plane("scale", job, "virginia=1", check=False)
+    assert "ILLEGAL_STATE" in refused.stderr
+
+
+def test_what_cannot_be_is_refused(running: Running) -> None:
+    job = running.submit(*LONG)
+    for wanted, code in (("virginia=9", "INADMISSIBLE"), ("mars=1", "REGION_NOT_FOUND"), ("virginia", "USAGE")):
+        told = running.federation.control_plane("scale", job, wanted, check=False)
+        assert told.returncode != 0
+        assert code in told.stderr
+    running.federation.control_plane("cancel", job, "--yes")
