@@ -11,6 +11,7 @@ from scheduler.deadline import Capacity, Job, Overhead, Rules, admit, least_devi
 from scheduler.simulate._engine import Decision, Running
 
 _REGION = "here"
+_CROWDED = 0.5
 _ENOUGH = 10
 """So many jobs must have asked before their median says what is usual."""
 
@@ -23,6 +24,7 @@ class Deadlines:
         self.rules = rules or Rules()
         self.selective = selective
         self.sizes: list[float] = []
+        self.asked_s, self.begin_s, self.until_s, self.crowded = 0.0, math.inf, -math.inf, _CROWDED
 
     def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
         new = {job.name for job in arrived}
@@ -31,7 +33,7 @@ class Deadlines:
         capacity = {_REGION: Capacity(devices)}
         old = [self._job(job) for job in active if job.name not in new and math.isfinite(job.promised_s)]
         asked = [self._job(job) for job in arrived if job.spec.deadlines]
-        rules = self._priced(now, asked, rules)
+        rules = self._priced(now, devices, asked, rules)
         answer = admit(now, capacity, old, asked, replace(rules, change_pause_s=everyone) if asked else rules)
         promised = {job.name: job.deadline_s for job in answer.promised}
         hopeless = {job.name for job in asked if job.name not in promised}
@@ -43,13 +45,18 @@ class Deadlines:
         allocation = spread(answer.books[_REGION], _REGION, [*old, *answer.promised], waiting, rules)
         return Decision(allocation.shares, tuple(hopeless), promised, allocation.wake_s)
 
-    def _priced(self, now: float, asked: Sequence[Job], rules: Rules) -> Rules:
-        """With the usual size of jobs as it was seen so far, the new ones included."""
+    def _priced(self, now: float, devices: int, asked: Sequence[Job], rules: Rules) -> Rules:
+        """With the usual size of jobs as it was seen so far, the new ones included, where demand is high."""
         for job in asked:
             size = least_device_seconds(job, job.curves[_REGION], now)
             if math.isfinite(size):
                 insort(self.sizes, size / max(job.value, 1e-9))
+                self.asked_s += size
+                self.begin_s = min(self.begin_s, now)
+                self.until_s = max(self.until_s, job.deadline_s)
         if not self.selective or len(self.sizes) < _ENOUGH:
+            return rules
+        if self.asked_s < self.crowded * devices * (self.until_s - self.begin_s):
             return rules
         return replace(rules, usual_device_s=self.sizes[len(self.sizes) // 2])
 
