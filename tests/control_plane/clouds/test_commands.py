@@ -15,8 +15,9 @@ from ruamel.yaml import YAML
 
 from region_agent.config import PricesConfig, load_config
 from tests.control_plane.cli.conftest import Run, run
-from tests.control_plane.clouds.recorded import Site
+from tests.control_plane.clouds.recorded import Site, serving
 from tests.control_plane.clouds.test_price_file import ROWS, written
+from tests.control_plane.clouds.test_tencent import Cvm
 
 __all__ = ["run"]
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "catalogue.md"
@@ -81,6 +82,20 @@ def test_what_is_not_told_is_missing_and_the_file_is_refused(run: Run, tmp_path:
     told = run("catalogue", "import", file, *where, "-o", "json").data
     assert told["prices"]["serverUsdPerHour"] == 1.001
     assert told["unknown"]["egressUsdPerGb"]["code"] == "PRICE_UNKNOWN"
+
+
+def test_quotes_of_tencent_are_printed_with_their_rate(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TENCENTCLOUD_SECRET_ID", "TENCENTCLOUD_SECRET_KEY"):
+        monkeypatch.setenv(name, "AKID")
+    where = ["--cloud", "tencent", "--region", "eu-frankfurt", "--type", "S5.4XLARGE64", "--usd-per-cny", "0.14"]
+    with serving(Cvm().answer) as site:
+        ran = run("catalogue", "prices", *where, "--endpoint-url", site.url, "-o", "json")
+        assert ran.data["prices"]["serverUsdPerHour"] == pytest.approx(0.42 * 0.14)
+        assert ran.data["prices"]["egressUsdPerGb"] == pytest.approx(0.12 * 0.14)
+        assert set(ran.data["unknown"]) == {"functionUsdPerGbSecond", "functionUsdPerRequest"}
+        assert ran.data["origins"]["serverUsdPerHour"]["confidence"] == "quoted"
+        listed = run("catalogue", "regions", "--cloud", "tencent", "--endpoint-url", site.url)
+    assert "eu-frankfurt  Europe (Frankfurt)\n" in listed.out
 
 
 def test_shards_are_told_with_bytes_and_place(run: Run, aws_site: Site) -> None:
