@@ -8,17 +8,19 @@ its region alone, so the best split is a recursion over subsets, done for all hu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from scheduler.placement._model import GB, Bill, Partition, Placement
-from scheduler.placement._sites import SLACK, Floats, Ints, Need, Scope, Sites
+from scheduler.placement._sites import SLACK, Floats, Ints, Need, Sites
 
 WIDE = 64
 """From so many regions on, those that cannot be part of the best placement are left out first."""
 SEEDS = 6
 """Regions for each union that the first guess is made of."""
+NODES = 64
+"""Splits that are tried for one job, at most; more than one only where unions meet in a region."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +31,6 @@ class Choice:
     """At list prices."""
     priced_usd: float
     """At the prices that it was chosen for."""
-    least_usd: float
-    """No placement within the limits costs less at those prices."""
     hub: int
     parts: tuple[tuple[int, int, tuple[int, ...]], ...]
     """(site, units, shards), ascending by region."""
@@ -48,9 +48,10 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """The prices of a job's unions in the regions of a scope; row 0 is the empty union."""
+    """The prices of a job's unions in some regions; row 0 is the empty union."""
 
-    scope: Scope
+    regions: Ints
+    """Ascending."""
     added: Floats
     """[union, region] USD that a union adds where it goes, without the WAN of a new partition."""
     pinned_at: Ints
@@ -61,62 +62,107 @@ class _Table:
 
 
 def cheapest(
-    sites: Sites, need: Need, limit: Floats, scarcity: Floats | None = None, scope: Scope | None = None
+    sites: Sites, need: Need, limit: Floats, scarcity: Floats | None = None, nodes: int = NODES
 ) -> Choice | None:
-    """The cheapest placement with at most `limit` units of each site; None: there is none.
+    """The cheapest placement with at most `limit` units of each site; None: none was found."""
+    return priced(sites, need, limit, scarcity, nodes)[0]
+
+
+def priced(
+    sites: Sites, need: Need, limit: Floats, scarcity: Floats | None = None, nodes: int = NODES
+) -> tuple[Choice | None, float]:
+    """The cheapest placement, and what none within the limits can cost less than (infinite: there is none).
 
     `scarcity` [site] is added to the price of a unit, in USD for the whole job: the price of a capacity that other
-    jobs want. Where two unions would meet in one region, they become one; then `usd` may lie above `least_usd`.
+    jobs want. The two figures differ only where `nodes` were not enough, or where more than `WIDE` regions came close.
     """
     if need.nowhere:
-        return None
+        return None, math.inf
     unit_usd = sites.usd_per_hour * need.hours
     if scarcity is not None:
         unit_usd = unit_usd + scarcity
     limit = np.where(need.fits, limit, 0.0)
-    table = _table(sites, need, limit, unit_usd, scope or sites.scope)
+    table = _table(sites, need, limit, unit_usd)
     if table is None:
-        return None
-    if len(table.scope.regions) > WIDE and need.free:
-        table = _narrowed(sites, need, table)
-    found = _best_split(sites, need, table)
-    if found is None:
-        return None
-    least, hub, where = found
-    return _assembled(sites, need, limit, unit_usd, hub, where, least)
+        return None, math.inf
+    left_out = math.inf
+    if len(table.regions) > WIDE and need.free:
+        table, left_out = _narrowed(sites, need, table)
+    best: Choice | None = None
+    bound = math.inf
+    forbidden: list[tuple[float, tuple[tuple[int, int], ...]]] = [(-math.inf, ())]
+    for _ in range(nodes):
+        if not forbidden:
+            break
+        barred = forbidden.pop()[1]
+        found = _best_split(sites, need, _barred(table, barred))
+        if found is None or (best is not None and found.usd >= best.priced_usd):
+            continue
+        choice = _assembled(sites, need, limit, unit_usd, found)
+        if choice is not None and (best is None or choice.priced_usd < best.priced_usd):
+            best = choice
+        # The model has one partition in a region: of two unions that met there, one must go elsewhere.
+        meeting = _meeting(found)
+        if meeting is not None and (choice is None or choice.priced_usd > found.usd * (1 + SLACK)):
+            column = int(np.searchsorted(table.regions, meeting[1]))
+            forbidden += [(found.usd, (*barred, (union, column))) for union in meeting[0]]
+    if best is not None:
+        bound = best.priced_usd
+    return best, min([bound, left_out, *(usd for usd, _ in forbidden)])
 
 
-def _table(sites: Sites, need: Need, limit: Floats, unit_usd: Floats, scope: Scope) -> _Table | None:
-    rows = 1 << len(need.free)
-    powers, copies = np.zeros(rows), np.zeros((rows, len(scope.regions)))
+@dataclass(frozen=True)
+class _Split:
+    """The best split of the free groups, before it is known whether two unions meet."""
+
+    usd: float
+    hub: int
+    unions: tuple[tuple[int, int], ...]
+    """(union as a bit mask of groups, region)."""
+
+
+def _meeting(split: _Split) -> tuple[tuple[int, int], int] | None:
+    seen: dict[int, int] = {}
+    for union, region in split.unions:
+        if region in seen:
+            return (seen[region], union), region
+        seen[region] = union
+    return None
+
+
+def _barred(table: _Table, barred: tuple[tuple[int, int], ...]) -> _Table:
+    if not barred:
+        return table
+    added = table.added.copy()
+    for union, column in barred:
+        added[union, column] = math.inf
+    return replace(table, added=added)
+
+
+def _table(sites: Sites, need: Need, limit: Floats, unit_usd: Floats) -> _Table | None:
+    rows, regions = 1 << len(need.free), np.arange(len(sites.egress))
+    powers, copies = np.zeros(rows), np.zeros((rows, len(regions)))
     for place, (shards, allowed) in enumerate(zip(need.free, need.allowed, strict=True)):
         bit = 1 << place
         powers[bit : 2 * bit] = powers[:bit] + need.power(shards)
-        own = sum(_copy(sites, need, shard, scope.regions) for shard in shards)
-        copies[bit : 2 * bit] = copies[:bit] + np.where(allowed[scope.regions], own, math.inf)
-    at = scope.sites
-    power, price, most = sites.power[at], unit_usd[at], limit[at]
-    usd = _covered(powers[:, None], power, price, most)
-    added = np.minimum.reduceat(usd, scope.starts, axis=1) + copies
-    added += sites.server_usd_per_hour[scope.regions] * need.hours
-    pinned_usd, columns = 0.0, []
+        own = sum(_copy(sites, need, shard, regions) for shard in shards)
+        copies[bit : 2 * bit] = copies[:bit] + np.where(allowed, own, math.inf)
+    usd = _covered(powers[:, None], sites.power, unit_usd, limit)
+    added = np.minimum.reduceat(usd, sites.starts, axis=1) + copies
+    added += sites.server_usd_per_hour * need.hours
+    pinned_usd, hub_usd = 0.0, np.zeros(len(regions))
     for region, shards in need.pinned.items():
-        column = int(np.searchsorted(scope.regions, region))
-        begin = scope.starts[column]
-        end = scope.starts[column + 1] if column + 1 < len(scope.starts) else len(at)
-        here = slice(begin, end)
-        joint = _covered(powers[:, None] + need.power(shards), power[here], price[here], most[here]).min(axis=1)
-        if not math.isfinite(joint[0]):
+        here = sites.own(region)
+        joint = _covered(powers[:, None] + need.power(shards), sites.power[here], unit_usd[here], limit[here])
+        together = joint.min(axis=1)
+        if not math.isfinite(together[0]):
             return None
-        added[:, column] = joint - joint[0] + copies[:, column]
-        pinned_usd += joint[0] + sites.server_usd_per_hour[region] * need.hours
-        pinned_usd += sum(float(_copy(sites, need, s, region)) for s in shards)
-        columns.append(column)
+        added[:, region] = together - together[0] + copies[:, region]
+        pinned_usd += float(together[0] + sites.server_usd_per_hour[region] * need.hours)
+        pinned_usd += sum(float(_copy(sites, need, shard, region)) for shard in shards)
+        hub_usd = hub_usd + _rounds(sites, need, np.array([region]), regions)[0]
     added[0] = 0.0
-    hub_usd = np.zeros(len(scope.regions))
-    for region in need.pinned:
-        hub_usd = hub_usd + _rounds(sites, need, np.array([region]), scope.regions)[0]
-    return _Table(scope, added, np.array(columns, dtype=np.intp), float(pinned_usd), hub_usd)
+    return _Table(regions, added, np.array(list(need.pinned), dtype=np.intp), pinned_usd, hub_usd)
 
 
 def _copy(sites: Sites, need: Need, shard: int, regions: Ints | int) -> Floats:
@@ -157,39 +203,44 @@ def _split(row: list[float]) -> tuple[list[float], list[int]]:
     return best, first
 
 
-def _narrowed(sites: Sites, need: Need, table: _Table) -> _Table:
-    """The table without regions that no placement as cheap as a first guess can use: nothing is lost."""
+def _narrowed(sites: Sites, need: Need, table: _Table) -> tuple[_Table, float]:
+    """The table with the regions that may be of use, and what any placement costs that uses one left out.
+
+    A region is of no use where even the best that the other unions could add, without any rounds, makes it dearer than
+    a first guess. Of the others, the most promising stay; there are hardly ever more.
+    """
     added, everything = table.added, len(table.added) - 1
     seeds = np.argpartition(added[1:], SEEDS, axis=1)[:, :SEEDS]
-    guess = _part(table, np.unique(np.concatenate([seeds.ravel(), table.pinned_at])))
-    found = _best_split(sites, need, guess)
-    if found is None:
-        return table
+    kept = np.unique(np.concatenate([seeds.ravel(), table.pinned_at]))
+    guess = _best_split(sites, need, _part(table, kept))
     floor = table.pinned_usd + (float(table.hub_usd.min()) if len(table.pinned_at) else 0.0)
     rest, _ = _split([float(usd) for usd in added.min(axis=1)])
-    others = np.array(rest)[everything ^ np.arange(len(added))]
-    possible = ((added + others[:, None])[1:] + floor <= found[0] * (1 + 1e-12) + 1e-12).any(axis=0)
-    possible[table.pinned_at] = True
-    possible[np.searchsorted(table.scope.regions, guess.scope.regions)] = True
-    return _part(table, np.flatnonzero(possible))
+    others = np.array(rest)[everything ^ np.arange(1, everything + 1)]
+    least = (added[1:] + others[:, None]).min(axis=0) + floor
+    least[kept] = math.inf
+    useful = np.flatnonzero(least <= (guess.usd if guess is not None else math.inf))
+    useful = useful[np.isfinite(least[useful])]
+    left_out = math.inf
+    if len(useful) > WIDE:
+        order = useful[np.argsort(least[useful], kind="stable")]
+        useful, left_out = order[:WIDE], float(least[order[WIDE]])
+    return _part(table, np.unique(np.concatenate([kept, useful]))), left_out
 
 
 def _part(table: _Table, columns: Ints) -> _Table:
-    scope = Scope(table.scope.regions[columns], table.scope.sites[:0], table.scope.starts[:0])
     pinned = np.searchsorted(columns, table.pinned_at)
-    return _Table(scope, table.added[:, columns], pinned, table.pinned_usd, table.hub_usd[columns])
+    return _Table(table.regions[columns], table.added[:, columns], pinned, table.pinned_usd, table.hub_usd[columns])
 
 
-def _best_split(sites: Sites, need: Need, table: _Table) -> tuple[float, int, dict[int, int]] | None:
-    """Least USD, the hub's region, and the region of each free group."""
-    regions, added = table.scope.regions, table.added
+def _best_split(sites: Sites, need: Need, table: _Table) -> _Split | None:
+    regions, added = table.regions, table.added
     everything = len(added) - 1
     if everything == 0:
         at_pinned = table.hub_usd[table.pinned_at]
         if not np.isfinite(at_pinned).any():
             return None
         hub = int(table.pinned_at[at_pinned.argmin()])
-        return float(table.pinned_usd + at_pinned.min()), int(regions[hub]), {}
+        return _Split(float(table.pinned_usd + at_pinned.min()), int(regions[hub]), ())
     rounds = _rounds(sites, need, regions, regions)
     rounds[table.pinned_at] = 0.0  # their rounds are in `hub_usd`
     # [union, hub]: each union in the region that is best for that hub
@@ -202,13 +253,11 @@ def _best_split(sites: Sites, need: Need, table: _Table) -> tuple[float, int, di
     if not math.isfinite(totals[hub]):
         return None
     at_hub = None if hub in table.pinned_at else added[:, hub]
-    where = {}
+    unions = []
     for union in _unions([float(usd) for usd in least[:, hub]], at_hub):
         column = hub if union < 0 else int((added[union] + rounds[:, hub]).argmin())
-        for group in range(len(need.free)):
-            if abs(union) >> group & 1:
-                where[group] = int(regions[column])
-    return float(totals[hub]), int(regions[hub]), where
+        unions.append((abs(union), int(regions[column])))
+    return _Split(float(totals[hub]), int(regions[hub]), tuple(unions))
 
 
 def _splits(least: Floats, added: Floats) -> tuple[Floats, Floats]:
@@ -241,28 +290,24 @@ def _unions(least: list[float], at_hub: Floats | None) -> list[int]:
     return chosen
 
 
-def _assembled(
-    sites: Sites, need: Need, limit: Floats, unit_usd: Floats, hub: int, where: dict[int, int], least: float
-) -> Choice | None:
+def _assembled(sites: Sites, need: Need, limit: Floats, unit_usd: Floats, split: _Split) -> Choice | None:
     shards = dict(need.pinned)
-    for group, region in where.items():
-        shards[region] = shards.get(region, ()) + need.free[group]
-    parts, priced = [], 0.0
+    for union, region in split.unions:
+        for group, members in enumerate(need.free):
+            if union >> group & 1:
+                shards[region] = shards.get(region, ()) + members
+    parts, scarce = [], 0.0
     for region in sorted(shards):
-        own = np.flatnonzero(sites.region == region) if len(sites.egress) <= WIDE else _own(sites, region)
+        own = sites.own(region)
         units = np.ceil(need.power(shards[region]) / sites.power[own] * (1 - SLACK))
         usd = np.where(units <= limit[own], units * unit_usd[own], math.inf)
         best = int(usd.argmin())
         if not math.isfinite(usd[best]):
             return None
-        parts.append((int(own[best]), int(units[best]), tuple(sorted(shards[region]))))
-        priced += float(units[best] * (unit_usd[own[best]] - sites.usd_per_hour[own[best]] * need.hours))
-    usd_listed = bill_of(sites, need, hub, parts).usd
-    return Choice(usd_listed, usd_listed + priced, least, hub, tuple(parts))
-
-
-def _own(sites: Sites, region: int) -> Ints:
-    return np.arange(*np.searchsorted(sites.region, [region, region + 1]))
+        parts.append((own.start + best, int(units[best]), tuple(sorted(shards[region]))))
+        scarce += float(units[best] * (unit_usd[own][best] - sites.usd_per_hour[own][best] * need.hours))
+    usd_listed = bill_of(sites, need, split.hub, parts).usd
+    return Choice(usd_listed, usd_listed + scarce, split.hub, tuple(parts))
 
 
 def bill_of(sites: Sites, need: Need, hub: int, parts: list[tuple[int, int, tuple[int, ...]]]) -> Bill:
@@ -283,7 +328,7 @@ def placement_of(sites: Sites, need: Need, choice: Choice) -> Placement:
     partitions = []
     for site, units, shards in choice.parts:
         at = int(sites.region[site])
-        device = regions[at].devices[site - int(np.searchsorted(sites.region, at))]
+        device = regions[at].devices[site - sites.own(at).start]
         names = tuple(sorted(job.shards[shard].name for shard in shards))
         samples = sum(job.shards[shard].samples for shard in shards)
         partitions.append(Partition(regions[at].name, device.name, units, names, samples))

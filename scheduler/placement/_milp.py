@@ -129,7 +129,7 @@ def _region(
     if own:
         model.row(-math.inf, 1.0, here)
     for shard in shards:
-        model.row(-math.inf, 0.0, {job.shard[shard, region]: 1.0} | {column: -1.0 for column in here})
+        model.row(-math.inf, 0.0, {job.shard[shard, region]: 1.0} | dict.fromkeys(here, -1.0))
     given = {job.units[site]: -float(sites.power[site]) for site in own}
     wanted = {job.shard[shard, region]: float(need.powers[shard]) * (1 - SLACK) for shard in shards}
     model.row(-math.inf, 0.0, wanted | given)
@@ -193,4 +193,4 @@ def _read(sites: Sites, need: Need, job: _Columns, value: list[float]) -> Choice
     regions = [int(sites.region[site]) for site, _, _ in parts]
     hub = min(regions, key=lambda region: bill_of(sites, need, region, parts).rounds)
     usd = bill_of(sites, need, hub, parts).usd
-    return Choice(usd, usd, usd, hub, tuple(parts))
+    return Choice(usd, usd, hub, tuple(parts))

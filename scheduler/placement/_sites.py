@@ -22,18 +22,6 @@ SLACK = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
-class Scope:
-    """Some of the regions, and their sites."""
-
-    regions: Ints
-    """Ascending."""
-    sites: Ints
-    """All sites of these regions, ascending."""
-    starts: Ints
-    """Where each region's sites begin in `sites`."""
-
-
-@dataclass(frozen=True, eq=False)
 class Sites:
     """All (region, device) pairs, region by region."""
 
@@ -53,11 +41,6 @@ class Sites:
     """USD/GB; 0 on the diagonal, infinite without a path."""
 
     @cached_property
-    def scope(self) -> Scope:
-        """All regions."""
-        return Scope(np.arange(len(self.egress)), np.arange(len(self.region)), self._starts)
-
-    @cached_property
     def both_ways(self) -> Floats:
         """USD of a GB up and a GB down between two regions."""
         return self.egress + self.egress.T
@@ -73,16 +56,20 @@ class Sites:
         return np.array([region.cloud for region in self.federation.regions])
 
     @cached_property
-    def _starts(self) -> Ints:
+    def starts(self) -> Ints:
+        """Where each region's sites begin."""
         return np.searchsorted(self.region, np.arange(len(self.egress)))
 
-    def scope_of(self, regions: Ints) -> Scope:
-        """A part of the federation; `regions` ascending."""
-        ends = np.append(self._starts[1:], len(self.region))
-        counts = ends[regions] - self._starts[regions]
-        starts = np.cumsum(counts) - counts
-        sites = np.repeat(self._starts[regions] - starts, counts) + np.arange(counts.sum())
-        return Scope(regions, sites, starts)
+    @cached_property
+    def index(self) -> dict[tuple[str, str], int]:
+        """The place of each site, by the names of region and device."""
+        pairs = [(region.name, device.name) for region in self.federation.regions for device in region.devices]
+        return {pair: place for place, pair in enumerate(pairs)}
+
+    def own(self, region: int) -> slice:
+        """The sites of a region."""
+        begin = int(self.starts[region])
+        return slice(begin, begin + len(self.federation.regions[region].devices))
 
 
 def sites_of(federation: Federation) -> Sites:

@@ -1,0 +1,184 @@
+"""Place many jobs at least money, one as fast as a budget allows, or one after another as they come."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from scheduler._model import Reason
+from scheduler.placement._cheapest import Choice, cheapest, placement_of
+from scheduler.placement._milp import solve_exactly
+from scheduler.placement._model import Federation, Job, Outcome, Placement, Refusal
+from scheduler.placement._prices import scarcity_of
+from scheduler.placement._refusal import refusal_of, soonest
+from scheduler.placement._search import Search, by_weight
+from scheduler.placement._sites import Floats, Need, Sites, need_of, sites_of
+
+PENALTY = 10.0
+"""A refused job counts this many times what it would cost alone: one is refused only where that saves as much."""
+FEW = 500
+"""Up to so many jobs the search takes its time."""
+STEPS, STEPS_OF_MANY = 60, 16
+"""Towards the prices of scarce capacity."""
+MOVES, MOVES_OF_MANY = 20, 2
+"""Of the search, for each job."""
+ONLINE_NODES = 6
+"""Splits that are tried for a job that is waiting for an answer."""
+FINER = 1.01
+"""Ratio of the durations that are tried under a budget."""
+
+Held = Mapping[tuple[str, str], int]
+"""(region, device) -> units that others hold."""
+
+
+def place(
+    federation: Federation,
+    jobs: Sequence[Job],
+    *,
+    held: Held | None = None,
+    method: str = "search",
+    penalty: float = PENALTY,
+    seed: int = 0,
+    seconds: float = math.inf,
+) -> Outcome:
+    """Place jobs at least money, each within its deadline and where its data may be.
+
+    `method` is "search" (prices of scarce capacity, then a neighbourhood search; the outcome has a bound), or "exact"
+    (the mixed-integer program: for some 20 regions and 60 jobs a matter of minutes; `seconds` of wall time end it).
+    A job is refused where it cannot be placed, or where placing it would cost others `penalty` times its own cost.
+    Raises `ValueError` for job names that are not unique or an unknown method.
+    """
+    if method not in ("search", "exact"):
+        raise ValueError('method is "search" or "exact"')
+    if len({job.name for job in jobs}) < len(jobs):
+        raise ValueError("two jobs have the same name")
+    sites = sites_of(federation)
+    free = _free(sites, held)
+    needs, alone = [], []
+    for job in jobs:
+        need = need_of(sites, job)
+        choice = cheapest(sites, need, free) if need is not None else None
+        if need is not None and choice is not None:
+            needs.append(need)
+            alone.append(choice)
+    penalties = [penalty * choice.usd for choice in alone]
+    bound, proven = 0.0, True
+    choices: list[Choice | None] = []
+    if needs and method == "exact":
+        exact = solve_exactly(sites, needs, free, penalties, seconds=seconds)
+        choices, bound, proven = list(exact.choices), exact.bound_usd, exact.proven
+    elif needs:
+        few = len(needs) <= FEW
+        scarcity = scarcity_of(sites, needs, free, penalties, steps=STEPS if few else STEPS_OF_MANY)
+        search = Search(sites, needs, free, penalties)
+        search.insert(by_weight(needs), scarcity.usd, scarcity.wishes)
+        moves = len(needs) * (MOVES if few else MOVES_OF_MANY)
+        search.improve(moves, scarcity.usd, alone, random.Random(seed))
+        choices, bound, proven = search.choices, scarcity.bound_usd, False
+    return _outcome(sites, jobs, needs, free, choices, penalties, bound, proven)
+
+
+def _outcome(
+    sites: Sites,
+    jobs: Sequence[Job],
+    needs: Sequence[Need],
+    free: Floats,
+    choices: Sequence[Choice | None],
+    penalties: Sequence[float],
+    bound: float,
+    proven: bool,
+) -> Outcome:
+    left, placed, refused_usd = free.copy(), {}, 0.0
+    for need, choice, penalty in zip(needs, choices, penalties, strict=True):
+        if choice is None:
+            refused_usd += penalty
+        else:
+            left[choice.sites] -= choice.units
+            placed[need.job.name] = placement_of(sites, need, choice)
+    return Outcome(
+        placements=tuple(placed[job.name] for job in jobs if job.name in placed),
+        refusals=tuple(refusal_of(sites, job, left) for job in jobs if job.name not in placed),
+        bound_usd=bound,
+        penalty_usd=refused_usd,
+        proven=proven,
+    )
+
+
+def place_fastest(
+    federation: Federation, job: Job, budget_usd: float, *, held: Held | None = None
+) -> Placement | Refusal:
+    """Place one job so that it ends soonest, within 1 %, at no more than a budget, and within its deadline."""
+    sites = sites_of(federation)
+    free = _free(sites, held)
+    need = need_of(sites, job)
+    first = soonest(sites, job, free) if need is not None else None
+    if need is None or need.nowhere or first is None or first > job.deadline_seconds:
+        return refusal_of(sites, job, free)
+    seconds, longest = first - job.start_seconds, job.deadline_seconds - job.start_seconds
+    least: tuple[float, float] | None = None
+    while True:
+        paced = need_of(sites, job, seconds)
+        choice = cheapest(sites, paced, free) if paced is not None else None
+        if paced is not None and choice is not None:
+            if choice.usd <= budget_usd:
+                return placement_of(sites, paced, choice)
+            least = min(least or (math.inf, 0.0), (choice.usd, seconds))
+        if seconds >= longest:
+            break
+        seconds = min(longest, seconds * FINER)
+    usd, seconds = least or (math.inf, longest)
+    text = f"within {job.deadline_seconds:.0f} s it costs ${usd:.4f} or more, the budget is ${budget_usd:.4f}"
+    return Refusal(job.name, (Reason("INADMISSIBLE", text, f"a budget of ${usd:.4f} would do"),))
+
+
+class Index:
+    """Where a job that comes now is cheapest, beside all that are there: for admission as jobs come.
+
+    It keeps what is free of every site in arrays; an offer prices all regions at once, and looks closer at the few that
+    can be part of the cheapest placement.
+    """
+
+    def __init__(self, federation: Federation, *, held: Held | None = None) -> None:
+        self._sites = sites_of(federation)
+        self._left = _free(self._sites, held)
+        self._active: dict[str, Placement] = {}
+
+    def __len__(self) -> int:
+        """Active jobs."""
+        return len(self._active)
+
+    def offer(self, job: Job) -> Placement | None:
+        """The cheapest placement within what is free now; nothing is held by it. None: see `refusal`."""
+        need = need_of(self._sites, job)
+        choice = cheapest(self._sites, need, self._left, nodes=ONLINE_NODES) if need is not None else None
+        return placement_of(self._sites, need, choice) if need is not None and choice is not None else None
+
+    def refusal(self, job: Job) -> Refusal:
+        """Why there is no offer, and what would make one possible; takes some tens of offers' time."""
+        return refusal_of(self._sites, job, self._left)
+
+    def hold(self, placement: Placement) -> None:
+        """Take the machines of an offer. Raises `ValueError` where they are no longer free, or the job has some."""
+        if placement.job in self._active:
+            raise ValueError(f"job {placement.job} is placed already")
+        sites = [self._sites.index[part.region, part.device] for part in placement.partitions]
+        units = np.array([part.units for part in placement.partitions], dtype=float)
+        if (self._left[sites] < units).any():
+            raise ValueError(f"what job {placement.job} was offered is no longer free")
+        self._left[sites] -= units
+        self._active[placement.job] = placement
+
+    def release(self, job: str) -> None:
+        """Give the machines of a job back. Raises `KeyError` where it has none."""
+        for part in self._active.pop(job).partitions:
+            self._left[self._sites.index[part.region, part.device]] += part.units
+
+
+def _free(sites: Sites, held: Held | None) -> Floats:
+    free = sites.units.copy()
+    for pair, units in (held or {}).items():
+        free[sites.index[pair]] = max(0.0, free[sites.index[pair]] - units)
+    return free

@@ -1,0 +1,111 @@
+"""From prices to a placement that fits: put in job after job, then take some out and put them back better.
+
+The second part is a large neighbourhood search (P. Shaw, CP 1998): a job names the sites it would like best, it and
+some of the jobs that are there leave, all come back one after another, each where it is cheapest then; what is no
+better is undone. It counts moves, not time, so the same input has the same outcome everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from scheduler.placement._cheapest import Choice, cheapest
+from scheduler.placement._sites import Floats, Need, Sites
+
+MOST_LEAVING = 4
+"""Jobs that make room for one, at most."""
+
+
+class Search:
+    """Choices of all jobs, and what they leave of the capacity."""
+
+    def __init__(
+        self,
+        sites: Sites,
+        needs: Sequence[Need],
+        free: Floats,
+        penalties: Sequence[float],
+    ) -> None:
+        """`free` [site] is the capacity for these jobs."""
+        self.choices: list[Choice | None] = [None] * len(needs)
+        self.left = free.astype(float)
+        self._sites, self._needs, self._penalties = sites, needs, penalties
+        self._there: list[set[int]] = [set() for _ in range(len(free))]
+
+    @property
+    def usd(self) -> float:
+        """Of all placements, refusals at their penalties."""
+        return sum(self._usd(job) for job in range(len(self.choices)))
+
+    def insert(self, order: Sequence[int], scarcity: Floats, wishes: Sequence[Choice | None] = ()) -> None:
+        """Place the jobs that are not placed: as they wish if that fits, otherwise where they are cheapest then."""
+        for job in order:
+            wish = wishes[job] if wishes else None
+            if wish is not None and all(units <= self.left[site] for site, units, _ in wish.parts):
+                self._put(job, wish)
+            else:
+                self._place(job, scarcity)
+
+    def improve(self, moves: int, scarcity: Floats, wishes: Sequence[Choice | None], draw: random.Random) -> None:
+        """Try so many moves; the cost only ever falls."""
+        if not self.choices:
+            return
+        for _ in range(moves):
+            refused = [job for job, choice in enumerate(self.choices) if choice is None and wishes[job] is not None]
+            job = draw.choice(refused) if refused and draw.random() < 0.3 else draw.randrange(len(self.choices))
+            self._move(job, wishes[job], scarcity, draw)
+
+    def _move(self, job: int, wish: Choice | None, scarcity: Floats, draw: random.Random) -> None:
+        current = self.choices[job]
+        sites = (wish.sites if wish is not None else []) + (current.sites if current is not None else [])
+        others = sorted({other for site in sites for other in self._there[site]} - {job})
+        leaving = [job, *draw.sample(others, min(len(others), draw.randint(1, MOST_LEAVING)))]
+        before = {member: self.choices[member] for member in leaving}
+        usd = sum(self._usd(member) for member in leaving)
+        for member in leaving:
+            self._take(member)
+        if draw.random() < 0.5:
+            draw.shuffle(leaving)
+        weight = draw.choice((0.0, 0.5, 1.0))
+        for member in leaving:
+            self._place(member, scarcity * weight)
+        if sum(self._usd(member) for member in leaving) > usd * (1 + 1e-12):
+            for member in leaving:
+                self._take(member)
+            for member, choice in before.items():
+                if choice is not None:
+                    self._put(member, choice)
+
+    def _place(self, job: int, scarcity: Floats) -> None:
+        choice = cheapest(self._sites, self._needs[job], self.left, scarcity)
+        if choice is not None and choice.usd <= self._penalties[job]:
+            self._put(job, choice)
+
+    def _put(self, job: int, choice: Choice) -> None:
+        self.choices[job] = choice
+        self.left[choice.sites] -= choice.units
+        for site in choice.sites:
+            self._there[site].add(job)
+
+    def _take(self, job: int) -> None:
+        choice = self.choices[job]
+        if choice is not None:
+            self.choices[job] = None
+            self.left[choice.sites] += choice.units
+            for site in choice.sites:
+                self._there[site].remove(job)
+
+    def _usd(self, job: int) -> float:
+        choice = self.choices[job]
+        if choice is not None:
+            return choice.usd
+        return self._penalties[job] if math.isfinite(self._penalties[job]) else 1e15
+
+
+def by_weight(needs: Sequence[Need]) -> list[int]:
+    """Jobs that need most power first; few places are left for them later."""
+    return sorted(range(len(needs)), key=lambda job: -float(np.sum(needs[job].powers)))
