@@ -86,11 +86,13 @@ class AwsCloud:
 
     def egress_price(self, region: str, destination: str | None = None) -> Price:
         """The first tier that is billed; the account's free 100 GB a month are left out."""
-        wanted = {"fromRegionCode": region, "transferType": "InterRegion Outbound", "toRegionCode": destination or ""}
-        usage, what = "AWS-Out-Bytes", f"egress to {destination}"
         if destination is None:
-            wanted = {"fromRegionCode": region, "transferType": "AWS Outbound", "toLocation": "External"}
+            where = {"transferType": "AWS Outbound", "toLocation": "External"}
             usage, what = "DataTransfer-Out-Bytes", "egress to the Internet"
+        else:
+            where = {"transferType": "InterRegion Outbound", "toRegionCode": destination}
+            usage, what = "AWS-Out-Bytes", f"egress to {destination}"
+        wanted = {"fromRegionCode": region, **where}
         return self._listed("AWSDataTransfer", wanted, region, Unit.GB, usage, what, destination)
 
     def shards(self, bucket: str, prefix: str) -> ShardList:

@@ -9,8 +9,7 @@ from geofed_pb.errors import GeofedError
 
 _THROUGH_LIBCLOUD = ("azure", "digitalocean", "gcp")
 CLOUDS = ("aws", *_THROUGH_LIBCLOUD, "tencent")
-_SDKS = {"boto3": "aws", "botocore": "aws", "tencentcloud": "tencent", "libcloud": "libcloud"}
-"""The extra that installs a package."""
+_SDKS = ("boto3", "botocore", "libcloud", "tencentcloud")
 
 
 def open_cloud(
@@ -53,8 +52,9 @@ def open_cloud(
         package = (error.name or "").partition(".")[0]
         if package not in _SDKS:
             raise
+        extra = "libcloud" if name in _THROUGH_LIBCLOUD else name
         text = f"{name} is asked through {package}, which is not installed"
-        raise GeofedError("CLOUD_SDK_MISSING", text, hint=f"pip install 'geofed[{_SDKS[package]}]'") from None
+        raise GeofedError("CLOUD_SDK_MISSING", text, hint=f"pip install 'geofed[{extra}]'") from None
 
 
 def open_price_file(path: Path, cloud: str, as_of: str) -> Cloud:

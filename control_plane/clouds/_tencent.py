@@ -15,6 +15,7 @@ from tencentcloud.common.profile.http_profile import HttpProfile
 from tencentcloud.cvm.v20170312 import models
 from tencentcloud.cvm.v20170312.cvm_client import CvmClient
 
+from control_plane.clouds._boto import client_for, session_for
 from control_plane.clouds._contract import (
     CloudRegion,
     Confidence,
@@ -29,6 +30,7 @@ from control_plane.clouds._contract import (
     not_told,
 )
 from control_plane.clouds._retry import Patience
+from control_plane.clouds._s3_shards import list_shards
 from geofed_pb.errors import GeofedError
 
 _INTERNATIONAL, _MAINLAND = "intl.tencentcloudapi.com", "tencentcloudapi.com"
@@ -115,9 +117,6 @@ class TencentCloud:
 
     def shards(self, bucket: str, prefix: str) -> ShardList:
         """Of a COS bucket, whose name ends with the account's APPID."""
-        from control_plane.clouds._boto import client_for, session_for
-        from control_plane.clouds._s3_shards import list_shards
-
         region = self._store_region
         if region is None:
             raise GeofedError("USAGE", "COS answers in the bucket's region only", hint="name it with --region")

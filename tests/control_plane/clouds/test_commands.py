@@ -136,7 +136,12 @@ def test_wrong_use_has_its_exit_status(run: Run, arguments: str, status: int) ->
 
 @pytest.mark.parametrize(
     ("package", "cloud", "extra"),
-    [("boto3", "aws", "aws"), ("tencentcloud", "tencent", "tencent"), ("libcloud", "azure", "libcloud")],
+    [
+        ("boto3", "aws", "aws"),
+        ("tencentcloud", "tencent", "tencent"),
+        ("boto3", "tencent", "tencent"),
+        ("libcloud", "azure", "libcloud"),
+    ],
 )
 def test_a_missing_sdk_is_told_with_its_extra(package: str, cloud: str, extra: str) -> None:
     code = f"""

@@ -110,7 +110,7 @@ def test_files_and_questions_that_are_none(tmp_path: Path) -> None:
         assert caught.value.code == "USAGE"
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(
         st.tuples(words, words, words, st.sampled_from(["on_demand", "spot"])),
@@ -133,6 +133,7 @@ def test_every_price_above_zero_comes_back_and_no_other(
         assert caught.value.code == "PRICE_UNKNOWN"
 
 
+@settings(deadline=None)
 @given(st.floats())
 def test_a_price_is_above_zero_and_finite_or_an_error(usd: float) -> None:
     provenance = Provenance("a test", "2026-11-21", Confidence.LIST)

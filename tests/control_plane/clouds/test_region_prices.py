@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from control_plane.clouds import (
@@ -59,6 +59,7 @@ class TellingCloud:
         return ShardList(bucket, prefix, "here", ())
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(PRICES[1:]), dates), dates)
 def test_every_price_is_told_or_missing_with_its_reason(told: dict[str, str], server: str) -> None:
     as_of = {**told, "server": server}
