@@ -52,19 +52,28 @@ def _serve(host: str, handler: str) -> int:
     calls = CallQueue(resolve_handler(handler), Context(os.environ.get("HOSTNAME", "container")))
     server = ReplicaServer(listener, calls.call, inflight)
 
-    def leave(signum: int, frame: FrameType | None) -> None:
-        # A signal arrives in the thread that runs the handler, which must go on with its call.
-        threading.Thread(target=_drain, args=(server, calls, drain_s), name="drain", daemon=True).start()
-
-    signal.signal(signal.SIGTERM, leave)
-    signal.signal(signal.SIGINT, leave)
+    # Python runs signal handlers in the main thread, between two steps of the call that it runs: too late, where that
+    # sleeps or computes and another thread got the signal. The wake-up descriptor is written to at once.
+    told, tell = socket.socketpair()
+    tell.setblocking(False)
+    signal.set_wakeup_fd(tell.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, _ignore)
+    signal.signal(signal.SIGINT, _ignore)
+    threading.Thread(target=_leave, args=(told, server, calls, drain_s), name="drain", daemon=True).start()
     threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
     print(f"serving {handler} on port {listener.getsockname()[1]}", file=sys.stderr, flush=True)
     calls.work(inflight)
     return int(Exit.OK)
 
 
-def _drain(server: ReplicaServer, calls: CallQueue, within_s: float) -> None:
+def _ignore(signum: int, frame: FrameType | None) -> None:
+    """What there is to do, the thread does that reads the wake-up descriptor."""
+
+
+def _leave(told: socket.socket, server: ReplicaServer, calls: CallQueue, within_s: float) -> None:
+    leaving = {bytes([signal.SIGTERM]), bytes([signal.SIGINT])}
+    while told.recv(1) not in leaving:
+        pass
     if not server.drain(within_s):
         os._exit(int(Exit.UNAVAILABLE))  # a call that outlasts every time limit is not waited for
     calls.stop()
