@@ -21,6 +21,7 @@ from scheduler._model import (
     Split,
 )
 from scheduler._plan import plan
+from scheduler._restaff import Restaffing, Staffed, restaff
 from scheduler._topology import (
     Topologies,
     Topology,
@@ -47,8 +48,10 @@ __all__ = [
     "Range",
     "Reason",
     "Region",
+    "Restaffing",
     "Snapshot",
     "Split",
+    "Staffed",
     "Topologies",
     "Topology",
     "choose_topology",
@@ -57,5 +60,6 @@ __all__ = [
     "link_table",
     "plan",
     "rechosen",
+    "restaff",
     "weigh_topologies",
 ]

@@ -29,6 +29,8 @@ class Staffing:
     """One worker's time for one pass over the region's data."""
     free: int
     """Workers that it has, and that its data are enough for; at least 1."""
+    least: int = 1
+    """At most as many as are free."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ def options(regions: Sequence[Staffing]) -> tuple[Option, ...]:
     A pace is the time of a pass over the data; a region keeps it with the fewest workers that are fast enough.
     """
     slowest = max(region.load_seconds / region.free for region in regions)
-    paces = sorted({r.load_seconds / n for r in regions for n in range(1, r.free + 1) if r.load_seconds / n > slowest})
+    paces = sorted(
+        {r.load_seconds / n for r in regions for n in range(r.least, r.free + 1) if r.load_seconds / n > slowest}
+    )
     kept = [slowest, *_thinned(paces)]
     found = dict.fromkeys(tuple(_keeping(region, pace) for region in regions) for pace in kept)
     named = [Option("matched" if n == 0 else _paced(workers), workers) for n, workers in enumerate(found)]
@@ -57,7 +61,7 @@ def options(regions: Sequence[Staffing]) -> tuple[Option, ...]:
 
 def _keeping(region: Staffing, pace: float) -> int:
     # A hair less, so that a pace which comes from the region itself is kept.
-    return max(1, min(region.free, math.ceil(region.load_seconds / pace - 1e-9)))
+    return max(region.least, min(region.free, math.ceil(region.load_seconds / pace - 1e-9)))
 
 
 def _thinned(paces: Sequence[float]) -> list[float]:

@@ -59,8 +59,10 @@ SURFACES = {
         "Range",
         "Reason",
         "Region",
+        "Restaffing",
         "Snapshot",
         "Split",
+        "Staffed",
         "Topologies",
         "Topology",
         "choose_topology",
@@ -69,6 +71,7 @@ SURFACES = {
         "link_table",
         "plan",
         "rechosen",
+        "restaff",
         "weigh_topologies",
     },
     "sync.channel": {

@@ -1,0 +1,132 @@
+"""Whether a job that runs should go on with other numbers of workers: more of them, fewer, or elsewhere.
+
+What was planned rested on what was known; regions then turn out faster or slower, are throttled, or lend their workers
+to others. The ways to staff what is left are weighed as in the plan (`_elastic`), with the speeds as measured. Workers
+change only where that saves more than the change costs, or keeps a promise that would break: a job whose shares go up
+and down pays for it each time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from scheduler._elastic import Option, Staffing, Weighed, options, taken
+from scheduler._estimate import MERGE_SECONDS
+
+__all__ = ["Restaffing", "Staffed", "restaff"]
+
+CHANGE_SECONDS = 3.0
+"""For which a region's workers stand still when their number changes: the old ones leave what they have, the new ones
+begin. Measured on one machine with warm replicas: 0.5 to 2 s."""
+WORTH = 0.1
+"""Of what is left of the job, that a change must save beyond its own cost."""
+MARGIN = 1.1
+"""What is left may take so many times what is expected."""
+MOST_BATCH = 2
+"""A worker's batch may grow to so many times the planned one: its memory was chosen for that."""
+
+
+@dataclass(frozen=True)
+class Staffed:
+    """One region of a running job."""
+
+    region: str
+    workers: int
+    """Now."""
+    planned: int
+    free: int
+    """Workers that it may have, its own included."""
+    batch: int
+    """Samples of the region in one step."""
+    steps_per_round: int
+    samples_per_second: float
+    """Of one worker, as lately measured."""
+    worker_usd_per_second: float
+    usd_per_second: float
+    """Of what does not depend on the workers: the parameter server."""
+
+    def round_seconds(self, workers: int) -> float:
+        """Compute of one round."""
+        merging = MERGE_SECONDS if workers > 1 else 0.0
+        return self.steps_per_round * (math.ceil(self.batch / workers) / self.samples_per_second + merging)
+
+
+@dataclass(frozen=True)
+class Restaffing:
+    """What should change."""
+
+    workers: Mapping[str, int]
+    """By region; those that stay as they are are left out."""
+    reason: str
+    """For people."""
+
+
+def restaff(
+    regions: Sequence[Staffed],
+    *,
+    rounds_left: int,
+    exchange_seconds: float,
+    background: bool,
+    minimise: str,
+    deadline_seconds: float | None = None,
+    budget_usd: float | None = None,
+) -> Restaffing | None:
+    """None: go on as it is. ``deadline_seconds`` and ``budget_usd`` are what is left of them.
+
+    ``exchange_seconds`` is of one round; in the background it counts only where it is longer than the compute.
+    """
+    if not regions or rounds_left < 1 or any(region.workers < 1 for region in regions):
+        return None
+
+    def weighed(option: Option) -> Weighed:
+        compute = max(r.round_seconds(n) for r, n in zip(regions, option.workers, strict=True))
+        seconds = rounds_left * (max(compute, exchange_seconds) if background else compute + exchange_seconds)
+        changes = any(r.workers != n for r, n in zip(regions, option.workers, strict=True))
+        seconds += CHANGE_SECONDS * changes
+        rates = (n * r.worker_usd_per_second + r.usd_per_second for r, n in zip(regions, option.workers, strict=True))
+        usd = seconds * sum(rates)
+        return Weighed(option, seconds, usd, seconds * MARGIN, usd * MARGIN)
+
+    bounds = [
+        Staffing(
+            region.steps_per_round * region.batch / region.samples_per_second,
+            max(1, min(region.free, region.batch)),
+            min(math.ceil(region.planned / MOST_BATCH), max(1, min(region.free, region.batch))),
+        )
+        for region in regions
+    ]
+    now = weighed(Option("now", tuple(region.workers for region in regions)))
+    best = taken(
+        [weighed(option) for option in options(bounds)],
+        minimise=minimise,
+        deadline_seconds=deadline_seconds,
+        budget_usd=budget_usd,
+    )
+    reason = _reason(now, best, minimise, deadline_seconds, budget_usd)
+    if best.option.workers == now.option.workers or reason is None:
+        return None
+    changed = {r.region: n for r, n in zip(regions, best.option.workers, strict=True) if r.workers != n}
+    return Restaffing(changed, reason)
+
+
+def _reason(now: Weighed, best: Weighed, minimise: str, deadline: float | None, budget: float | None) -> str | None:
+    """Why a change is worth it; None: it is not."""
+    if deadline is not None and now.most_seconds > deadline:
+        if best.seconds < now.seconds * (1 - WORTH):
+            return (
+                f"the deadline is {deadline:.0f} s away: {best.seconds:.0f} s instead of {now.seconds:.0f} s are left"
+            )
+        return None
+    if budget is not None and now.most_usd > budget:
+        return (
+            f"the budget has ${budget:.4f} left: ${best.usd:.4f} instead of ${now.usd:.4f}"
+            if (best.usd < now.usd * (1 - WORTH))
+            else None
+        )
+    if minimise == "time":
+        saved = 1 - best.seconds / now.seconds if now.seconds else 0.0
+        return f"saves {saved:.0%} of the time that is left" if saved > WORTH else None
+    saved = 1 - best.usd / now.usd if now.usd else 0.0
+    return f"saves {saved:.0%} of what is left to pay" if saved > WORTH else None

@@ -1,0 +1,96 @@
+"""When a running job changes its workers, and that it does not go to and fro."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler import Restaffing, Staffed, restaff
+
+PAID = 0.06 / 3600
+"""USD/s of a worker with 1 GB."""
+
+
+def staffed(region: str, workers: int = 4, speed: float = 1000.0, **more: Any) -> Staffed:
+    given = {"planned": 4, "free": 8, "batch": 256, "steps_per_round": 20, "usd_per_second": 1e-6}
+    return Staffed(region, workers, samples_per_second=speed, worker_usd_per_second=PAID, **{**given, **more})
+
+
+def changed(*regions: Staffed, **more: Any) -> Restaffing | None:
+    given = {"rounds_left": 100, "exchange_seconds": 0.1, "background": True, "minimise": "cost"}
+    return restaff(regions, **{**given, **more})
+
+
+states = st.lists(
+    st.builds(
+        lambda workers, free, planned, speed, batch: staffed(
+            "", min(workers, free, batch), speed, free=free, planned=planned, batch=batch
+        ),
+        st.integers(1, 16),
+        st.integers(1, 16),
+        st.integers(1, 16),
+        st.floats(10, 1e5),
+        st.integers(1, 512),
+    ),
+    min_size=1,
+    max_size=5,
+)
+limits = st.one_of(st.none(), st.floats(0.1, 1e5))
+
+
+@given(states, st.integers(1, 1000), st.booleans(), st.sampled_from(["cost", "time"]), limits, limits)
+def test_a_change_is_within_what_is_free_and_is_not_taken_back(
+    found: list[Staffed], rounds: int, background: bool, minimise: str, deadline: float | None, budget: float | None
+) -> None:
+    regions = [replace(region, region=f"r{n}") for n, region in enumerate(found)]
+    asked: dict[str, Any] = {
+        "rounds_left": rounds,
+        "exchange_seconds": 0.2,
+        "background": background,
+        "minimise": minimise,
+        "deadline_seconds": deadline,
+        "budget_usd": budget,
+    }
+    change = restaff(regions, **asked)
+    if change is None:
+        return
+    assert change.reason
+    for region in regions:
+        wanted = change.workers.get(region.region, region.workers)
+        assert wanted == region.workers or 1 <= wanted <= min(region.free, region.batch)
+        assert wanted == region.workers or wanted * 2 >= min(region.planned, region.free, region.batch)
+    after = [replace(region, workers=change.workers.get(region.region, region.workers)) for region in regions]
+    assert restaff(after, **asked) is None
+
+
+def test_a_region_that_was_throttled_gets_more_workers_and_the_others_none_that_wait() -> None:
+    change = changed(staffed("a", 4, 400.0), staffed("b", 4), minimise="time")
+    assert change is not None
+    assert change.workers["a"] == 8
+    cheap = changed(staffed("a", 4, 400.0, free=4), staffed("b", 4))
+    assert cheap is not None
+    assert "a" not in cheap.workers
+    assert cheap.workers["b"] < 4
+    assert "of what is left to pay" in cheap.reason
+
+
+def test_small_differences_and_short_rests_change_nothing() -> None:
+    assert changed(staffed("a", 4, 980.0), staffed("b", 4, 1020.0)) is None
+    assert changed(staffed("a", 4, 400.0), staffed("b", 4), minimise="time", rounds_left=1) is None
+
+
+def test_a_deadline_that_comes_near_takes_what_it_needs() -> None:
+    alone = staffed("a", 2, planned=2)
+    relaxed = changed(alone, minimise="cost")
+    needed = 100 * alone.round_seconds(2)
+    hurried = changed(alone, minimise="cost", deadline_seconds=needed * 0.8)
+    assert hurried is not None
+    assert "deadline" in hurried.reason
+    assert hurried.workers["a"] > (relaxed.workers["a"] if relaxed else 2)
+
+
+def test_a_paused_region_is_left_alone() -> None:
+    assert changed(staffed("a", 0), staffed("b")) is None
