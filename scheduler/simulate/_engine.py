@@ -68,6 +68,8 @@ class Policy(Protocol):
     name: str
     slot_s: float
     """Events within this time after a decision are decided on together at its end; 0: at once."""
+    at_edges: bool
+    """True: that a job has ended is only seen at the edge of a slot."""
 
     def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
         """Shares from now on. `active` are all jobs, the ones that have `arrived` since included."""
@@ -212,7 +214,7 @@ class _Simulation:
     def run(self) -> Run:
         wake_s, decided_s = math.inf, -math.inf
         while self.waiting or self.active:
-            due = min(self._next_event(), wake_s)
+            due = min(self._next_event(decided_s), wake_s)
             if math.isinf(due):
                 break
             at = max(due, decided_s + self.policy.slot_s, self.now)
@@ -231,13 +233,17 @@ class _Simulation:
             self.decisions, self.changes, self.moved, self.failures, tuple(self.timeline),
         )  # fmt: skip
 
-    def _next_event(self) -> float:
-        due = self.waiting[-1].submit_s if self.waiting else math.inf
+    def _next_event(self, decided_s: float) -> float:
+        due = math.inf
         for job in self.active:
             if job.share:
                 end_s = max(self.now, job.ready_s) + job.left / job.rate()
                 if end_s < due:
                     due = end_s
+        if self.policy.at_edges and math.isfinite(due):
+            due = decided_s + math.ceil((due - decided_s) / self.policy.slot_s) * self.policy.slot_s
+        if self.waiting:
+            due = min(due, self.waiting[-1].submit_s)
         if math.isfinite(due) or self.repairs:
             due = min(due, self.next_failure_s, self.repairs[0][0] if self.repairs else math.inf)
         return due

@@ -19,6 +19,8 @@ _ENOUGH = 10
 class Deadlines:
     """Job-by-job promises without slots, spare devices by marginal return; see ``scheduler.deadline``."""
 
+    at_edges = False
+
     def __init__(self, rules: Rules | None = None, name: str = "geofed", slot_s: float = 0.0, selective: bool = False) -> None:
         self.name, self.slot_s = name, slot_s
         self.rules = rules or Rules()

@@ -10,24 +10,32 @@ from scheduler.simulate._engine import Decision, Running
 
 
 class EarliestDeadline:
-    """Everybody by deadline, each with as much as makes it faster; nobody is sent away."""
+    """Everybody by deadline, each with the largest measured level that is free; nobody is sent away.
 
-    name = "edf"
+    As in ElasticFlow's simulator that level is taken even where a smaller one is faster, unless `pareto`.
+    """
 
-    def __init__(self, slot_s: float = 0.0, most: dict[str, int] | None = None) -> None:
-        self.slot_s = slot_s
+    at_edges = False
+    def __init__(self, slot_s: float = 0.0, pareto: bool = False) -> None:
+        self.name, self.slot_s, self.pareto = "edf-pareto" if pareto else "edf", slot_s, pareto
 
     def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
-        shares, free = {}, devices
-        for job in sorted(active, key=lambda job: job.spec.deadline_s):
-            shares[job.name] = job.believed.fitting(free)
-            free -= shares[job.name]
-        return Decision(shares)
+        return Decision(_by_deadline(active, devices, self.pareto))
+
+
+def _by_deadline(jobs: Sequence[Running], devices: int, pareto: bool) -> dict[str, int]:
+    shares, free = {}, devices
+    for job in sorted(jobs, key=lambda job: job.spec.deadline_s):
+        levels = job.believed.levels if pareto else tuple(job.spec.table)
+        shares[job.name] = max((level for level in levels if level <= free), default=0)
+        free -= shares[job.name]
+    return shares
 
 
 class EarliestDeadlineWithAdmission:
     """The same, but whoever would then end late is sent away, as is whoever would make another late."""
 
+    at_edges = False
     name = "edf-admission"
 
     def __init__(self, slot_s: float = 0.0) -> None:
@@ -45,11 +53,7 @@ class EarliestDeadlineWithAdmission:
                     promised[job.name] = job.spec.deadline_s
             else:
                 declined.append(job.name)
-        shares, free = {}, devices
-        for job in sorted(taken, key=lambda job: job.spec.deadline_s):
-            shares[job.name] = job.believed.fitting(free)
-            free -= shares[job.name]
-        return Decision(shares, declined, promised)
+        return Decision(_by_deadline(taken, devices, True), declined, promised)
 
 
 def _late(now: float, devices: int, jobs: Sequence[Running]) -> set[str]:
@@ -79,6 +83,7 @@ def _late(now: float, devices: int, jobs: Sequence[Running]) -> set[str]:
 class Tiresias:
     """Two-dimensional least attained service (NSDI'19): the shares that users asked for, queues by device time had."""
 
+    at_edges = False
     name = "tiresias"
     limits = (3250.0, 7200.0)
     """Device seconds at which a job falls into the next queue; as in ElasticFlow's copy."""

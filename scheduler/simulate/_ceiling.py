@@ -1,0 +1,119 @@
+"""How many deadlines anybody could meet: a bound that knows the future and lets shares flow without cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.simulate._trace import TraceJob
+
+_MOST_COLUMNS = 400_000
+"""A larger linear programme is not solved; the looser bound stands."""
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """An upper bound on the deadlines that any scheduler meets."""
+
+    met: float
+    alone: int
+    """Jobs that meet their deadline with the whole cluster to themselves: a looser bound."""
+    columns: int
+    """Of the linear programme; 0: none was solved, and ``met`` is ``alone``."""
+
+
+def ceiling(jobs: Sequence[TraceJob], devices: int, seconds: float = 120.0) -> Ceiling:
+    """The clairvoyant fluid bound of a trace on a cluster.
+
+    A linear programme over the intervals between all submissions and deadlines: maximise Σ y_j such that in every
+    interval t job j spends at most a part y_j on its levels l, its work is done (Σ T_l·|t|·x_jlt ≥ M_j·y_j), and no
+    more devices are in use than there are (Σ g_l·x_jlt ≤ G). Fractions of jobs count, changes are free, and all
+    arrivals are known: no schedule meets more. Solved by HiGHS on one thread, within `seconds` or not at all.
+    """
+    able = [job for job in jobs if job.deadlines and _fits(job, devices)]
+    edges = np.unique(np.array([at for job in able for at in (job.submit_s, job.deadline_s)]))
+    if not able:
+        return Ceiling(0.0, 0, 0)
+    count = sum(_columns(job, edges, devices) for job in able)
+    if count > _MOST_COLUMNS:
+        return Ceiling(float(len(able)), len(able), 0)
+    solved = _solve(able, edges, devices, seconds)
+    if solved is None:
+        return Ceiling(float(len(able)), len(able), 0)
+    return Ceiling(min(solved, float(len(able))), len(able), count)
+
+
+def _fits(job: TraceJob, devices: int) -> bool:
+    rate = job.curve.rate(devices)
+    return rate > 0 and job.work / rate <= job.deadline_s - job.submit_s
+
+
+def _levels(job: TraceJob, devices: int) -> list[tuple[int, float]]:
+    curve = job.curve.capped(devices)
+    return [] if curve is None else [(curve.levels[index], curve.rates[index]) for index in curve.lean]
+
+
+def _span(job: TraceJob, edges: NDArray[np.float64]) -> tuple[int, int]:
+    return int(edges.searchsorted(job.submit_s)), int(edges.searchsorted(job.deadline_s))
+
+
+def _columns(job: TraceJob, edges: NDArray[np.float64], devices: int) -> int:
+    first, last = _span(job, edges)
+    return 1 + (last - first) * len(_levels(job, devices))
+
+
+def _solve(jobs: Sequence[TraceJob], edges: NDArray[np.float64], devices: int, seconds: float) -> float | None:
+    """Columns: y of each job, then x by job, interval and level. Rows: capacity, then work and time of each job."""
+    import highspy
+
+    spans = np.diff(edges)
+    starts: list[NDArray[np.int64]] = []
+    rows: list[NDArray[np.int64]] = []
+    values: list[NDArray[np.float64]] = []
+    upper_rows: list[float] = [float(devices)] * len(spans)
+    lower_rows: list[float] = [-math.inf] * len(spans)
+    y_rows: list[list[int]] = []
+    y_values: list[list[float]] = []
+    for job in jobs:
+        first, last = _span(job, edges)
+        work_row = len(upper_rows)
+        times = np.arange(first, last)
+        time_rows = work_row + 1 + np.arange(last - first)
+        upper_rows += [math.inf] + [0.0] * (last - first)
+        lower_rows += [0.0] + [-math.inf] * (last - first)
+        y_rows.append([work_row, *time_rows.tolist()])
+        y_values.append([-1.0, *[-1.0] * (last - first)])
+        for level, rate in _levels(job, devices):
+            block = np.stack((times, np.full(len(times), work_row), time_rows), axis=1)
+            rows.append(block.ravel())
+            worth = np.stack(
+                (np.full(len(times), float(level)), rate * spans[first:last] / job.work, np.ones(len(times))), axis=1
+            )
+            values.append(worth.ravel())
+            starts.append(np.full(len(times), 3, dtype=np.int64))
+    lengths = np.concatenate(([len(entry) for entry in y_rows], *starts))
+    columns = len(lengths)
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = columns, len(upper_rows)
+    lp.col_cost_ = np.concatenate((np.ones(len(jobs)), np.zeros(columns - len(jobs))))
+    lp.col_lower_ = np.zeros(columns)
+    lp.col_upper_ = np.ones(columns)
+    lp.row_lower_, lp.row_upper_ = np.array(lower_rows), np.array(upper_rows)
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    lp.a_matrix_.start_ = np.concatenate(([0], np.cumsum(lengths)))
+    lp.a_matrix_.index_ = np.concatenate((np.array([row for entry in y_rows for row in entry]), *rows))
+    lp.a_matrix_.value_ = np.concatenate((np.array([value for entry in y_values for value in entry]), *values))
+    lp.sense_ = highspy.ObjSense.kMaximize
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("threads", 1)
+    solver.setOptionValue("time_limit", seconds)
+    solver.passModel(lp)
+    solver.run()
+    if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        return None
+    return float(solver.getInfo().objective_function_value)
