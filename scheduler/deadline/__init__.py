@@ -3,8 +3,10 @@
 from scheduler.deadline._admit import Admission, admit
 from scheduler.deadline._buddy import Buddy, Placed
 from scheduler.deadline._curve import Curve, curve_from_table, fit_curve
+from scheduler.deadline._experience import Experience
 from scheduler.deadline._fill import Book, least_device_seconds
 from scheduler.deadline._model import Capacity, Job, Overhead, Refusal, Reservation, Rules
+from scheduler.deadline._spot import Refuge, refuge, spot_share
 from scheduler.deadline._spread import Allocation, spread
 
 __all__ = [
@@ -14,9 +16,11 @@ __all__ = [
     "Buddy",
     "Capacity",
     "Curve",
+    "Experience",
     "Job",
     "Overhead",
     "Placed",
+    "Refuge",
     "Refusal",
     "Reservation",
     "Rules",
@@ -24,5 +28,7 @@ __all__ = [
     "curve_from_table",
     "fit_curve",
     "least_device_seconds",
+    "refuge",
+    "spot_share",
     "spread",
 ]

@@ -129,8 +129,8 @@ class _Desk:
             if self._too_dear(region, seconds / max(job.value, 1e-9), seconds, wish.deadline_s):
                 continue
             placed = replace(job, region=region)
-            if self.books[region].take(job.name, wish) is not None:
-                if self._within_quota(region, placed, [*self.new[region], placed]):
+            if self._leaves_spare(region) and self.books[region].take(job.name, wish) is not None:
+                if self._leaves_spare(region) and self._within_quota(region, placed, [*self.new[region], placed]):
                     self.new[region].append(placed)
                     return True
                 self.books[region].give_back(job.name)
@@ -138,11 +138,14 @@ class _Desk:
             book = self._filled(region, [*self.new[region], placed])
             if book is not None:
                 before, self.books[region] = self.books[region], book
-                if self._within_quota(region, placed, [*self.new[region], placed]):
+                if self._leaves_spare(region) and self._within_quota(region, placed, [*self.new[region], placed]):
                     self.new[region].append(placed)
                     return True
                 self.books[region] = before
         return False
+
+    def _leaves_spare(self, region: str) -> bool:
+        return not self.rules.spare_devices or int(self.books[region].free.min()) >= self.rules.spare_devices
 
     def _too_dear(self, region: str, price: float, seconds: float, until_s: float) -> bool:
         """Whether a job takes more than is left for jobs of its size; the limit falls as the region fills.

@@ -68,9 +68,9 @@ class Rules:
     """How careful promises are."""
 
     overhead: Overhead = field(default_factory=Overhead)
-    margin: float = 0.03
+    margin: float = 0.08
     """Share of a new job's window that is kept free for changes nobody can foresee yet."""
-    kept_margin: float = 0.01
+    kept_margin: float = 0.05
     """The same for jobs that have their promise: less, so that what was kept free may be used."""
     reserve_s: float = 0.0
     """Time before the deadline that is kept free besides."""
@@ -80,6 +80,8 @@ class Rules:
     """So much of a window needs no margin: in so little time changes can be put off, see ``still_until``."""
     change_pause_s: float = 0.0
     """What changing anything now costs every running job."""
+    spare_devices: int = 0
+    """So many devices of each region are kept back from new promises, for those that fail."""
     usual_device_s: float = math.inf
     """What a job usually takes for each unit of its value, in device seconds. Where a region is nearly full up to a
     job's deadline, only jobs up to so much are promised, and the more is free, the larger ones: a large job must not

@@ -1,1 +1,33 @@
 """Traces of jobs with deadlines under several schedulers: events, one clock, the same core as live."""
+
+from scheduler.simulate._ceiling import Ceiling, ceiling
+from scheduler.simulate._engine import Decision, Incidents, Outcome, Pauses, Policy, Run, Running, simulate
+from scheduler.simulate._policies import POLICIES, policy_named
+from scheduler.simulate._report import chart, outcome_rows
+from scheduler.simulate._spot import SpotRun, SpotSettings, simulate_spot
+from scheduler.simulate._trace import Tables, TraceError, TraceJob, read_table, read_trace
+
+__all__ = [
+    "POLICIES",
+    "Ceiling",
+    "Decision",
+    "Incidents",
+    "Outcome",
+    "Pauses",
+    "Policy",
+    "Run",
+    "Running",
+    "SpotRun",
+    "SpotSettings",
+    "Tables",
+    "TraceError",
+    "TraceJob",
+    "ceiling",
+    "chart",
+    "outcome_rows",
+    "policy_named",
+    "read_table",
+    "read_trace",
+    "simulate",
+    "simulate_spot",
+]

@@ -36,8 +36,10 @@ class Running:
     device_s: float = 0.0
     run_s: float = 0.0
     """Time with devices, pauses included."""
+    seen_share: int = 0
+    """The share on which it has made steps last; 0: none yet."""
     slowness: float = 1.0
-    """The time that a step takes, over what the policy's curve says: what it has seen."""
+    """The time that a step took there, over what the policy's curve says."""
 
     @property
     def name(self) -> str:
@@ -267,7 +269,7 @@ class _Simulation:
             if at > begin:
                 job.left -= (at - begin) * rate
                 believed = job.believed.rate(job.share)
-                job.slowness = believed / rate if believed else 1.0
+                job.seen_share, job.slowness = job.share, believed / rate if believed else 1.0
         self.now = at
         if done:
             for job in self.active:

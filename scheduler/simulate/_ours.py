@@ -3,75 +3,94 @@
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections.abc import Sequence
 from dataclasses import replace
 
-from scheduler.deadline import Capacity, Job, Overhead, Rules, admit, least_device_seconds, spread
+from scheduler.deadline import Capacity, Curve, Experience, Job, Rules, admit, least_device_seconds, spread
 from scheduler.simulate._engine import Decision, Running
 
 _REGION = "here"
-_CROWDED = 0.5
-_ENOUGH = 10
-"""So many jobs must have asked before their median says what is usual."""
 
 
 class Deadlines:
-    """Job-by-job promises without slots, spare devices by marginal return; see ``scheduler.deadline``."""
+    """Job-by-job promises without slots, spare devices by marginal return; see ``scheduler.deadline``.
+
+    With a ``slot_s`` arrivals within so much time are one burst. `keep` best effort: jobs whose deadline is refused run
+    on what is left instead of being sent away. `spare` devices are kept back from new promises, for failures.
+    """
 
     at_edges = False
 
-    def __init__(self, rules: Rules | None = None, name: str = "geofed", slot_s: float = 0.0, selective: bool = False) -> None:
-        self.name, self.slot_s = name, slot_s
+    def __init__(
+        self,
+        rules: Rules | None = None,
+        name: str = "geofed",
+        slot_s: float = 0.0,
+        curve_error: float = 0.0,
+        keep: bool = False,
+        spare: int = 0,
+        priced: bool = True,
+    ) -> None:
+        self.name, self.slot_s, self.keep, self.spare, self.priced = name, slot_s, keep, spare, priced
         self.rules = rules or Rules()
-        self.selective = selective
-        self.sizes: list[float] = []
-        self.asked_s, self.begin_s, self.until_s, self.crowded = 0.0, math.inf, -math.inf, _CROWDED
+        self.experience = Experience(curve_error)
+        self.seen: dict[str, dict[int, float]] = {}
+        self.served_s: dict[str, float] = {}
 
     def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
+        self._learn(active)
         new = {job.name for job in arrived}
+        jobs = {job.name: self._job(job) for job in active}
+        old = [jobs[job.name] for job in active if job.name not in new and math.isfinite(job.promised_s)]
+        asked = [jobs[job.name] for job in arrived if job.spec.deadlines]
         rules = self.rules
-        everyone = rules.overhead.base_s if rules.overhead.everyone else 0.0
-        capacity = {_REGION: Capacity(devices)}
-        old = [self._job(job) for job in active if job.name not in new and math.isfinite(job.promised_s)]
-        asked = [self._job(job) for job in arrived if job.spec.deadlines]
-        rules = self._priced(now, devices, asked, rules)
-        answer = admit(now, capacity, old, asked, replace(rules, change_pause_s=everyone) if asked else rules)
+        if asked:
+            rules = self._for_admission(now, devices, asked)
+        answer = admit(now, {_REGION: Capacity(devices)}, old, asked, rules)
         promised = {job.name: job.deadline_s for job in answer.promised}
-        hopeless = {job.name for job in asked if job.name not in promised}
+        hopeless = [job.name for job in asked if job.name not in promised]
+        gone = set() if self.keep else set(hopeless)
+        sure = [*old, *(jobs[name] for name in promised)]
         waiting = [
-            self._job(job)
+            replace(jobs[job.name], deadline_s=math.inf, served_s=self.served_s.get(job.spec.user, 0.0))
             for job in active
-            if not math.isfinite(job.promised_s) and job.name not in promised and job.name not in hopeless
+            if not math.isfinite(job.promised_s) and job.name not in promised and job.name not in gone
         ]
-        allocation = spread(answer.books[_REGION], _REGION, [*old, *answer.promised], waiting, rules)
-        return Decision(allocation.shares, tuple(hopeless), promised, allocation.wake_s)
+        allocation = spread(answer.books[_REGION], _REGION, sure, waiting, self.rules)
+        return Decision(allocation.shares, tuple(gone), promised, allocation.wake_s)
 
-    def _priced(self, now: float, devices: int, asked: Sequence[Job], rules: Rules) -> Rules:
-        """With the usual size of jobs as it was seen so far, the new ones included, where demand is high."""
+    def _for_admission(self, now: float, devices: int, asked: Sequence[Job]) -> Rules:
         for job in asked:
             size = least_device_seconds(job, job.curves[_REGION], now)
-            if math.isfinite(size):
-                insort(self.sizes, size / max(job.value, 1e-9))
-                self.asked_s += size
-                self.begin_s = min(self.begin_s, now)
-                self.until_s = max(self.until_s, job.deadline_s)
-        if not self.selective or len(self.sizes) < _ENOUGH:
-            return rules
-        if self.asked_s < self.crowded * devices * (self.until_s - self.begin_s):
-            return rules
-        return replace(rules, usual_device_s=self.sizes[len(self.sizes) // 2])
+            self.experience.asked(now, job.deadline_s, size, job.value)
+        overhead = self.rules.overhead
+        return replace(
+            self.rules,
+            change_pause_s=overhead.base_s if overhead.everyone else 0.0,
+            usual_device_s=self.experience.usual_device_s(devices) if self.priced else math.inf,
+            spare_devices=self.spare,
+        )
+
+    def _learn(self, active: Sequence[Running]) -> None:
+        """Take in what was seen: rates on levels that jobs have run on, and what users' best effort has had."""
+        self.served_s.clear()
+        for job in active:
+            self.served_s[job.spec.user] = self.served_s.get(job.spec.user, 0.0) + job.device_s
+            if job.seen_share:
+                rates = self.seen.setdefault(job.name, {})
+                if job.seen_share not in rates:
+                    told = job.believed.rate(job.seen_share)
+                    rates[job.seen_share] = told / job.slowness
+                    self.experience.saw_rate(told, told / job.slowness)
+
+    def _curve(self, job: Running) -> Curve:
+        return self.experience.cautious(job.believed, self.seen.get(job.name, {}) if self.experience.curve_error else {})
 
     def _job(self, job: Running) -> Job:
         spec = job.spec
         first, *later = spec.deadlines or ((math.inf, 0.0),)
         deadline_s = job.promised_s if math.isfinite(job.promised_s) else first[0]
         return Job(
-            job.name, {_REGION: job.believed}, job.left, deadline_s, _REGION, job.share, job.ready_s,
-            first[1], tuple(later), spec.user, served_s=job.device_s,
+            job.name, {_REGION: self._curve(job)}, job.left, deadline_s, _REGION, job.share, job.ready_s,
+            first[1], tuple(later), spec.user,
         )  # fmt: skip
-
-
-def rules_for(devices: int) -> Rules:
-    """Rules with the overheads of ElasticFlow's simulator for a cluster of this size, where any change pauses all."""
-    return Rules(overhead=Overhead(base_s=7.0 if devices >= 256 else 2.0, everyone=True))

@@ -1,0 +1,69 @@
+"""What past jobs teach: how far curves can be trusted, and how large a job usually is."""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Mapping
+
+from scheduler.deadline._curve import Curve, curve_from_table
+
+_QUANTILE = 0.95
+_ENOUGH = 10
+"""So many jobs must have asked before their median says what is usual."""
+_CROWDED = 0.5
+"""Demand is high where what has been asked for is this part of all capacity until the latest deadline."""
+
+
+class Experience:
+    """Kept by whoever asks ``admit``, and fed with what is seen; nothing in it decides by itself.
+
+    Curves: the rate on a level that a job has run on is what was seen there; on others it is what the curve says less
+    the error that was seen so far (its 95th percentile), so that margins grow with the error of the curves, and vanish
+    where curves are right. Sizes: where demand is high, the median request is the usual size that prices start from.
+    """
+
+    def __init__(self, curve_error: float = 0.0) -> None:
+        """`curve_error`: how far off curves may be, as a part, before anything was seen."""
+        self._prior = curve_error
+        self._errors: list[float] = []
+        self._sizes: list[float] = []
+        self._asked_s = 0.0
+        self._begin_s, self._until_s = math.inf, -math.inf
+
+    def saw_rate(self, told: float, seen: float) -> None:
+        """One job's rate on one level, as its curve told it and as it was."""
+        insort(self._errors, max(0.0, 1.0 - seen / told))
+
+    @property
+    def curve_error(self) -> float:
+        """By how much of its rate a level that nobody has seen may be slower than its curve tells."""
+        count = len(self._errors)
+        if not count:
+            return self._prior
+        seen = self._errors[min(count - 1, int(_QUANTILE * count))]
+        return max(seen, self._prior / (1 + count / _ENOUGH))
+
+    def cautious(self, curve: Curve, seen: Mapping[int, float]) -> Curve:
+        """A curve to promise on: `seen` rates by level where there are any, told ones less the error elsewhere."""
+        error = self.curve_error
+        if not seen and not error:
+            return curve
+        rates = {
+            level: seen.get(level, rate * (1.0 - error))
+            for level, rate in zip(curve.levels, curve.rates, strict=True)
+        }
+        return curve_from_table(rates) or curve
+
+    def asked(self, now: float, deadline_s: float, device_s: float, value: float = 1.0) -> None:
+        """A request: the least device seconds that it takes; infinite where it cannot be met at all."""
+        if math.isfinite(device_s):
+            insort(self._sizes, device_s / max(value, 1e-9))
+            self._asked_s += device_s
+            self._begin_s, self._until_s = min(self._begin_s, now), max(self._until_s, deadline_s)
+
+    def usual_device_s(self, devices: int) -> float:
+        """For ``Rules.usual_device_s``; infinite while demand is not high."""
+        if len(self._sizes) < _ENOUGH or self._asked_s < _CROWDED * devices * (self._until_s - self._begin_s):
+            return math.inf
+        return self._sizes[len(self._sizes) // 2]

@@ -1,0 +1,52 @@
+"""Preemptible capacity: cheap while there is slack, left at the last safe moment."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from scheduler.deadline._curve import Curve
+from scheduler.deadline._model import Job, Overhead
+
+
+@dataclass(frozen=True)
+class Refuge:
+    """How a job reaches its deadline on capacity that is not taken away."""
+
+    leave_s: float
+    """The last instant at which it can leave preemptible capacity; now or before: it must leave at once."""
+    share: int
+    """Devices that it then needs; 0: no level meets the deadline any more."""
+
+
+def refuge(job: Job, curve: Curve, now: float, overhead: Overhead, margin: float = 0.03, lost_s: float = 0.0) -> Refuge:
+    """When a job must leave preemptible capacity at the latest, and for which share.
+
+    Of the levels that still meet the deadline, the one that takes the least device time, all changes in it, and of two
+    that are about equal the one that lets it stay longer. `lost_s`: run time that a preemption takes with it, at most;
+    it is kept free, as the job may be preempted on its last instant there.
+    """
+    window = (job.deadline_s - now) * (1.0 - margin)
+    best, least = Refuge(-math.inf, 0), math.inf
+    for level, rate in zip(curve.levels, curve.rates, strict=True):
+        takes_s = job.work / rate + overhead.seconds(level) + lost_s
+        if takes_s <= window and level * takes_s < 0.95 * least:
+            best, least = Refuge(now + window - takes_s, level), level * takes_s
+    if not best.share:
+        fastest = curve.levels[-1]
+        takes_s = job.work / curve.rates[-1] + overhead.seconds(fastest)
+        if now + takes_s <= job.deadline_s:
+            return Refuge(now, fastest)
+    return best
+
+
+def spot_share(job: Job, curve: Curve, now: float, margin: float = 0.03) -> int:
+    """Devices on preemptible capacity: the leanest level that would do the work in half of the time left, if one does.
+
+    The other half is slack for preemptions; with less than that at the fastest level it takes the fastest.
+    """
+    window = max(1e-9, (job.deadline_s - now) * (1.0 - margin))
+    return next(
+        (level for level, rate in zip(curve.levels, curve.rates, strict=True) if job.work / rate <= window / 2),
+        curve.levels[-1],
+    )

@@ -1,0 +1,116 @@
+"""Policies that share without knowing deadlines: after Gandiva, Themis and Pollux. Each is the idea, not the code."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from scheduler.simulate._engine import Decision, Running
+
+
+class TimeSlices:
+    """After Gandiva (OSDI'18): the shares that users asked for, in turns, so that everybody gets somewhere.
+
+    Whoever has run least goes next; packing several jobs onto one device and growing onto idle ones are left out.
+    """
+
+    at_edges = False
+
+    def __init__(self, slot_s: float = 60.0, turn_s: float = 600.0) -> None:
+        self.name, self.slot_s, self.turn_s = "gandiva-like", slot_s, turn_s
+        self.turn_ends_s: dict[str, float] = {}
+
+    def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
+        def place(job: Running) -> tuple[bool, float, float]:
+            in_turn = bool(job.share) and self.turn_ends_s.get(job.name, 0.0) > now
+            return (not in_turn, job.run_s, job.spec.submit_s)
+
+        shares, free = {}, devices
+        for job in sorted(active, key=place):
+            want = min(job.spec.devices, devices)
+            if want <= free:
+                shares[job.name] = want
+                free -= want
+                if not job.share or self.turn_ends_s.get(job.name, 0.0) <= now:
+                    self.turn_ends_s[job.name] = now + self.turn_s
+        waits = len(shares) < len(active)
+        wake_s = min((self.turn_ends_s[name] for name in shares), default=now) if waits else float("inf")
+        return Decision(shares, wake_s=wake_s)
+
+
+class FinishTimeFairness:
+    """After Themis (NSDI'20): leases for those whose finish time suffers most from sharing.
+
+    A job's ρ is the time from submission to its end, were it to go on as it asked for now, over the time that it would
+    take on an equal part of the cluster; the largest ρ is served first. The auction is left out.
+    """
+
+    at_edges = False
+
+    def __init__(self, slot_s: float = 60.0, lease_s: float = 600.0) -> None:
+        self.name, self.slot_s, self.lease_s = "themis-like", slot_s, lease_s
+        self.lease_ends_s: dict[str, float] = {}
+
+    def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
+        part = devices / max(1, len(active))
+
+        def rho(job: Running) -> float:
+            want = min(job.spec.devices, devices)
+            rate = job.believed.rate(want) or job.believed.rates[0]
+            alone_s = job.spec.work / rate / min(1.0, part / want)
+            return (now - job.spec.submit_s + job.left / rate) / alone_s
+
+        def place(job: Running) -> tuple[bool, float]:
+            return (not (job.share and self.lease_ends_s.get(job.name, 0.0) > now), -rho(job))
+
+        shares, free = {}, devices
+        for job in sorted(active, key=place):
+            want = min(job.spec.devices, devices)
+            if want <= free:
+                shares[job.name] = want
+                free -= want
+                if not job.share or self.lease_ends_s.get(job.name, 0.0) <= now:
+                    self.lease_ends_s[job.name] = now + self.lease_s
+        waits = len(shares) < len(active)
+        wake_s = min((self.lease_ends_s[name] for name in shares), default=now) if waits else float("inf")
+        return Decision(shares, wake_s=wake_s)
+
+
+class Speedups:
+    """After Pollux (OSDI'21): elastic shares that make the mean of the speed-ups best, by its power mean with p = -1.
+
+    Rounds of a minute, as there. The greedy search stands for its genetic one, and a share changes only where that
+    pays over two minutes; the batch stays as it is, as the traces say nothing of statistical efficiency.
+    """
+
+    at_edges = False
+
+    def __init__(self, slot_s: float = 60.0) -> None:
+        self.name, self.slot_s = "pollux-like", slot_s
+
+    def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
+        shares = {job.name: 0 for job in active}
+        free = devices
+        heap: list[tuple[float, float, str, int, Running]] = []
+
+        def offer(job: Running) -> None:
+            curve, share = job.believed, shares[job.name]
+            one = curve.rates[0]
+            for level, rate in zip(curve.levels, curve.rates, strict=True):
+                if level > share:
+                    before = one / curve.rate(share) if share else 100.0
+                    gain = (before - one / rate) / (level - share)
+                    if level == job.share:
+                        gain *= 1.25
+                    heapq.heappush(heap, (-gain, job.spec.submit_s, job.name, level, job))
+                    return
+
+        for job in active:
+            offer(job)
+        while heap and free:
+            _, _, name, level, job = heapq.heappop(heap)
+            if level - shares[name] <= free:
+                free -= level - shares[name]
+                shares[name] = level
+                offer(job)
+        return Decision(shares)

@@ -1,0 +1,122 @@
+"""Jobs with deadlines on capacity that is taken away now and then."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from scheduler.deadline import Job, Overhead, refuge, spot_share
+from scheduler.simulate._trace import TraceJob
+
+_REGION = "here"
+_SHORTEST_S = 30.0
+"""A stay on preemptible capacity that would last less is not begun."""
+
+
+@dataclass(frozen=True)
+class SpotSettings:
+    """The market, and what a preemption takes."""
+
+    preempted_per_hour: float
+    """Preemptions of a job, however large its share; Poisson."""
+    price_ratio: float
+    """Price of preemptible capacity over that of capacity on demand."""
+    wait_s: float = 120.0
+    """Until preempted capacity is there again."""
+    lost_s: float = 120.0
+    """Run time lost with a preemption, at most: what was done since the last checkpoint."""
+    overhead: Overhead = field(default_factory=Overhead)
+    margin: float = 0.03
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class SpotRun:
+    """What became of all jobs that capacity on demand alone would bring to their deadline."""
+
+    jobs: int
+    met: int
+    preemptions: int
+    cost: float
+    """In device seconds on demand."""
+    cost_on_demand: float
+    """The same jobs on demand alone, each at its leanest level that meets the deadline."""
+    spot_device_s: float
+    """Device seconds on preemptible capacity."""
+
+
+def simulate_spot(jobs: Sequence[TraceJob], settings: SpotSettings) -> SpotRun:
+    """Run every job by itself on preemptible capacity, which it leaves at the last safe moment.
+
+    Capacity of both kinds is there for all: what is measured is the decision to stay or leave, not a queue.
+    """
+    draw = random.Random(settings.seed)
+    count = met = preemptions = 0
+    cost = on_demand = spot = 0.0
+    for spec in jobs:
+        if not spec.deadlines:
+            continue
+        alone = refuge(_job(spec, spec.submit_s, spec.work), spec.curve, spec.submit_s, settings.overhead, 0.0)
+        if not alone.share:
+            continue
+        count += 1
+        takes_s = spec.work / spec.curve.rate(alone.share) + settings.overhead.seconds(alone.share)
+        on_demand += alone.share * takes_s
+        one = _Stay(spec, settings, draw)
+        end_s = one.run()
+        met += end_s <= spec.deadline_s + 1e-6
+        preemptions += one.preemptions
+        spot += one.spot_s
+        cost += one.spot_s * settings.price_ratio + one.on_demand_s
+    return SpotRun(count, met, preemptions, cost, on_demand, spot)
+
+
+def _job(spec: TraceJob, now: float, left: float) -> Job:
+    return Job(spec.name, {_REGION: spec.curve}, left, spec.deadline_s)
+
+
+class _Stay:
+    """One job, from its submission to its end."""
+
+    def __init__(self, spec: TraceJob, settings: SpotSettings, draw: random.Random) -> None:
+        self.spec, self.settings, self.draw = spec, settings, draw
+        self.preemptions = 0
+        self.spot_s = self.on_demand_s = 0.0
+        """Device seconds of each kind."""
+
+    def run(self) -> float:
+        """The instant at which the job ends."""
+        now, left, share = self.spec.submit_s, self.spec.work, 0
+        curve, overhead = self.spec.curve, self.settings.overhead
+        preempted_s = self._next_preemption(now)
+        while True:
+            job = _job(self.spec, now, left)
+            way_out = refuge(job, curve, now, overhead, self.settings.margin, self.settings.lost_s)
+            begin_s = now if share else now + overhead.seconds(spot_share(job, curve, now, self.settings.margin))
+            if way_out.leave_s - begin_s < _SHORTEST_S:
+                return self._on_demand(now, left, way_out.share)
+            if not share:
+                share = spot_share(job, curve, now, self.settings.margin)
+            rate = curve.rate(share)
+            until_s = min(way_out.leave_s, begin_s + left / rate, preempted_s)
+            self.spot_s += share * (until_s - now)
+            left -= max(0.0, until_s - begin_s) * rate
+            now = until_s
+            if left <= 1e-9:
+                return now
+            if now >= preempted_s:
+                self.preemptions += 1
+                left = min(self.spec.work, left + self.draw.uniform(0, self.settings.lost_s) * rate)
+                share, now = 0, now + self.settings.wait_s
+                preempted_s = self._next_preemption(now)
+
+    def _next_preemption(self, now: float) -> float:
+        return now + self.draw.expovariate(self.settings.preempted_per_hour / 3600)
+
+    def _on_demand(self, now: float, left: float, share: int) -> float:
+        """Go on where nothing is taken away, to the end; where no level meets the deadline any more, at the fastest."""
+        share = share or self.spec.curve.levels[-1]
+        took_s = self.settings.overhead.seconds(share) + left / self.spec.curve.rate(share)
+        self.on_demand_s += share * took_s
+        return now + took_s
