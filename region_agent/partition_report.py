@@ -112,6 +112,7 @@ def report_of(
         error=to_proto(machine.error) if machine.error else None,
         attempt=machine.attempt,
         samples_per_second=meters.get("computed_samples", 0.0) / compute if compute else status.samples_per_second,
+        round_samples_per_second=status.samples_per_second,
         compute_seconds=compute,
         wait_seconds=meters.get("wait_seconds", 0.0),
         applied_updates=status.applied_updates,

@@ -57,6 +57,8 @@ class Report:
     workers: int = 0
     attempt: int = 0
     samples_per_second: float = 0.0
+    round_samples_per_second: float = 0.0
+    """Of one worker, in the last round; `samples_per_second` is the mean of all invocations that have ended."""
     compute_seconds: float = 0.0
     wait_seconds: float = 0.0
     applied_updates: int = 0

@@ -32,6 +32,7 @@ from control_plane.core import (
 )
 from control_plane.service._bell import Bell
 from control_plane.service._draft import Draft, JobEntry, RegionEntry
+from control_plane.service._elasticity import Elasticity
 from control_plane.service._session import AgentSession
 from control_plane.service._wire import job_message
 from control_plane.spec import parse_json
@@ -70,6 +71,7 @@ class Federation:
         self._closed = False
         self.stopping = False
         self._ticked_at = 0.0
+        self._elasticity = Elasticity()
         self._threads = ThreadPoolExecutor(4, "geofed-store")
 
     async def load(self) -> None:
@@ -218,6 +220,7 @@ class Federation:
                 draft.tell_region(name, Tick(draft.at))
             for job_id in list(self.jobs):
                 draft.tell_job(job_id, Tick(draft.at))
+            self._elasticity.review(draft)
 
     def may_fetch(self, region: str, digest: str) -> bool:
         """True where a job that runs in the region is made of this bundle."""

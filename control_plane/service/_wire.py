@@ -53,6 +53,7 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
         workers=message.workers,
         attempt=message.attempt,
         samples_per_second=message.samples_per_second,
+        round_samples_per_second=message.round_samples_per_second,
         compute_seconds=message.compute_seconds,
         wait_seconds=message.wait_seconds,
         applied_updates=message.applied_updates,

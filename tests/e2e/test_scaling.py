@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.running import Running, check_succeeded, digits_sites, eventually
+from support.running import TEMPLATES, Running, check_succeeded, digits_sites, eventually
 
 from deploy.local import LocalFederation
 
@@ -88,3 +88,37 @@ def test_what_cannot_be_is_refused(running: Running) -> None:
         assert told.returncode != 0
         assert code in told.stderr
     running.federation.control_plane("cancel", job, "--yes")
+
+THROTTLED = """
+
+_loss, _dataset, _slow = loss, dataset, False
+
+
+def dataset(uri, split, config):
+    global _slow
+    _slow = _slow or "shanghai" in uri
+    return _dataset(uri, split, config)
+
+
+def loss(model, batch):
+    import time
+
+    time.sleep(len(batch[0]) * (0.003 if _slow else 0.0005))
+    return _loss(model, batch)
+"""
+
+
+def test_a_region_that_is_slower_than_planned_has_the_others_give_up_workers_that_wait(running: Running) -> None:
+    task = (TEMPLATES / "image-classification" / "task.py").read_text() + THROTTLED
+    job = running.submit("train.end.epochs=60", "wan.interval=10", "train.evaluateEvery=0", task=task)
+    planned = {part["region"]: part["workers"] for part in running.describe(job)["plan"]["partitions"]}
+    assert planned["virginia"] == 4
+    ended = running.wait_end(job)
+    check_succeeded(ended)
+    assert _samples(ended) == _expected(ended)
+    scaled = [event for event in running.events(job) if event["kind"] == "partition.scaled"]
+    assert scaled, "nobody was scaled"
+    assert {event["region"] for event in scaled} <= {"virginia", "shanghai"}
+    fewer = next(event["data"] for event in scaled if event["region"] == "virginia")
+    assert (fewer["before"], fewer["workers"]) == (4, 2)
+    assert "of what is left to pay" in fewer["reason"]

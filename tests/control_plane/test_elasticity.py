@@ -1,0 +1,116 @@
+"""When running jobs are looked at again, and how often they may be changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from control_plane.core import JobState, Partition, Report
+from control_plane.service._draft import Draft, JobEntry, RegionEntry
+from control_plane.service._elasticity import FIRST_REST_SECONDS, Elasticity
+from control_plane.service._enrolment import unseen_region
+from control_plane.service._planning import plan_json, snapshot_of, workers_now
+from control_plane.spec import JobSpec, load, to_demand
+from control_plane.store import JobRow
+from geofed_pb.v1 import agent_pb2
+from scheduler import Plan, plan
+from tests.control_plane.fake_agent import catalogue
+
+JOB = """\
+apiVersion: geofed/v1
+kind: TrainingJob
+metadata: {name: digits}
+task: {module: task.py}
+data: {dataset: digits}
+train: {batch: 32, end: {epochs: 500}, workers: WORKERS}
+"""
+
+
+class Watch:
+    """A job over two regions, and the clock."""
+
+    def __init__(self, folder: Path, workers: str = "auto") -> None:
+        (folder / "job.yaml").write_text(JOB.replace("WORKERS", workers))
+        (folder / "task.py").write_text("")
+        self.spec: JobSpec = load(folder / "job.yaml", []).spec
+        self.regions = {name: _live(name) for name in ("a", "b")}
+        chosen = plan(
+            snapshot_of(self.regions.values(), (), []), to_demand(self.spec, "j", datetime.fromtimestamp(0.0, UTC))
+        )
+        assert isinstance(chosen, Plan)
+        self.plan = chosen
+        parts = tuple(Partition(part.region, state="training") for part in chosen.partitions)
+        self.state = JobState("j", 600.0, 0.0, phase="running", partitions=parts)
+        self.elasticity = Elasticity()
+        self.at, self.round = 0.0, 0
+        self.sent: list[tuple[float, dict[str, int]]] = []
+
+    @property
+    def entry(self) -> JobEntry:
+        row = JobRow("j", "digits", "r", "", "", "", self.spec.to_json(), plan_json(self.plan), "", "running", 0.0)
+        return JobEntry(row, self.state, self.spec, self.plan)
+
+    def goes_on(self, seconds: float, **speeds: float) -> None:
+        """Both regions make a round a second, at these speeds."""
+        for _ in range(int(seconds)):
+            self.at, self.round = self.at + 1.0, self.round + 1
+            parts = tuple(
+                replace(p, report=Report(1, "training", round=self.round, round_samples_per_second=speeds[p.region]))
+                for p in self.state.partitions
+            )
+            self.state = replace(self.state, partitions=parts)
+            draft = Draft(self.at, {"j": self.entry}, dict(self.regions))
+            self.elasticity.review(draft)
+            if (changed := draft.changed_jobs.get("j")) is not None:
+                self.state = changed.state
+                commands = [(row.region, agent_pb2.ToAgent.FromString(row.payload)) for row in draft.commands]
+                self.sent.append((self.at, {region: message.scale.workers for region, message in commands}))
+
+
+def _live(name: str) -> RegionEntry:
+    entry = unseen_region(name)
+    state = replace(entry.state, phase="live")
+    return replace(entry, state=state, catalogue=catalogue(name, samples=4000, workers=8))
+
+
+@pytest.mark.parametrize("speed", [450.0, 550.0])
+def test_what_turns_out_about_as_planned_stays(tmp_path: Path, speed: float) -> None:
+    watch = Watch(tmp_path)
+    watch.goes_on(60, a=speed, b=500.0)
+    assert not watch.sent
+
+
+def test_a_change_takes_rounds_and_two_looks_and_then_a_rest(tmp_path: Path) -> None:
+    watch = Watch(tmp_path)
+    watch.goes_on(60, a=100.0, b=500.0)
+    ((first, _),) = watch.sent
+    assert 8.0 <= first <= 15.0
+    before = workers_now(watch.entry)
+    assert before["b"] < 8
+    # Now the other one is slow; the change is taken back only after twice the rest, as it is the second one.
+    watch.goes_on(30, a=500.0, b=500.0)
+    assert len(watch.sent) == 2
+    assert workers_now(watch.entry)["b"] > before["b"]
+    assert watch.sent[1][0] - 60.0 >= FIRST_REST_SECONDS / 2
+    swings = len(watch.sent)
+    for _ in range(10):
+        watch.goes_on(15, a=100.0, b=500.0)
+        watch.goes_on(15, a=500.0, b=500.0)
+    assert len(watch.sent) - swings <= 5, "it goes to and fro less and less"
+
+
+def test_workers_that_the_job_file_states_stay(tmp_path: Path) -> None:
+    watch = Watch(tmp_path, workers="4")
+    watch.goes_on(60, a=50.0, b=500.0)
+    assert not watch.sent
+
+
+def test_a_job_that_is_held_up_is_left_alone(tmp_path: Path) -> None:
+    watch = Watch(tmp_path)
+    a, b = watch.state.partitions
+    watch.state = replace(watch.state, partitions=(replace(a, link="unreachable"), b))
+    watch.goes_on(60, a=50.0, b=500.0)
+    assert not watch.sent
