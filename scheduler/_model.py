@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -116,8 +117,8 @@ class Demand:
     use: tuple[str, ...] = ()
     """Regions to use; empty: all that hold data."""
     avoid: tuple[str, ...] = ()
-    workers: int | None = None
-    """Workers in each region; None: the plan says."""
+    workers: int | Mapping[str, int] | None = None
+    """Workers in each region, or by region; None: the plan says."""
     memory_mb: int | None = None
     slice_seconds: float = 30.0
     interval: int | None = None

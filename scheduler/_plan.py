@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from scheduler._elastic import MUCH_THE_SAME, Option, Staffing, Weighed, options, taken
@@ -29,7 +30,9 @@ def plan(snapshot: Snapshot, demand: Demand) -> Plan | Declined:
     if reasons:
         return Declined(tuple(reasons))
     staffing = [_staffing(region, snapshot, demand) for region in candidates]
-    ways = [Option("", (demand.workers,) * len(candidates))] if demand.workers else list(options(staffing))
+    if isinstance(demand.workers, Mapping) and (unnamed := _unnamed(demand.workers, candidates)):
+        return Declined(unnamed)
+    ways = _ways(candidates, staffing, demand)
     partitions = _partitions(candidates, ways[0], snapshot, demand)
     reasons = [
         reason
@@ -58,6 +61,27 @@ def plan(snapshot: Snapshot, demand: Demand) -> Plan | Declined:
     chosen = replace(chosen, alternatives=(*_other_staff(best, weighed, demand), *chosen.alternatives))
     too_much = _beyond_limits(chosen, weighed, demand)
     return Declined(too_much) if too_much else chosen
+
+
+def _ways(candidates: list[Region], staffing: list[Staffing], demand: Demand) -> list[Option]:
+    """As the demand says, or all that there are."""
+    if demand.workers is None:
+        return list(options(staffing))
+    if isinstance(demand.workers, int):
+        return [Option("", (demand.workers,) * len(candidates))]
+    return [Option("", tuple(demand.workers[region.name] for region in candidates))]
+
+
+def _unnamed(workers: Mapping[str, int], candidates: list[Region]) -> tuple[Reason, ...]:
+    return tuple(
+        Reason(
+            "INADMISSIBLE",
+            f"train.workers has no number for region {region.name}, which holds a shard",
+            f"add {region.name} to train.workers, or keep it out with regions.avoid",
+        )
+        for region in candidates
+        if region.name not in workers
+    )
 
 
 def _planned(

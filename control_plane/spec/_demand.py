@@ -27,7 +27,7 @@ def to_demand(spec: JobSpec, job: str, now: datetime) -> Demand:
         seed=spec.train.seed,
         use=tuple(spec.regions.use),
         avoid=tuple(spec.regions.avoid),
-        workers=_count(spec.train.workers),
+        workers=spec.train.workers if isinstance(spec.train.workers, dict) else _count(spec.train.workers),
         memory_mb=_count(spec.function.memory_mb),
         slice_seconds=spec.function.slice.total_seconds(),
         interval=_count(spec.wan.interval),

@@ -41,6 +41,16 @@ def _duration(value: Any) -> timedelta:
     return parse_duration(value)
 
 
+def _workers(value: Any) -> Any:
+    counts = list(value.values()) if isinstance(value, dict) else [value]
+    for count in counts:
+        if count == "auto" and not isinstance(value, dict):
+            continue
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError("write `auto`, a whole number from 1 on, or such numbers by region, like {frankfurt: 4}")
+    return value
+
+
 def _deadline(value: Any) -> Any:
     if value is None or not isinstance(value, str):
         return value
@@ -60,6 +70,19 @@ AutoOrCount = Annotated[
     int | Literal["auto"],
     PlainValidator(_auto_or_count),
     WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1}]}),
+]
+Workers = Annotated[
+    int | Literal["auto"] | dict[str, int],
+    PlainValidator(_workers),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"const": "auto"},
+                {"type": "integer", "minimum": 1},
+                {"type": "object", "additionalProperties": {"type": "integer", "minimum": 1}},
+            ]
+        }
+    ),
 ]
 Duration = Annotated[
     timedelta,
@@ -131,8 +154,8 @@ class Train(_Section):
     batch: int = Field(ge=1)
     """Samples of one worker in one step."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
-    workers: AutoOrCount = "auto"
-    """Workers in each region."""
+    workers: Workers = "auto"
+    """Workers in each region, or by region, like {frankfurt: 4, shanghai: 2}."""
     end: End
     evaluate_every: int = Field(default=0, ge=0)
     """Rounds between evaluations; 0: only at the end."""

@@ -80,6 +80,10 @@ function: {slice: 11m}
         (("batch: 10", "batch: '10'"), "F:6:16: `train.batch`: input should be a valid integer"),
         (("batch: 10", "batch: 10, batch: 11"), "F:6:20: key `batch` stands here a second time; first in line 6"),
         (("interval: 2", "interval: 0"), "F:7:17: `wan.interval`: write `auto` or a whole number from 1 on"),
+        (
+            ("batch: 10", "batch: 10, workers: {a: 0}"),
+            "F:6:20: `train.workers`: write `auto`, a whole number from 1 on, or such",
+        ),
         (("lostRegion: 2s", "lostRegion: 2"), "F:8:22: `limits.lostRegion`: write a duration like 30s, 10m or 1h30m"),
         (("lostRegion: 2s", "lostRegion: 2x"), "F:8:22: `limits.lostRegion`: '2x' is no duration"),
         (("{width: 8}", "{width: .nan}"), "F:4:33: `task.config`: numbers must be finite"),
@@ -105,6 +109,11 @@ def test_deadlines_are_durations_or_times(job_file: Path) -> None:
     objective = "objective.deadline=2030-01-01T02:00:00+01:00"
     assert to_demand(load(job_file, [objective]).spec, "j", NOW).deadline_seconds == 3600.0
     assert "time zone" in errors_of(job_file, JOB, "objective.deadline=2030-01-01T02:00:00")[0]
+
+
+def test_workers_are_stated_once_or_by_region(job_file: Path) -> None:
+    for told, expected in (("3", 3), ("{a: 2, b: 1}", {"a": 2, "b": 1}), ("auto", None)):
+        assert to_demand(load(job_file, [f"train.workers={told}"]).spec, "j", NOW).workers == expected
 
 
 def test_a_missing_file_has_its_code(tmp_path: Path) -> None:

@@ -101,6 +101,14 @@ def test_busy_workers_are_not_given_twice() -> None:
     assert "wait for a job to end" in declined(snapshot, demand(workers=2))["INADMISSIBLE"]
 
 
+def test_workers_may_be_stated_by_region() -> None:
+    snapshot = Snapshot((region("a"), region("b")))
+    chosen = planned(snapshot, demand(workers={"a": 3, "b": 1, "c": 9}))
+    assert [part.workers for part in chosen.partitions] == [3, 1]
+    assert "no number for region b" in declined(snapshot, demand(workers={"a": 3}))["INADMISSIBLE"]
+    assert "4 workers free, 5 are needed" in declined(snapshot, demand(workers={"a": 5, "b": 1}))["INADMISSIBLE"]
+
+
 def test_a_region_without_the_shard_takes_no_part_unless_it_was_asked_for() -> None:
     snapshot = Snapshot((region("a"), region("b", samples=0)))
     assert [part.region for part in planned(snapshot, demand()).partitions] == ["a"]
