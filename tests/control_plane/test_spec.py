@@ -82,7 +82,7 @@ function: {slice: 11m}
         (("interval: 2", "interval: 0"), "F:7:17: `wan.interval`: write `auto` or a whole number from 1 on"),
         (
             ("batch: 10", "batch: 10, workers: {a: 0}"),
-            "F:6:20: `train.workers`: write `auto`, a whole number from 1 on, or such",
+            "F:6:29: `train.workers`: write `auto`, a whole number from 1 on, or such",
         ),
         (("lostRegion: 2s", "lostRegion: 2"), "F:8:22: `limits.lostRegion`: write a duration like 30s, 10m or 1h30m"),
         (("lostRegion: 2s", "lostRegion: 2x"), "F:8:22: `limits.lostRegion`: '2x' is no duration"),
