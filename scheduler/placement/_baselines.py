@@ -67,7 +67,7 @@ def _priced(sites: Sites, need: Need, parts: list[Part]) -> Placement | None:
     regions = [int(sites.region[site]) for site, _, _ in parts]
     hub = min(regions, key=lambda region: bill_of(sites, need, region, parts).rounds)
     usd = bill_of(sites, need, hub, parts).usd
-    return placement_of(sites, need, Choice(usd, usd, hub, tuple(parts))) if math.isfinite(usd) else None
+    return placement_of(sites, Choice(need, usd, usd, hub, tuple(parts))) if math.isfinite(usd) else None
 
 
 def _at_home(sites: Sites, need: Need) -> dict[int, tuple[int, ...]]:

@@ -8,6 +8,7 @@ its region alone, so the best split is a recursion over subsets, done for all hu
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,6 +28,8 @@ NODES = 64
 class Choice:
     """A placement of one job, as places in the arrays."""
 
+    need: Need
+    """The pace that was chosen."""
     usd: float
     """At list prices."""
     priced_usd: float
@@ -62,20 +65,35 @@ class _Table:
 
 
 def cheapest(
-    sites: Sites, need: Need, limit: Floats, scarcity: Floats | None = None, nodes: int = NODES
+    sites: Sites, paces: Sequence[Need], limit: Floats, scarcity: Floats | None = None, nodes: int = NODES
 ) -> Choice | None:
     """The cheapest placement with at most `limit` units of each site; None: none was found."""
-    return priced(sites, need, limit, scarcity, nodes)[0]
+    return priced(sites, paces, limit, scarcity, nodes)[0]
 
 
 def priced(
-    sites: Sites, need: Need, limit: Floats, scarcity: Floats | None = None, nodes: int = NODES
+    sites: Sites, paces: Sequence[Need], limit: Floats, scarcity: Floats | None = None, nodes: int = NODES
 ) -> tuple[Choice | None, float]:
-    """The cheapest placement, and what none within the limits can cost less than (infinite: there is none).
+    """The cheapest placement at any pace, and what none can cost less than (infinite: there is none).
 
     `scarcity` [site] is added to the price of a unit, in USD for the whole job: the price of a capacity that other
     jobs want. The two figures differ only where `nodes` were not enough, or where more than `WIDE` regions came close.
     """
+    best: Choice | None = None
+    bound = math.inf
+    for need in paces:
+        ceiling = best.priced_usd if best is not None else math.inf
+        choice, least = _paced(sites, need, limit, scarcity, nodes, ceiling)
+        bound = min(bound, least)
+        if choice is not None and choice.priced_usd < ceiling:
+            best = choice
+    return best, bound
+
+
+def _paced(
+    sites: Sites, need: Need, limit: Floats, scarcity: Floats | None, nodes: int, ceiling: float
+) -> tuple[Choice | None, float]:
+    """At one pace; what costs `ceiling` or more need not be found."""
     if need.nowhere:
         return None, math.inf
     unit_usd = sites.usd_per_hour * need.hours
@@ -96,7 +114,9 @@ def priced(
             break
         barred = forbidden.pop()[1]
         found = _best_split(sites, need, _barred(table, barred))
-        if found is None or (best is not None and found.usd >= best.priced_usd):
+        if found is not None:
+            bound = ceiling  # of what is not looked at further
+        if found is None or found.usd >= (ceiling if best is None else min(ceiling, best.priced_usd)):
             continue
         choice = _assembled(sites, need, limit, unit_usd, found)
         if choice is not None and (best is None or choice.priced_usd < best.priced_usd):
@@ -107,7 +127,7 @@ def priced(
             column = int(np.searchsorted(table.regions, meeting[1]))
             forbidden += [(found.usd, (*barred, (union, column))) for union in meeting[0]]
     if best is not None:
-        bound = best.priced_usd
+        bound = min(bound, best.priced_usd)
     return best, min([bound, left_out, *(usd for usd, _ in forbidden)])
 
 
@@ -307,7 +327,7 @@ def _assembled(sites: Sites, need: Need, limit: Floats, unit_usd: Floats, split:
         parts.append((own.start + best, int(units[best]), tuple(sorted(shards[region]))))
         scarce += float(units[best] * (unit_usd[own][best] - sites.usd_per_hour[own][best] * need.hours))
     usd_listed = bill_of(sites, need, split.hub, parts).usd
-    return Choice(usd_listed, usd_listed + scarce, split.hub, tuple(parts))
+    return Choice(need, usd_listed, usd_listed + scarce, split.hub, tuple(parts))
 
 
 def bill_of(sites: Sites, need: Need, hub: int, parts: list[tuple[int, int, tuple[int, ...]]]) -> Bill:
@@ -322,9 +342,10 @@ def bill_of(sites: Sites, need: Need, hub: int, parts: list[tuple[int, int, tupl
     return Bill(compute, servers, copies, rounds)
 
 
-def placement_of(sites: Sites, need: Need, choice: Choice) -> Placement:
+def placement_of(sites: Sites, choice: Choice) -> Placement:
     """A choice in words."""
-    regions, job = sites.federation.regions, need.job
+    need, regions = choice.need, sites.federation.regions
+    job = need.job
     partitions = []
     for site, units, shards in choice.parts:
         at = int(sites.region[site])

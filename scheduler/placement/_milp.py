@@ -1,17 +1,17 @@
 """The whole placement as one mixed-integer program, solved by HiGHS: the referee of the search, for few jobs.
 
-For job j, shard s, region r, site k = (region, device), hub h:
+For job j at pace p (the index is left out below), shard s, region r, site k = (region, device), hub h:
 
     min   sum usd_k n_jk + sum server_r z_jk + sum copy_jsr x_jsr + sum rounds_jrh y_jrh + sum penalty_j u_j
-    s.t.  sum_r x_jsr + u_j = 1                       each shard is trained on once, or the job is refused
+    s.t.  sum_r x_jsr = a_jp,  sum_p a_jp + u_j = 1   one pace, each shard trained on once, or the job is refused
           x_jsr <= sum_{k in r} z_jk <= 1             in a partition, which has one type of device
-          sum_s power_js x_jsr <= sum_{k in r} power_k n_jk      paced to the deadline
+          sum_s power_js x_jsr <= sum_{k in r} power_k n_jk      what the pace asks for
           n_jk <= C_k z_jk,   sum_j n_jk <= C_k
           sum_h y_jrh = sum_{k in r} z_jk             each partition reports to one hub,
-          y_jrh <= y_jhh,   sum_h y_jhh + u_j = 1     the only one, which is itself in use
+          y_jrh <= y_jhh,   sum_h y_jhh = a_jp        the only one, which is itself in use
 
-x, z, u binary, n whole. Only x_jsr that residency, memory and links allow are there. It shares the model's arrays with
-the search, but nothing of how the search decides.
+x, z, a, u binary, n whole. Only x_jsr that residency, memory and links allow are there. It shares the model's arrays
+with the search, but nothing of how the search decides.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ class _Model:
 
 @dataclass
 class _Columns:
-    """Of one job."""
+    """Of one job at one pace."""
 
-    refused: int
+    need: Need
+    taken: int
     shard: dict[tuple[int, int], int] = field(default_factory=dict)
     used: dict[int, int] = field(default_factory=dict)
     units: dict[int, int] = field(default_factory=dict)
@@ -72,31 +73,41 @@ class _Columns:
 
 
 def solve_exactly(
-    sites: Sites, needs: Sequence[Need], free: Floats, penalties: Sequence[float], *, seconds: float = math.inf
+    sites: Sites,
+    needs: Sequence[Sequence[Need]],
+    free: Floats,
+    penalties: Sequence[float],
+    *,
+    seconds: float = math.inf,
 ) -> Exact:
-    """Place all jobs at least cost; after `seconds` of wall time, the best that was found and a bound.
+    """Place all jobs, each at one of its paces, at least cost.
+
+    After `seconds` of wall time it answers with the best that was found, and a bound.
 
     A penalty of infinity means that the job must be placed; `ValueError` where that cannot be.
     """
     model = _Model()
-    columns = [_job(model, sites, need, free, usd) for need, usd in zip(needs, penalties, strict=True)]
+    columns = []
+    for paces, penalty in zip(needs, penalties, strict=True):
+        refused = model.column(0.0, 0.0, True) if math.isinf(penalty) else model.column(penalty, 1.0, True)
+        columns.append([_job(model, sites, need, free) for need in paces])
+        model.row(1.0, 1.0, {refused: 1.0} | {job.taken: 1.0 for job in columns[-1]})
     for site in range(len(free)):
-        terms = {job.units[site]: 1.0 for job in columns if site in job.units}
+        terms = {job.units[site]: 1.0 for paced in columns for job in paced if site in job.units}
         if terms:
             model.row(-math.inf, float(free[site]), terms)
     value, usd, bound, proven = _solve(model, seconds)
-    choices = tuple(_read(sites, need, job, value) for need, job in zip(needs, columns, strict=True))
+    choices = tuple(_read(sites, paced, value) for paced in columns)
     return Exact(choices, usd, bound, proven)
 
 
-def _job(model: _Model, sites: Sites, need: Need, free: Floats, penalty: float) -> _Columns:
-    must = math.isinf(penalty)
-    job = _Columns(model.column(0.0 if must else penalty, 0.0 if must else 1.0, True))
+def _job(model: _Model, sites: Sites, need: Need, free: Floats) -> _Columns:
+    job = _Columns(need, model.column(0.0, 1.0, True))
     allowed = _allowed(need)
     for shard, regions in enumerate(allowed):
         for region in regions:
             job.shard[shard, region] = model.column(float(_copy(sites, need, shard, region)), 1.0, True)
-        model.row(1.0, 1.0, {job.refused: 1.0} | {job.shard[shard, region]: 1.0 for region in regions})
+        model.row(0.0, 0.0, {job.taken: -1.0} | {job.shard[shard, region]: 1.0 for region in regions})
     open_regions = sorted({region for regions in allowed for region in regions})
     for region in open_regions:
         _region(model, sites, need, free, job, region, [s for s, regions in enumerate(allowed) if region in regions])
@@ -148,7 +159,7 @@ def _hub(model: _Model, sites: Sites, need: Need, job: _Columns, regions: list[i
     for (region, hub), column in job.reports.items():
         if region != hub:
             model.row(-math.inf, 0.0, {column: 1.0, job.reports[hub, hub]: -1.0})
-    model.row(1.0, 1.0, {job.refused: 1.0} | {job.reports[region, region]: 1.0 for region in regions})
+    model.row(0.0, 0.0, {job.taken: -1.0} | {job.reports[region, region]: 1.0 for region in regions})
 
 
 def _solve(model: _Model, seconds: float) -> tuple[list[float], float, float, bool]:
@@ -181,9 +192,11 @@ def _solve(model: _Model, seconds: float) -> tuple[list[float], float, float, bo
     return list(solver.getSolution().col_value), info.objective_function_value, info.mip_dual_bound, proven
 
 
-def _read(sites: Sites, need: Need, job: _Columns, value: list[float]) -> Choice | None:
-    if value[job.refused] > 0.5:
+def _read(sites: Sites, paced: list[_Columns], value: list[float]) -> Choice | None:
+    job = next((job for job in paced if value[job.taken] > 0.5), None)
+    if job is None:
         return None
+    need = job.need
     where = {shard: region for (shard, region), column in job.shard.items() if value[column] > 0.5}
     parts = []
     for site, column in sorted(job.units.items()):
@@ -193,4 +206,4 @@ def _read(sites: Sites, need: Need, job: _Columns, value: list[float]) -> Choice
     regions = [int(sites.region[site]) for site, _, _ in parts]
     hub = min(regions, key=lambda region: bill_of(sites, need, region, parts).rounds)
     usd = bill_of(sites, need, hub, parts).usd
-    return Choice(usd, usd, hub, tuple(parts))
+    return Choice(need, usd, usd, hub, tuple(parts))

@@ -15,15 +15,15 @@ from scheduler.placement._model import Federation, Job, Outcome, Placement, Refu
 from scheduler.placement._prices import scarcity_of
 from scheduler.placement._refusal import refusal_of, soonest
 from scheduler.placement._search import Search, by_weight
-from scheduler.placement._sites import Floats, Need, Sites, need_of, sites_of
+from scheduler.placement._sites import Floats, Sites, need_of, paces_of, sites_of
 
 PENALTY = 10.0
 """A refused job counts this many times what it would cost alone: one is refused only where that saves as much."""
 FEW = 500
 """Up to so many jobs the search takes its time."""
-STEPS, STEPS_OF_MANY = 60, 16
+STEPS, STEPS_OF_MANY = 40, 12
 """Towards the prices of scarce capacity."""
-MOVES, MOVES_OF_MANY = 20, 2
+MOVES, MOVES_OF_MANY = 10, 1
 """Of the search, for each job."""
 ONLINE_NODES = 6
 """Splits that are tried for a job that is waiting for an answer."""
@@ -59,10 +59,10 @@ def place(
     free = _free(sites, held)
     needs, alone = [], []
     for job in jobs:
-        need = need_of(sites, job)
-        choice = cheapest(sites, need, free) if need is not None else None
-        if need is not None and choice is not None:
-            needs.append(need)
+        paces = paces_of(sites, job)
+        choice = cheapest(sites, paces, free)
+        if choice is not None:
+            needs.append(paces)
             alone.append(choice)
     penalties = [penalty * choice.usd for choice in alone]
     bound, proven = 0.0, True
@@ -78,13 +78,13 @@ def place(
         moves = len(needs) * (MOVES if few else MOVES_OF_MANY)
         search.improve(moves, scarcity.usd, alone, random.Random(seed))
         choices, bound, proven = search.choices, scarcity.bound_usd, False
-    return _outcome(sites, jobs, needs, free, choices, penalties, bound, proven)
+    return _outcome(sites, jobs, [paces[0].job.name for paces in needs], free, choices, penalties, bound, proven)
 
 
 def _outcome(
     sites: Sites,
     jobs: Sequence[Job],
-    needs: Sequence[Need],
+    names: Sequence[str],
     free: Floats,
     choices: Sequence[Choice | None],
     penalties: Sequence[float],
@@ -92,12 +92,12 @@ def _outcome(
     proven: bool,
 ) -> Outcome:
     left, placed, refused_usd = free.copy(), {}, 0.0
-    for need, choice, penalty in zip(needs, choices, penalties, strict=True):
+    for name, choice, penalty in zip(names, choices, penalties, strict=True):
         if choice is None:
             refused_usd += penalty
         else:
             left[choice.sites] -= choice.units
-            placed[need.job.name] = placement_of(sites, need, choice)
+            placed[name] = placement_of(sites, choice)
     return Outcome(
         placements=tuple(placed[job.name] for job in jobs if job.name in placed),
         refusals=tuple(refusal_of(sites, job, left) for job in jobs if job.name not in placed),
@@ -121,10 +121,13 @@ def place_fastest(
     least: tuple[float, float] | None = None
     while True:
         paced = need_of(sites, job, seconds)
-        choice = cheapest(sites, paced, free) if paced is not None else None
-        if paced is not None and choice is not None:
+        choice = cheapest(sites, [paced], free) if paced is not None else None
+        # Whole units are often faster than asked for; then the job ends sooner, and pays for less.
+        sharper = need_of(sites, job, _seconds(sites, choice)) if choice is not None else None
+        choice = (cheapest(sites, [sharper], free) if sharper is not None else None) or choice
+        if choice is not None:
             if choice.usd <= budget_usd:
-                return placement_of(sites, paced, choice)
+                return placement_of(sites, choice)
             least = min(least or (math.inf, 0.0), (choice.usd, seconds))
         if seconds >= longest:
             break
@@ -151,10 +154,12 @@ class Index:
         return len(self._active)
 
     def offer(self, job: Job) -> Placement | None:
-        """The cheapest placement within what is free now; nothing is held by it. None: see `refusal`."""
-        need = need_of(self._sites, job)
-        choice = cheapest(self._sites, need, self._left, nodes=ONLINE_NODES) if need is not None else None
-        return placement_of(self._sites, need, choice) if need is not None and choice is not None else None
+        """The cheapest placement within what is free now; nothing is held by it. None: see `refusal`.
+
+        It is paced to the deadline: nobody knows what room the jobs will need that are still to come.
+        """
+        choice = cheapest(self._sites, paces_of(self._sites, job)[:1], self._left, nodes=ONLINE_NODES)
+        return placement_of(self._sites, choice) if choice is not None else None
 
     def refusal(self, job: Job) -> Refusal:
         """Why there is no offer, and what would make one possible; takes some tens of offers' time."""
@@ -175,6 +180,13 @@ class Index:
         """Give the machines of a job back. Raises `KeyError` where it has none."""
         for part in self._active.pop(job).partitions:
             self._left[self._sites.index[part.region, part.device]] += part.units
+
+
+def _seconds(sites: Sites, choice: Choice) -> float:
+    """When the slowest partition is through, from the first step."""
+    return choice.need.seconds * max(
+        choice.need.power(shards) / (units * float(sites.power[site])) for site, units, shards in choice.parts
+    )
 
 
 def _free(sites: Sites, held: Held | None) -> Floats:

@@ -38,20 +38,20 @@ class Scarcity:
 
 def scarcity_of(
     sites: Sites,
-    needs: Sequence[Need],
+    needs: Sequence[Sequence[Need]],
     free: Floats,
     penalties: Sequence[float],
     *,
     steps: int,
 ) -> Scarcity:
-    """Walk towards the prices that prove most, in at most so many steps; each prices all jobs."""
+    """Walk towards the prices that prove most, in at most so many steps; each prices all jobs at all their paces."""
     usd = np.zeros_like(free)
     best = Scarcity(usd, -math.inf, ())
-    stride, idle, ceiling = 1.0, 0, math.inf
+    stride, idle = 1.0, 0
     for _ in range(steps):
         wishes, used, bound = [], np.zeros_like(free), -float(usd @ free)
-        for need, penalty in zip(needs, penalties, strict=True):
-            choice, least = priced(sites, need, free, usd)
+        for paces, penalty in zip(needs, penalties, strict=True):
+            choice, least = priced(sites, paces, free, usd)
             if choice is not None and choice.priced_usd >= penalty:
                 choice = None
             wishes.append(choice)
@@ -69,8 +69,7 @@ def scarcity_of(
         length = float(over @ over)
         if length == 0:
             break
-        # The cost to be reached is not known yet; at first it is taken to be a twentieth above what is proven.
-        ceiling = min(ceiling, best.bound_usd * 1.05 + 1e-9)
-        target = max(ceiling, best.bound_usd * 1.01)
+        # The cost to be reached is not known yet; it is taken to be a twentieth above what is proven.
+        target = best.bound_usd + max(abs(best.bound_usd), 1e-9) / 20
         usd = np.maximum(0.0, usd + stride * (target - bound) / length * over)
     return best

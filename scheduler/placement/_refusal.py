@@ -28,7 +28,7 @@ def refusal_of(sites: Sites, job: Job, left: Floats) -> Refusal:
         return _refused(job, text, _later(job, least) if least is not None else "set a later deadline")
     if need.nowhere:
         return Refusal(job.name, tuple(_homeless(sites, need, shard) for shard in need.nowhere))
-    alone = cheapest(sites, need, sites.units)
+    alone = cheapest(sites, [need], sites.units)
     now = soonest(sites, job, left)
     if alone is None:
         ever = soonest(sites, job, sites.units)
@@ -53,7 +53,7 @@ def soonest(sites: Sites, job: Job, left: Floats) -> float | None:
 
     def fits(seconds: float) -> bool:
         need = need_of(sites, job, seconds)
-        return need is not None and cheapest(sites, need, left) is not None
+        return need is not None and cheapest(sites, [need], left) is not None
 
     high = max(1.0, job.deadline_seconds - job.start_seconds)
     while not fits(high):

@@ -26,11 +26,11 @@ class Search:
     def __init__(
         self,
         sites: Sites,
-        needs: Sequence[Need],
+        needs: Sequence[Sequence[Need]],
         free: Floats,
         penalties: Sequence[float],
     ) -> None:
-        """`free` [site] is the capacity for these jobs."""
+        """`free` [site] is the capacity for these jobs, each with its paces."""
         self.choices: list[Choice | None] = [None] * len(needs)
         self.left = free.astype(float)
         self._sites, self._needs, self._penalties = sites, needs, penalties
@@ -106,6 +106,6 @@ class Search:
         return self._penalties[job] if math.isfinite(self._penalties[job]) else 1e15
 
 
-def by_weight(needs: Sequence[Need]) -> list[int]:
+def by_weight(needs: Sequence[Sequence[Need]]) -> list[int]:
     """Jobs that need most power first; few places are left for them later."""
-    return sorted(range(len(needs)), key=lambda job: -float(np.sum(needs[job].powers)))
+    return sorted(range(len(needs)), key=lambda job: -float(np.sum(needs[job][0].powers)))

@@ -17,6 +17,8 @@ Bools = NDArray[np.bool_]
 
 MOST_FREE = 5
 """Groups of shards that may move on their own; the tables have a row for each of their 2^5 - 1 unions."""
+FASTER = (3.0, 9.0)
+"""How many times faster than needed a job may also be run."""
 SLACK = 1e-9
 """Share of a need that may stay unmet, so that rounding errors do not take one unit more."""
 
@@ -127,8 +129,8 @@ class Need:
 def need_of(sites: Sites, job: Job, seconds: float | None = None) -> Need | None:
     """A job's need, when its work is to be done within `seconds`; None where its deadline leaves no time.
 
-    Without `seconds` the job is paced to its deadline: money does not fall with speed, and what runs at the least
-    power leaves the most room. It is never stretched beyond what one unit of the slowest type would take for all.
+    Without `seconds` the job is paced to its deadline: what runs at the least power leaves the most room. It is never
+    stretched beyond what one unit of the slowest type would take for all.
     """
     work = np.array([shard.samples * job.work_per_sample * job.passes for shard in job.shards])
     fits = (sites.memory >= job.memory_bytes) & (sites.units > 0)
@@ -170,6 +172,19 @@ def need_of(sites: Sites, job: Job, seconds: float | None = None) -> Need | None
         round_gb=job.rounds * job.model_bytes / GB,
         round_mbps=job.rounds * job.model_bytes * 8 / 1e6 / seconds,
     )
+
+
+def paces_of(sites: Sites, job: Job) -> tuple[Need, ...]:
+    """A job's need at several paces, the slowest that meets its deadline first; empty where there is none.
+
+    Slow is what leaves most room; fast is cheaper where a whole unit is far more than a region's share needs, and where
+    parameter servers are a large part of the cost.
+    """
+    slowest = need_of(sites, job)
+    if slowest is None or slowest.nowhere:
+        return ()
+    faster = (need_of(sites, job, slowest.seconds / times) for times in FASTER)
+    return (slowest, *(need for need in faster if need is not None and not need.nowhere))
 
 
 def _residents(sites: Sites, shard: Shard) -> Bools:

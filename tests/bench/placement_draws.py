@@ -36,6 +36,20 @@ SCALING = 1.2
 
 
 @dataclass(frozen=True)
+class Kind:
+    """What jobs are like; each figure is the median of a lognormal distribution."""
+
+    shard_gb: float
+    hours_per_gb: float
+    """That a machine of 16 cores takes for a GB, all passes together."""
+    model_mb: float
+
+
+KINDS = {"compute-heavy": Kind(20, 0.5, 200), "data-heavy": Kind(100, 0.1, 100)}
+"""Both need about the same machines: 10 hours of 16 cores for a shard."""
+
+
+@dataclass(frozen=True)
 class Market:
     """Regions with their prices, before anyone says how many machines there are, and all links between them."""
 
@@ -128,24 +142,25 @@ def multiplied_federation(market: Market, count: int, units: int, draw: random.R
     return Federation(tuple(regions), rates[np.ix_(row, row)], egress[np.ix_(row, row)])
 
 
-def drawn_jobs(names: Sequence[str], count: int, draw: random.Random) -> tuple[Job, ...]:
+def drawn_jobs(
+    names: Sequence[str], count: int, draw: random.Random, kind: Kind = KINDS["compute-heavy"]
+) -> tuple[Job, ...]:
     """Jobs over data in 1 to 4 regions; 35 % of the shards may not leave theirs, the others may go anywhere."""
-    return tuple(_job(f"job-{number}", names, draw) for number in range(count))
+    return tuple(_job(f"job-{number}", names, draw, kind) for number in range(count))
 
 
-def _job(name: str, names: Sequence[str], draw: random.Random) -> Job:
+def _job(name: str, names: Sequence[str], draw: random.Random, kind: Kind) -> Job:
     shards = []
     for region in draw.sample(list(names), draw.randint(1, min(4, len(names)))):
-        size = int(draw.lognormvariate(math.log(20e9), 0.8))
+        size = int(draw.lognormvariate(math.log(kind.shard_gb * 1e9), 0.8))
         rule = "region" if draw.random() < LOCKED else "anywhere"
         shards.append(Shard(f"{name}/{region}", region, size // BYTES_PER_SAMPLE + 1, size, rule))
-    # Half an hour of 16 cores for a GB, give or take.
-    work = draw.lognormvariate(math.log(0.5), 0.5) * 3600 * SPEEDS[0] * BYTES_PER_SAMPLE / 1e9
+    work = draw.lognormvariate(math.log(kind.hours_per_gb), 0.5) * 3600 * SPEEDS[0] * BYTES_PER_SAMPLE / 1e9
     return Job(
         name=name,
         shards=tuple(shards),
         deadline_seconds=3600 * draw.uniform(2, 12),
-        model_bytes=int(draw.lognormvariate(math.log(200e6), 0.8)),
+        model_bytes=int(draw.lognormvariate(math.log(kind.model_mb * 1e6), 0.8)),
         rounds=draw.randint(50, 300),
         work_per_sample=work,
         memory_bytes=draw.choice([8, 16, 64]) * 10**9,
