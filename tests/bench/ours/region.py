@@ -74,7 +74,9 @@ def main() -> None:
     _meet(server, shared, told)
     task = f"PEERS = {str(BENCH / 'peers')!r}\n" + (BENCH / "ours" / "sleeping_task.py").read_text()
     options = {**told["options"], "rank": regions.index(given.region), "marks": told["marks"][given.region]}
-    body = invocation(server, task, Path(__file__), config={"options": options}, slice_seconds=LONG_SECONDS, batch=1)
+    body = invocation(
+        server, task, Path(__file__), config={"options": options}, slice_seconds=LONG_SECONDS, region_batch=1
+    )
     outcome = call(body)
     print(outcome, flush=True)
     with contextlib.suppress(Exception):
