@@ -3,7 +3,8 @@
     .venv/bin/python tests/bench/placement_latency.py [--quick] [--json PATH] [--data PATH]
 
 The index is filled with jobs as they come; then, again and again, a job ends and another one asks. The time is that of
-the offer and of taking it, in wall time with one thread, from the job's description to the placement in words.
+the offer and of taking it, from the job's description to the placement in words, in one thread: its time on the
+processor, which does not depend on what else the machine does, and wall time, which does.
 """
 
 from __future__ import annotations
@@ -39,47 +40,53 @@ def main() -> int:
         ]
     filled = time.perf_counter() - begun
     print(f"{drawn.source}; {REGIONS} regions, {len(index)} active jobs, {refused} refused while it filled", end="")
-    print(f" ({filled:.0f} s)\n{'run':>4}{'offers':>8}{'refused':>9}{'median ms':>11}{'p99 ms':>9}{'worst ms':>10}")
+    print(
+        f" ({filled:.0f} s)\n{'run':>4}{'offers':>8}{'refused':>9}{'median ms':>11}{'p99 ms':>9}{'worst ms':>10}{'p99 ms by the wall':>20}"
+    )
     for number in range(QUICK_RUNS if given.quick else RUNS):
         jobs = [replace(job, name=f"run-{number}-{job.name}") for job in drawn_jobs(names, OFFERS, draw)]
         report.runs.append(_run(index, jobs, active, draw) | {"active": len(index)})
         run = report.runs[-1]
         print(
-            f"{number:>4}{OFFERS:>8}{run['refused']:>9}{run['median_ms']:>11.2f}{run['p99_ms']:>9.2f}{run['worst_ms']:>10.2f}"
+            f"{number:>4}{OFFERS:>8}{run['refused']:>9}{run['median_ms']:>11.2f}{run['p99_ms']:>9.2f}"
+            f"{run['worst_ms']:>10.2f}{run['p99_wall_ms']:>20.2f}"
         )
     report.details |= {"regions": REGIONS, "source": drawn.source, "filled_seconds": filled}
-    worst = max(run["p99_ms"] for run in report.runs)
-    report.bars = [
-        Bar.at_most(f"p99 of an offer, {REGIONS} regions, {ACTIVE} active jobs, worst run", worst, "ms", 10.0),
-    ]
+    text = f"p99 of an offer, {REGIONS} regions, {ACTIVE} active jobs, worst run"
+    worst, by_wall = (max(run[key] for run in report.runs) for key in ("p99_ms", "p99_wall_ms"))
+    report.bars = [Bar.at_most(text, worst, "ms", 10.0), Bar.at_most(f"{text}, by the wall", by_wall, "ms", 10.0)]
     return report.close(given.json)
 
 
 def _run(index: Index, jobs: list[Job], active: list[str], draw: random.Random) -> dict[str, float]:
-    took, refused = [], 0
+    took, walls, refused = [], [], 0
     for job in jobs:
         if len(active) >= ACTIVE:
             index.release(active.pop(draw.randrange(len(active))))
+        begun = time.perf_counter()
         milliseconds, missed = _come(index, job, active)
+        walls.append((time.perf_counter() - begun) * 1e3)
         took.append(milliseconds)
         refused += missed
     took.sort()
+    walls.sort()
     return {
         "offers": len(jobs),
         "refused": refused,
         "median_ms": statistics.median(took),
         "p99_ms": took[int(0.99 * len(took))],
         "worst_ms": took[-1],
+        "p99_wall_ms": walls[int(0.99 * len(walls))],
     }
 
 
 def _come(index: Index, job: Job, active: list[str]) -> tuple[float, int]:
-    """Milliseconds, and whether there was no place."""
-    begun = time.perf_counter()
+    """Milliseconds on the processor, and whether there was no place."""
+    begun = time.thread_time()
     placement = index.offer(job)
     if placement is not None:
         index.hold(placement)
-    took = (time.perf_counter() - begun) * 1e3
+    took = (time.thread_time() - begun) * 1e3
     if placement is not None:
         active.append(job.name)
     return took, int(placement is None)
