@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from control_plane.cli import catalogue, export, history, jobs, meta, region, serve, submit, template
+from control_plane.cli import catalogue, export, history, jobs, meta, region, serve, simulate, submit, template
 from control_plane.cli._output import emit_error
 from control_plane.cli._settings import settings
 from geofed_pb.errors import Exit, GeofedError
@@ -50,6 +50,7 @@ app.command("schema")(meta.schema)
 app.command("version")(meta.version)
 app.command("completion")(meta.completion)
 app.command("serve")(serve.serve)
+app.command("simulate")(simulate.simulate)
 
 
 def main() -> None:

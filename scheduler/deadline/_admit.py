@@ -8,10 +8,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scheduler.deadline._fill import Book, fill, wish_of
+from scheduler.deadline._fill import Book, Wish, fill, wish_of
 from scheduler.deadline._model import Capacity, Job, Refusal, Reservation, Rules
 from scheduler.deadline._spread import still_until
 
+_FEW = 200
+"""Up to so many promises a region is filled anew for a job that fits in no other way; beyond, that would take long."""
+_PUSHED_MOST = 12
+"""Jobs that one new job may push out of their places."""
 _STEEPNESS = 6.0
 """An empty region promises jobs exp(6), about 400, times the usual size; a full one only those of the usual size."""
 
@@ -47,7 +51,7 @@ def admit(
     job of the burst that holds the most device time for its value, if that one holds more than it would (after Moore
     and Hodgson, 1968): promised jobs are never dropped. A soft deadline is tried at each of its steps.
 
-    `books` are those of an earlier answer at the same or an earlier instant; they are taken over and changed. Without
+    `books` are those of an earlier answer at the same instant; they are taken over and changed. Without
     them every region is filled anew. Deadlines and curves name regions of `capacities`.
     """
     rules = rules or Rules()
@@ -129,23 +133,22 @@ class _Desk:
             if self._too_dear(region, seconds / max(job.value, 1e-9), seconds, wish.deadline_s):
                 continue
             placed = replace(job, region=region)
-            if self._leaves_spare(region) and self.books[region].take(job.name, wish) is not None:
-                if self._leaves_spare(region) and self._within_quota(region, placed, [*self.new[region], placed]):
+            if self.books[region].take(job.name, wish) is not None:
+                if self._within_quota(region, placed, [*self.new[region], placed]):
                     self.new[region].append(placed)
                     return True
                 self.books[region].give_back(job.name)
                 continue
-            book = self._filled(region, [*self.new[region], placed])
+            book = self._repaired(region, placed, wish)
+            if book is None and len(self.old[region]) + len(self.new[region]) <= _FEW:
+                book = self._filled(region, [*self.new[region], placed])
             if book is not None:
                 before, self.books[region] = self.books[region], book
-                if self._leaves_spare(region) and self._within_quota(region, placed, [*self.new[region], placed]):
+                if self._within_quota(region, placed, [*self.new[region], placed]):
                     self.new[region].append(placed)
                     return True
                 self.books[region] = before
         return False
-
-    def _leaves_spare(self, region: str) -> bool:
-        return not self.rules.spare_devices or int(self.books[region].free.min()) >= self.rules.spare_devices
 
     def _too_dear(self, region: str, price: float, seconds: float, until_s: float) -> bool:
         """Whether a job takes more than is left for jobs of its size; the limit falls as the region fills.
@@ -161,6 +164,36 @@ class _Desk:
         all_of_it = max(float(self.capacities[region].devices) * (until_s - self.now), 1e-9)
         left = max(0.0, free - seconds) / all_of_it
         return price > self.rules.usual_device_s * math.exp(_STEEPNESS * left)
+
+    def _repaired(self, region: str, job: Job, wish: Wish) -> Book | None:
+        """The job as if alone, and those with later deadlines that it pushes out filled again; None: not so."""
+        book = self.books[region].copy()
+        book.displace(job.name, wish)
+        after = (other for other in [*self.old[region], *self.new[region]] if other.deadline_s > job.deadline_s)
+        later = sorted(after, key=lambda other: other.deadline_s, reverse=True)
+        pushed: list[Job] = []
+        while True:
+            short = np.flatnonzero(book.free < 0)
+            if not len(short):
+                break
+            at = float(book.times[short[0]])
+            victim = next((other for other in later if book.holdings[other.name].share_at(at)), None)
+            if victim is None or len(pushed) == _PUSHED_MOST:
+                return None
+            book.give_back(victim.name)
+            later.remove(victim)
+            pushed.append(victim)
+        names = {new.name for new in self.new[region]}
+        for other in reversed(pushed):
+            margin, reserve_s = self._care(other.name in names)
+            again = wish_of(other, other.curves[region], self.now, self.rules, margin, reserve_s)
+            if book.take(other.name, again) is None:
+                return None
+        return book
+
+    def _care(self, is_new: bool) -> tuple[float, float]:
+        rules = self.rules
+        return (rules.margin, rules.reserve_s) if is_new else (rules.kept_margin, rules.kept_reserve_s)
 
     def _filled(self, region: str, new: list[Job]) -> Book | None:
         """Everybody of a region by deadline; None where somebody does not fit."""
@@ -248,15 +281,12 @@ class _Desk:
             return Refusal(job.name, region, reason, earliest_s, math.inf, min(possible, job.work))
         within = book.times < wish.deadline_s
         free = np.maximum(book.free[within], 0)
-        short = next(
-            (
-                extra
-                for extra in range(1, most + 1)
-                if float(spans[within] @ curve.rate_by_free[np.minimum(free + extra, most)]) >= wish.need
-            ),
-            most,
-        )
+        few, many = 0, most
+        while many - few > 1:
+            middle = (few + many) // 2
+            enough = float(spans[within] @ curve.rate_by_free[np.minimum(free + middle, most)]) >= wish.need
+            few, many = (few, middle) if enough else (middle, many)
         reason = f"too few devices are free before its deadline in {region}"
         if job.user in self.rules.quotas:
             reason += f", or the quota of {job.user} is used up"
-        return Refusal(job.name, region, reason, earliest_s, short, min(possible, job.work))
+        return Refusal(job.name, region, reason, earliest_s, many, min(possible, job.work))

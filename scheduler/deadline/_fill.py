@@ -24,6 +24,8 @@ _EXACT_UP_TO = 4096
 
 _AS_CHEAP = 1.2
 """A running job keeps its share where that takes at most so many times the least device time: changes disturb."""
+_ORDERS = 4
+"""Orders in which a region is filled at most, until everybody fits."""
 _PAUSES_AHEAD = 2
 """A planned rise comes earlier by so many pauses: others may change just before it."""
 _SOON, _SOON_S = 0.02, 5.0
@@ -52,6 +54,14 @@ class Holding:
     def most(self) -> int:
         """The most devices that it ever holds."""
         return max(self.first, self.second)
+
+    def share_at(self, at: float) -> int:
+        """Devices at an instant that is not before the first."""
+        if at >= self.end_s:
+            return 0
+        if self.shares is not None and self.times is not None:
+            return int(self.shares[min(int(self.times.searchsorted(at, side="right")) - 1, len(self.shares) - 1)])
+        return self.first if at < self.switch_s else self.second
 
     def rises_s(self, share: int) -> float:
         """The first instant, later than the first, at which it holds more than `share`; infinite: never."""
@@ -91,6 +101,19 @@ class Book:
         self.holdings: dict[str, Holding] = {}
         self.uneasy: set[str] = set()
         """Promised jobs that do not fit with their margin."""
+
+    def copy(self) -> Book:
+        """A book to try something in."""
+        other = Book.__new__(Book)
+        other.now, other.times, other.free = self.now, self.times, self.free.copy()
+        other.holdings, other.uneasy = dict(self.holdings), set(self.uneasy)
+        return other
+
+    def displace(self, name: str, wish: Wish) -> None:
+        """Hold a wish's two levels whether they are free or not: ``free`` may fall below zero."""
+        self.point(wish.switch_s)
+        self.point(wish.deadline_s)
+        self._hold(name, Holding(wish.first, wish.second, wish.switch_s, wish.deadline_s))
 
     def point(self, at: float) -> int:
         """Index of the grid's step that begins at `at`, made where it is not there."""
@@ -188,8 +211,9 @@ class Book:
         """Free what a job holds."""
         held = self.holdings.pop(name)
         if held.shares is not None and held.times is not None:
-            for begin, end, share in zip(held.times[:-1], held.times[1:], held.shares, strict=True):
-                self.free[self.point(float(begin)) : self.point(float(end))] += share
+            end = self.point(float(held.times[-1]))
+            step = held.times.searchsorted(self.times[:end], side="right") - 1
+            self.free[:end] += held.shares[np.minimum(step, len(held.shares) - 1)]
             return
         switch, end = self.point(held.switch_s), self.point(held.end_s)
         self.free[:switch] += held.first
@@ -291,13 +315,34 @@ def fill(
         for job in jobs
     ]
     book, stopped = _fill(now, capacity, region, jobs, wishes, rules, new, uneasy)
-    if (stopped is not None or book.uneasy) and any(wish.stay_s and wish.index < len(wish.curve.ladder[0]) for wish in wishes):
-        for wish in wishes:
-            if wish.index < len(wish.curve.ladder[0]):
-                wish.stay_s = 0.0
-        lean, stopped_lean = _fill(now, capacity, region, jobs, wishes, rules, new, uneasy)
-        if stopped_lean is None and (stopped is not None or len(lean.uneasy) < len(book.uneasy)):
-            return lean, None
+    if stopped is None and not book.uneasy:
+        return book, None
+    missing = {stopped} if stopped is not None else book.uneasy
+    if all(wish.index == len(wish.curve.ladder[0]) for job, wish in zip(jobs, wishes, strict=True) if job.name in missing):
+        return book, stopped
+    # Shares that stay, and the order of deadlines, are good but not always possible: first the least shares, then
+    # those that did not fit before all others.
+    for wish in wishes:
+        if wish.index < len(wish.curve.ladder[0]):
+            wish.stay_s = 0.0
+    order = list(range(len(jobs)))
+    first: list[int] = []
+    for _ in range(_ORDERS):
+        tried = [*first, *(index for index in order if index not in first)]
+        other, stopped_other = _fill(
+            now, capacity, region, [jobs[i] for i in tried], [wishes[i] for i in tried], rules, new, uneasy
+        )
+        if stopped_other is None and (stopped is not None or len(other.uneasy) < len(book.uneasy)):
+            book, stopped = other, None
+        missing = {stopped_other} if stopped_other is not None else other.uneasy
+        ahead = [
+            index
+            for index in order
+            if jobs[index].name in missing and index not in first and wishes[index].index < len(wishes[index].curve.ladder[0])
+        ]
+        if not ahead or (stopped is None and not book.uneasy):
+            break
+        first = [*ahead, *first]
     return book, stopped
 
 

@@ -80,8 +80,6 @@ class Rules:
     """So much of a window needs no margin: in so little time changes can be put off, see ``still_until``."""
     change_pause_s: float = 0.0
     """What changing anything now costs every running job."""
-    spare_devices: int = 0
-    """So many devices of each region are kept back from new promises, for those that fail."""
     usual_device_s: float = math.inf
     """What a job usually takes for each unit of its value, in device seconds. Where a region is nearly full up to a
     job's deadline, only jobs up to so much are promised, and the more is free, the larger ones: a large job must not

@@ -16,7 +16,7 @@ class Deadlines:
     """Job-by-job promises without slots, spare devices by marginal return; see ``scheduler.deadline``.
 
     With a ``slot_s`` arrivals within so much time are one burst. `keep` best effort: jobs whose deadline is refused run
-    on what is left instead of being sent away. `spare` devices are kept back from new promises, for failures.
+    on what is left instead of being sent away.
     """
 
     at_edges = False
@@ -28,10 +28,9 @@ class Deadlines:
         slot_s: float = 0.0,
         curve_error: float = 0.0,
         keep: bool = False,
-        spare: int = 0,
         priced: bool = True,
     ) -> None:
-        self.name, self.slot_s, self.keep, self.spare, self.priced = name, slot_s, keep, spare, priced
+        self.name, self.slot_s, self.keep, self.priced = name, slot_s, keep, priced
         self.rules = rules or Rules()
         self.experience = Experience(curve_error)
         self.seen: dict[str, dict[int, float]] = {}
@@ -68,7 +67,6 @@ class Deadlines:
             self.rules,
             change_pause_s=overhead.base_s if overhead.everyone else 0.0,
             usual_device_s=self.experience.usual_device_s(devices) if self.priced else math.inf,
-            spare_devices=self.spare,
         )
 
     def _learn(self, active: Sequence[Running]) -> None:

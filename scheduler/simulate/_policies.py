@@ -14,26 +14,28 @@ from scheduler.simulate._simple import EarliestDeadline, EarliestDeadlineWithAdm
 _LARGE = 256
 """Devices from which ElasticFlow's simulator charges more for a change."""
 
-POLICIES: Mapping[str, Callable[[Rules, float], Policy]] = {
-    "geofed": lambda rules, slot_s: Deadlines(rules),
-    "elasticflow": lambda rules, slot_s: ElasticFlow(slot_s),
-    "elasticflow-singly": lambda rules, slot_s: ElasticFlow(slot_s, singly=True),
-    "edf": lambda rules, slot_s: EarliestDeadline(slot_s),
-    "edf-pareto": lambda rules, slot_s: EarliestDeadline(0.0, pareto=True),
-    "edf-admission": lambda rules, slot_s: EarliestDeadlineWithAdmission(),
-    "tiresias": lambda rules, slot_s: Tiresias(slot_s),
-    "gandiva-like": lambda rules, slot_s: TimeSlices(slot_s),
-    "themis-like": lambda rules, slot_s: FinishTimeFairness(slot_s),
-    "pollux-like": lambda rules, slot_s: Speedups(slot_s),
+POLICIES: Mapping[str, Callable[[Rules, float, float], Policy]] = {
+    "geofed": lambda rules, slot_s, error: Deadlines(rules, curve_error=error),
+    "elasticflow": lambda rules, slot_s, error: ElasticFlow(slot_s),
+    "elasticflow-singly": lambda rules, slot_s, error: ElasticFlow(slot_s, singly=True),
+    "edf": lambda rules, slot_s, error: EarliestDeadline(slot_s),
+    "edf-pareto": lambda rules, slot_s, error: EarliestDeadline(0.0, pareto=True),
+    "edf-admission": lambda rules, slot_s, error: EarliestDeadlineWithAdmission(),
+    "tiresias": lambda rules, slot_s, error: Tiresias(slot_s),
+    "gandiva-like": lambda rules, slot_s, error: TimeSlices(slot_s),
+    "themis-like": lambda rules, slot_s, error: FinishTimeFairness(slot_s),
+    "pollux-like": lambda rules, slot_s, error: Speedups(slot_s),
 }
-"""By name; made for our rules and, for those that have slots, their length."""
+"""By name; made for our rules, the length of slots, and how far off curves may be: each takes what it knows of."""
 
 
-def policy_named(name: str, devices: int, slot_s: float = 60.0, everyone: bool = True) -> tuple[Policy, Pauses]:
+def policy_named(
+    name: str, devices: int, slot_s: float = 60.0, everyone: bool = True, curve_error: float = 0.0
+) -> tuple[Policy, Pauses]:
     """A policy for a cluster of so many devices, and what changes cost there.
 
     A change takes what ElasticFlow's simulator charges for a cluster of this size; with `everyone` it pauses all
     running jobs, else only those that it changes. Raises ``KeyError`` for a name that is not in ``POLICIES``.
     """
     overhead = Overhead(base_s=7.0 if devices >= _LARGE else 2.0, everyone=everyone)
-    return POLICIES[name](Rules(overhead=overhead), slot_s), Pauses(overhead)
+    return POLICIES[name](Rules(overhead=overhead), slot_s, curve_error), Pauses(overhead)

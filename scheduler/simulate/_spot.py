@@ -99,12 +99,13 @@ class _Stay:
             if not share:
                 share = spot_share(job, curve, now, self.settings.margin)
             rate = curve.rate(share)
-            until_s = min(way_out.leave_s, begin_s + left / rate, preempted_s)
+            end_s = begin_s + left / rate
+            until_s = min(way_out.leave_s, end_s, preempted_s)
             self.spot_s += share * (until_s - now)
+            if until_s == end_s:
+                return end_s
             left -= max(0.0, until_s - begin_s) * rate
             now = until_s
-            if left <= 1e-9:
-                return now
             if now >= preempted_s:
                 self.preemptions += 1
                 left = min(self.spec.work, left + self.draw.uniform(0, self.settings.lost_s) * rate)

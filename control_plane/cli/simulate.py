@@ -1,0 +1,219 @@
+"""`simulate`: what schedulers make of a trace of jobs with deadlines."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from control_plane.cli._options import Output
+from control_plane.cli._output import columns, emit, say
+from control_plane.cli._settings import Format, is_lively
+from control_plane.cli._view import Data
+from geofed_pb.errors import GeofedError
+
+if TYPE_CHECKING:
+    from scheduler.simulate import Run, Tables, TraceJob
+
+_CLUSTER = re.compile(r"([1-9]\d*)x([1-9]\d*)")
+_MOST_DEVICES = 1 << 16
+_DEFAULT_POLICIES = ["geofed", "elasticflow"]
+
+
+def simulate(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="CSV file: ElasticFlow's or Chronus' columns.", show_default=False)
+    ],
+    cluster: Annotated[str, typer.Option("--cluster", metavar="NODESxDEVICES", help="Like 16x4.")],
+    policy: Annotated[
+        list[str] | None,
+        typer.Option("--policy", help="May be given several times; `all`: every one. Default: geofed, elasticflow."),
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="Whose speeds: ../throughputs_DEVICE of the trace.")] = "T4",
+    speeds: Annotated[
+        Path | None, typer.Option("--speeds", metavar="DIR", help="Speeds as MODEL.csv instead.", show_default=False)
+    ] = None,
+    slot: Annotated[float, typer.Option("--slot", min=1, help="Seconds between decisions of slotted policies.")] = 60.0,
+    own_pauses: Annotated[
+        bool, typer.Option("--own-pauses", help="A change pauses only the jobs that it changes, not all.")
+    ] = False,
+    curve_error: Annotated[
+        float, typer.Option("--curve-error", min=0, max=0.5, help="How far off the speeds are that policies see.")
+    ] = 0.0,
+    failures: Annotated[
+        float, typer.Option("--failures", min=0, help="Failures of nodes in 1,000 device hours.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of errors and failures.")] = 1,
+    bound: Annotated[bool, typer.Option("--ceiling", help="Also what no scheduler could exceed.")] = False,
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", help="A row for each job and policy.", show_default=False)
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="An SVG picture.", show_default=False)
+    ] = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Run a trace of jobs with deadlines under several schedulers."""
+    from scheduler.simulate import Incidents, ceiling, policy_named
+    from scheduler.simulate import simulate as run_trace
+
+    nodes, per_node = _cluster(cluster)
+    names = _policies(policy or _DEFAULT_POLICIES)
+    jobs = _jobs(trace, speeds or trace.resolve().parent.parent / f"throughputs_{device}")
+    runs = []
+    for name in names:
+        chosen, pauses = policy_named(name, nodes * per_node, slot, everyone=not own_pauses, curve_error=curve_error)
+        incidents = Incidents(failures / 1000, seed=seed)
+        with _progress(name, len(jobs)) as tell:
+            runs.append(run_trace(jobs, chosen, nodes, per_node, pauses, incidents, curve_error, seed, tell))
+    if csv_file is not None:
+        _write_csv(csv_file, runs)
+    if plot is not None:
+        _write_plot(plot, runs)
+    most = ceiling(jobs, nodes * per_node) if bound else None
+    data = [_view(run, None if most is None else most.met) for run in runs]
+    emit(data, table=_table, name=lambda view: str(view["policy"]))
+
+
+def _cluster(text: str) -> tuple[int, int]:
+    match = _CLUSTER.fullmatch(text)
+    if match is None or int(match[1]) * int(match[2]) > _MOST_DEVICES:
+        raise GeofedError("USAGE", f"{text!r} is no cluster", hint=f"write 16x4; at most {_MOST_DEVICES} devices")
+    return int(match[1]), int(match[2])
+
+
+def _policies(names: Sequence[str]) -> list[str]:
+    from scheduler.simulate import POLICIES
+
+    if "all" in names:
+        return list(POLICIES)
+    for name in names:
+        if name not in POLICIES:
+            raise GeofedError("USAGE", f"there is no policy {name}", hint=f"there are {', '.join(POLICIES)}, or all")
+    return list(dict.fromkeys(names))
+
+
+def _jobs(trace: Path, speeds: Path) -> list[TraceJob]:
+    from scheduler.simulate import TraceError, read_trace
+
+    try:
+        with trace.open(encoding="utf-8", newline="") as lines:
+            jobs = read_trace(lines, _tables(speeds), str(trace))
+    except TraceError as error:
+        hint = "correct the file; docs/deadlines.md says what it may hold"
+        if "no speeds for" in str(error):
+            hint = f"--speeds names the folder with MODEL.csv; it was {speeds}"
+        raise GeofedError("CONFIG_INVALID", str(error), hint=hint) from None
+    except UnicodeDecodeError:
+        raise GeofedError("CONFIG_INVALID", f"{trace} is no text in UTF-8", hint="name a CSV file") from None
+    except OSError as error:
+        raise GeofedError("USAGE", f"cannot read {error.filename or trace}: {error.strerror}", hint="name a file") from None
+    if not jobs:
+        raise GeofedError("CONFIG_INVALID", f"{trace} holds no jobs", hint="a trace has a row for each job")
+    return jobs
+
+
+def _tables(folder: Path) -> Tables:
+    """The speeds in a folder; none where there is no such folder: some traces need none."""
+    from scheduler.simulate import read_table
+
+    found: dict[tuple[str, int], dict[int, float]] = {}
+    for file in sorted(folder.glob("*.csv")):
+        with file.open(encoding="utf-8", newline="") as lines:
+            found |= read_table(lines, file.stem, str(file))
+    return found
+
+
+class _Bar:
+    """A progress bar on stderr."""
+
+    def __init__(self, name: str, jobs: int) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._progress = Progress(console=Console(stderr=True), transient=True)
+        self._task = self._progress.add_task(name, total=jobs)
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        self._progress.start()
+        return lambda done, jobs: self._progress.update(self._task, completed=done)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+def _progress(name: str, jobs: int) -> AbstractContextManager[Callable[[int, int], None]]:
+    return _Bar(name, jobs) if is_lively() else nullcontext(lambda done, jobs: None)
+
+
+def _write_csv(path: Path, runs: Sequence[Run]) -> None:
+    from scheduler.simulate import outcome_rows
+
+    rows = [row for number, run in enumerate(runs) for row in outcome_rows(run)[bool(number) :]]
+    try:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows(rows)
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    say(f"wrote {path}")
+
+
+def _write_plot(path: Path, runs: Sequence[Run]) -> None:
+    from scheduler.simulate import chart
+
+    try:
+        path.write_text(chart(runs), encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    say(f"wrote {path}")
+
+
+def _unwritable(path: Path, error: OSError) -> GeofedError:
+    if error.errno in (28, 122):  # ENOSPC, EDQUOT
+        return GeofedError("DISK_FULL", f"no space left for {path}", hint="free space, or name another file")
+    return GeofedError("USAGE", f"cannot write {path}: {error.strerror}", hint="name another file")
+
+
+def _view(run: Run, most: float | None) -> Data:
+    view: Data = {
+        "policy": run.policy,
+        "jobs": len(run.outcomes),
+        "with_deadline": sum(not job.best_effort for job in run.outcomes),
+        "met": run.met,
+        "ratio": run.ratio,
+        "promised": run.promised,
+        "broken": run.broken,
+        "declined": sum(job.declined for job in run.outcomes),
+        "value": sum(job.value for job in run.outcomes),
+        "device_hours": sum(job.device_s for job in run.outcomes) / 3600,
+        "changes": run.changes,
+        "moved": run.moved,
+        "failures": run.failures,
+    }
+    if most is not None:
+        view["ceiling"] = most
+    return view
+
+
+def _table(views: Sequence[Data]) -> str:
+    heads = ["POLICY", "MET", "JOBS", "RATIO", "PROMISED", "BROKEN", "DECLINED", "VALUE", "DEVICE HOURS"]
+    rows = [
+        [
+            view["policy"], view["met"], view["with_deadline"], f"{100 * view['ratio']:.1f}", view["promised"],
+            view["broken"], view["declined"], f"{view['value']:.0f}", f"{view['device_hours']:.0f}",
+        ]
+        for view in views
+    ]  # fmt: skip
+    if views and "ceiling" in views[0]:
+        heads.append("CEILING")
+        for row, view in zip(rows, views, strict=True):
+            row.append(f"{view['ceiling']:.1f}")
+    return columns(heads, rows)
