@@ -14,7 +14,7 @@ import numpy as np
 from scheduler._model import Reason
 from scheduler.placement._cheapest import Choice, bill_of, placement_of
 from scheduler.placement._model import Federation, Job, Outcome, Placement, Refusal
-from scheduler.placement._sites import SLACK, Floats, Need, Sites, need_of, sites_of
+from scheduler.placement._sites import SLACK, Floats, Need, Sites, need_of, paces_of, sites_of
 
 Part = tuple[int, int, tuple[int, ...]]
 """(site, units, shards)."""
@@ -27,38 +27,42 @@ def load_power_matching(federation: Federation, jobs: Sequence[Job], *, pace: st
     The load power of a region is LP = P / D, what its machines process over the data that is there. With the pace
     "fastest", as published, the region that is slowest with all its machines sets the pace, and the others take the
     cheapest machines that reach the same LP. With "deadline" the pace is the one that just meets the deadline, which
-    leaves more to other jobs and costs less.
+    leaves more to other jobs; with "cheapest" it is whichever of the paces that `place` chooses from costs least.
     """
-    if pace not in ("deadline", "fastest"):
-        raise ValueError('pace is "deadline" or "fastest"')
-    return _in_order(federation, jobs, _matched if pace == "deadline" else _matched_to_slowest)
+    if pace not in ("deadline", "cheapest", "fastest"):
+        raise ValueError('pace is "deadline", "cheapest" or "fastest"')
+    rule = _matched_to_slowest if pace == "fastest" else _matched
+    return _in_order(federation, jobs, rule, any_pace=pace == "cheapest")
 
 
 def greedy(federation: Federation, jobs: Sequence[Job]) -> Outcome:
     """Data stays, and each region gives everything it has (of its strongest type); all wait for the slowest."""
-    return _in_order(federation, jobs, _everything)
+    return _in_order(federation, jobs, _everything, any_pace=False)
 
 
 def cheapest_single_region(federation: Federation, jobs: Sequence[Job]) -> Outcome:
-    """All data goes where the job is cheapest, egress counted; jobs that residency ties to two regions are refused."""
-    return _in_order(federation, jobs, _single)
+    """All data goes where the job is cheapest, at its cheapest pace; jobs that residency ties to two are refused."""
+    return _in_order(federation, jobs, _single, any_pace=True)
 
 
-def _in_order(federation: Federation, jobs: Sequence[Job], rule: Rule) -> Outcome:
+def _in_order(federation: Federation, jobs: Sequence[Job], rule: Rule, *, any_pace: bool) -> Outcome:
     sites = sites_of(federation)
     left = sites.units.copy()
     placements: list[Placement] = []
     refusals = []
     for job in jobs:
-        need = need_of(sites, job)
-        found = rule(sites, need, left) if need is not None and not need.nowhere else None
-        placement = _priced(sites, *found) if found is not None else None
-        if found is None or placement is None:
+        paces = paces_of(sites, job)
+        offers = (rule(sites, need, left) for need in (paces if any_pace else paces[:1]))
+        answers = [(_priced(sites, *offer), offer[1]) for offer in offers if offer is not None]
+        placement, parts = min(
+            answers, key=lambda answer: answer[0].usd if answer[0] is not None else math.inf, default=(None, [])
+        )
+        if placement is None:
             reason = Reason("INADMISSIBLE", f"the rule finds no place for {job.name}", "use `place`")
             refusals.append(Refusal(job.name, (reason,)))
             continue
         placements.append(placement)
-        for site, units, _ in found[1]:
+        for site, units, _ in parts:
             left[site] -= units
     return Outcome(tuple(placements), tuple(refusals))
 
