@@ -5,6 +5,7 @@ For job j at pace p (the index is left out below), shard s, region r, site k = (
     min   sum usd_k n_jk + sum server_r z_jk + sum copy_jsr x_jsr + sum rounds_jrh y_jrh + sum penalty_j u_j
     s.t.  sum_r x_jsr = a_jp,  sum_p a_jp + u_j = 1   one pace, each shard trained on once, or the job is refused
           x_jsr <= sum_{k in r} z_jk <= 1             in a partition, which has one type of device
+          sum_{k in r} z_jk <= sum_s x_jsr            and something to do
           sum_s power_js x_jsr <= sum_{k in r} power_k n_jk      what the pace asks for
           n_jk <= C_k z_jk,   sum_j n_jk <= C_k
           sum_h y_jrh = sum_{k in r} z_jk             each partition reports to one hub,
@@ -141,6 +142,7 @@ def _region(
         model.row(-math.inf, 1.0, here)
     for shard in shards:
         model.row(-math.inf, 0.0, {job.shard[shard, region]: 1.0} | dict.fromkeys(here, -1.0))
+    model.row(-math.inf, 0.0, here | {job.shard[shard, region]: -1.0 for shard in shards})
     given = {job.units[site]: -float(sites.power[site]) for site in own}
     wanted = {job.shard[shard, region]: float(need.powers[shard]) * (1 - SLACK) for shard in shards}
     model.row(-math.inf, 0.0, wanted | given)

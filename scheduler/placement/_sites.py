@@ -130,14 +130,14 @@ def need_of(sites: Sites, job: Job, seconds: float | None = None) -> Need | None
     """A job's need, when its work is to be done within `seconds`; None where its deadline leaves no time.
 
     Without `seconds` the job is paced to its deadline: what runs at the least power leaves the most room. It is never
-    stretched beyond what one unit of the slowest type would take for all.
+    stretched beyond what one unit of the slowest type, or the slowest link, would take for all.
     """
     work = np.array([shard.samples * job.work_per_sample * job.passes for shard in job.shards])
     fits = (sites.memory >= job.memory_bytes) & (sites.units > 0)
     if seconds is None:
         seconds = job.deadline_seconds - job.start_seconds
         if fits.any():
-            seconds = min(seconds, float(work.sum() / sites.power[fits].min()))
+            seconds = min(seconds, max(float(work.sum() / sites.power[fits].min()), _carried(sites, job)))
     if seconds <= 0 or any(shard.region not in sites.federation.index for shard in job.shards):
         return None
     having = np.zeros(len(sites.egress), dtype=bool)
@@ -172,6 +172,15 @@ def need_of(sites: Sites, job: Job, seconds: float | None = None) -> Need | None
         round_gb=job.rounds * job.model_bytes / GB,
         round_mbps=job.rounds * job.model_bytes * 8 / 1e6 / seconds,
     )
+
+
+def _carried(sites: Sites, job: Job) -> float:
+    """Seconds that the slowest link takes for what a job may have to send on one."""
+    rates = sites.mbps[np.isfinite(sites.mbps) & (sites.mbps > 0)]
+    if rates.size == 0:
+        return 0.0
+    largest = max(shard.bytes for shard in job.shards) * max(1.0, job.passes)
+    return float(max(job.rounds * job.model_bytes, largest) * 8 / 1e6 / rates.min())
 
 
 def paces_of(sites: Sites, job: Job) -> tuple[Need, ...]:

@@ -35,13 +35,13 @@ def main() -> int:
     active: list[str] = []
     begun, refused = time.perf_counter(), 0
     while len(active) < ACTIVE:
-        refused += _come(index, replace(drawn_jobs(names, 1, draw)[0], name=f"early-{len(active) + refused}"), active)[
-            1
-        ]
+        job = replace(drawn_jobs(names, 1, draw)[0], name=f"early-{len(active) + refused}")
+        refused += _come(index, job, active)[1]
     filled = time.perf_counter() - begun
     print(f"{drawn.source}; {REGIONS} regions, {len(index)} active jobs, {refused} refused while it filled", end="")
+    print(f" ({filled:.0f} s)")
     print(
-        f" ({filled:.0f} s)\n{'run':>4}{'offers':>8}{'refused':>9}{'median ms':>11}{'p99 ms':>9}{'worst ms':>10}{'p99 ms by the wall':>20}"
+        f"{'run':>4}{'offers':>8}{'refused':>9}{'median ms':>11}{'p99 ms':>9}{'worst ms':>10}{'p99 ms by the wall':>20}"
     )
     for number in range(QUICK_RUNS if given.quick else RUNS):
         jobs = [replace(job, name=f"run-{number}-{job.name}") for job in drawn_jobs(names, OFFERS, draw)]

@@ -91,7 +91,7 @@ def test_nothing_is_ever_violated(world: World) -> None:
 def test_baselines_violate_nothing_either(world: World) -> None:
     where, jobs = world
     outcomes = [rule(where, jobs) for rule in (load_power_matching, greedy, cheapest_single_region)]
-    outcomes.append(load_power_matching(where, jobs, pace="fastest"))
+    outcomes += [load_power_matching(where, jobs, pace=pace) for pace in ("cheapest", "fastest")]
     for outcome in outcomes:
         assert audit(where, jobs, outcome) == ()
 
