@@ -105,7 +105,7 @@ def _paced(
         return None, math.inf
     left_out = math.inf
     if len(table.regions) > WIDE and need.free:
-        table, left_out = _narrowed(sites, need, table)
+        table, left_out = _narrowed(sites, need, table, limit, unit_usd)
     best: Choice | None = None
     bound = math.inf
     forbidden: list[tuple[float, tuple[tuple[int, int], ...]]] = [(-math.inf, ())]
@@ -165,7 +165,7 @@ def _table(sites: Sites, need: Need, limit: Floats, unit_usd: Floats) -> _Table 
     for place, (shards, allowed) in enumerate(zip(need.free, need.allowed, strict=True)):
         bit = 1 << place
         powers[bit : 2 * bit] = powers[:bit] + need.power(shards)
-        own = sum(_copy(sites, need, shard, regions) for shard in shards)
+        own = sum(copy_usd(sites, need, shard, regions) for shard in shards)
         copies[bit : 2 * bit] = copies[:bit] + np.where(allowed, own, math.inf)
     usd = _covered(powers[:, None], sites.power, unit_usd, limit)
     added = np.minimum.reduceat(usd, sites.starts, axis=1) + copies
@@ -179,13 +179,13 @@ def _table(sites: Sites, need: Need, limit: Floats, unit_usd: Floats) -> _Table 
             return None
         added[:, region] = together - together[0] + copies[:, region]
         pinned_usd += float(together[0] + sites.server_usd_per_hour[region] * need.hours)
-        pinned_usd += sum(float(_copy(sites, need, shard, region)) for shard in shards)
-        hub_usd = hub_usd + _rounds(sites, need, np.array([region]), regions)[0]
+        pinned_usd += sum(float(copy_usd(sites, need, shard, region)) for shard in shards)
+        hub_usd = hub_usd + rounds_usd(sites, need, np.array([region]), regions)[0]
     added[0] = 0.0
     return _Table(regions, added, np.array(list(need.pinned), dtype=np.intp), pinned_usd, hub_usd)
 
 
-def _copy(sites: Sites, need: Need, shard: int, regions: Ints | int) -> Floats:
+def copy_usd(sites: Sites, need: Need, shard: int, regions: Ints | int) -> Floats:
     """USD of a shard's way to some regions; where there is no way it may be anything."""
     held = need.job.shards[shard]
     egress = sites.egress[sites.federation.index[held.region], regions]
@@ -198,7 +198,7 @@ def _covered(powers: Floats, power: Floats, price: Floats, most: Floats) -> Floa
     return np.where(units <= most, units * price, math.inf)
 
 
-def _rounds(sites: Sites, need: Need, regions: Ints, hubs: Ints) -> Floats:
+def rounds_usd(sites: Sites, need: Need, regions: Ints, hubs: Ints) -> Floats:
     """[region, hub] USD of all rounds between two regions, up and down; infinite where the link is too slow."""
     if need.round_gb == 0:
         return np.zeros((len(regions), len(hubs)))
@@ -223,7 +223,7 @@ def _split(row: list[float]) -> tuple[list[float], list[int]]:
     return best, first
 
 
-def _narrowed(sites: Sites, need: Need, table: _Table) -> tuple[_Table, float]:
+def _narrowed(sites: Sites, need: Need, table: _Table, limit: Floats, unit_usd: Floats) -> tuple[_Table, float]:
     """The table with the regions that may be of use, and what any placement costs that uses one left out.
 
     A region is of no use where even the best that the other unions could add, without any rounds, makes it dearer than
@@ -232,13 +232,14 @@ def _narrowed(sites: Sites, need: Need, table: _Table) -> tuple[_Table, float]:
     added, everything = table.added, len(table.added) - 1
     seeds = np.argpartition(added[1:], SEEDS, axis=1)[:, :SEEDS]
     kept = np.unique(np.concatenate([seeds.ravel(), table.pinned_at]))
-    guess = _best_split(sites, need, _part(table, kept))
+    split = _best_split(sites, need, _part(table, kept))
+    guess = _assembled(sites, need, limit, unit_usd, split) if split is not None else None
     floor = table.pinned_usd + (float(table.hub_usd.min()) if len(table.pinned_at) else 0.0)
     rest, _ = _split([float(usd) for usd in added.min(axis=1)])
     others = np.array(rest)[everything ^ np.arange(1, everything + 1)]
     least = (added[1:] + others[:, None]).min(axis=0) + floor
     least[kept] = math.inf
-    useful = np.flatnonzero(least <= (guess.usd if guess is not None else math.inf))
+    useful = np.flatnonzero(least <= (guess.priced_usd if guess is not None else math.inf))
     useful = useful[np.isfinite(least[useful])]
     left_out = math.inf
     if len(useful) > WIDE:
@@ -261,7 +262,7 @@ def _best_split(sites: Sites, need: Need, table: _Table) -> _Split | None:
             return None
         hub = int(table.pinned_at[at_pinned.argmin()])
         return _Split(float(table.pinned_usd + at_pinned.min()), int(regions[hub]), ())
-    rounds = _rounds(sites, need, regions, regions)
+    rounds = rounds_usd(sites, need, regions, regions)
     rounds[table.pinned_at] = 0.0  # their rounds are in `hub_usd`
     # [union, hub]: each union in the region that is best for that hub
     least = np.array([(added[union][:, None] + rounds).min(axis=0) for union in range(everything + 1)])
@@ -337,8 +338,8 @@ def bill_of(sites: Sites, need: Need, hub: int, parts: list[tuple[int, int, tupl
         region = int(sites.region[site])
         compute += units * float(sites.usd_per_hour[site]) * need.hours
         servers += float(sites.server_usd_per_hour[region]) * need.hours
-        copies += sum(float(_copy(sites, need, s, region)) for s in shards)
-        rounds += float(_rounds(sites, need, np.array([region]), np.array([hub]))[0, 0])
+        copies += sum(float(copy_usd(sites, need, s, region)) for s in shards)
+        rounds += float(rounds_usd(sites, need, np.array([region]), np.array([hub]))[0, 0])
     return Bill(compute, servers, copies, rounds)
 
 

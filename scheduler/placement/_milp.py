@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler.placement._cheapest import Choice, _copy, _rounds, bill_of
+from scheduler.placement._cheapest import Choice, bill_of, copy_usd, rounds_usd
 from scheduler.placement._sites import SLACK, Floats, Need, Sites
 
 GAP = 1e-4
@@ -107,7 +107,7 @@ def _job(model: _Model, sites: Sites, need: Need, free: Floats) -> _Columns:
     allowed = _allowed(need)
     for shard, regions in enumerate(allowed):
         for region in regions:
-            job.shard[shard, region] = model.column(float(_copy(sites, need, shard, region)), 1.0, True)
+            job.shard[shard, region] = model.column(float(copy_usd(sites, need, shard, region)), 1.0, True)
         model.row(0.0, 0.0, {job.taken: -1.0} | {job.shard[shard, region]: 1.0 for region in regions})
     open_regions = sorted({region for regions in allowed for region in regions})
     for region in open_regions:
@@ -150,7 +150,7 @@ def _region(
 
 def _hub(model: _Model, sites: Sites, need: Need, job: _Columns, regions: list[int]) -> None:
     places = np.array(regions)
-    usd = _rounds(sites, need, places, places)
+    usd = rounds_usd(sites, need, places, places)
     for a, region in enumerate(regions):
         for b, hub in enumerate(regions):
             if math.isfinite(usd[a, b]):
