@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
 from sync.codec._contract import Tensors
+from sync.codec._slabs import Slab, in_slabs
 from sync.layout import Vector
 
 __all__ = ["BFloat16", "Float32", "Int8Blocks"]
 
 _LARGEST_BF16 = np.uint32(0x7F7F0000)
+_SLAB = 1 << 15
+"""Coordinates that are coded together: a multiple of the block; what arises on the way stays in the cache."""
 
 
 def require(condition: object, what: str) -> None:
@@ -26,6 +31,9 @@ class Float32:
 
     def encode(self, vector: Vector) -> Tensors:
         return {"delta": vector}
+
+    def apart(self, size: int) -> Iterator[Slab]:
+        return in_slabs(self, size, _SLAB)
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         delta = tensors.get("delta")
@@ -46,6 +54,9 @@ class BFloat16:
         if overflown.any():
             rounded[overflown] = (bits[overflown] & np.uint32(0x80000000)) | _LARGEST_BF16
         return {"bf16": (rounded >> np.uint32(16)).astype(np.uint16)}
+
+    def apart(self, size: int) -> Iterator[Slab]:
+        return in_slabs(self, size, _SLAB)
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         halves = tensors.get("bf16")
@@ -76,6 +87,9 @@ class Int8Blocks:
         np.rint(scaled, out=scaled)
         np.clip(scaled, -127, 127, out=scaled)
         return {"int8": scaled.astype(np.int8).reshape(-1)[: vector.size], "exponents": exponents}
+
+    def apart(self, size: int) -> Iterator[Slab]:
+        return in_slabs(self, size, _SLAB)
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         values, exponents = tensors.get("int8"), tensors.get("exponents")

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sync.codec._contract import Codec, Tensors
+from sync.codec._slabs import apart, joined
 from sync.layout import Vector
 
 __all__ = ["ErrorFeedback"]
@@ -30,26 +31,48 @@ class ErrorFeedback:
 
     def encode(
         self,
-        delta: Vector,
+        end: Vector,
         part: slice = _ALL,
         keep: Callable[[Vector], npt.NDArray[np.bool_]] | None = None,
+        since: Vector | None = None,
     ) -> tuple[Tensors, Vector]:
         """Encode a change together with what was held back; returns the arrays, and what they decode to.
 
-        Only the coordinates of ``part`` are sent, and of those only the ones that ``keep`` names when it is shown what
-        would be sent, shape (part,). What the arrays decode to has the length of the part.
+        The change is ``end``, less ``since`` where that is given. Only the coordinates of ``part`` are sent, and of
+        those only the ones that ``keep`` names when it is shown what would be sent, shape (part,). What the arrays
+        decode to has the length of the part.
         """
         if self.residual is None and not self.codec.lossy and part == _ALL and keep is None:
+            delta = end if since is None else end - since
             return self.codec.encode(delta), delta
-        whole = delta.astype(np.float64) if self.residual is None else np.add(self.residual, delta, out=self.residual)
-        chosen = whole[part].astype(np.float32)
-        if keep is not None:
-            chosen[~keep(chosen)] = 0.0
-        tensors = self.codec.encode(chosen)
-        sent = self.codec.decode(tensors, chosen.size)
-        whole[part] -= sent
-        self.residual = whole
-        return tensors, sent
+        if fresh := self.residual is None:
+            self.residual = np.empty(end.size)
+        begin, stop, _ = part.indices(end.size)
+        for around in (slice(0, begin), slice(stop, end.size)):
+            self._add(end, since, around, fresh=fresh)
+        sent, parts = np.empty(stop - begin, np.float32), []
+        slabs = apart(self.codec, sent.size) if keep is None else [(slice(0, sent.size), self.codec)]
+        for slab, codec in slabs:
+            # All that is done with a slab is done while it is in the cache.
+            whole = self._add(end, since, slice(begin + slab.start, begin + slab.stop), fresh=fresh)
+            chosen = whole.astype(np.float32)
+            if keep is not None:
+                chosen[~keep(chosen)] = 0.0
+            parts.append(codec.encode(chosen))
+            sent[slab] = codec.decode(parts[-1], chosen.size)
+            whole -= sent[slab]
+        return joined(parts), sent
+
+    def _add(self, end: Vector, since: Vector | None, part: slice, *, fresh: bool) -> npt.NDArray[np.float64]:
+        """Add a part of a change to what is held back of it, or put it there; returns a view of that."""
+        assert self.residual is not None
+        whole = self.residual[part]
+        delta = end[part] if since is None else end[part] - since[part]
+        if fresh:
+            whole[...] = delta
+        else:
+            whole += delta
+        return whole
 
     def settle(self, delta: Vector, sent: Vector, part: slice = _ALL) -> None:
         """Account for an update that was encoded before, in another life of this stream."""

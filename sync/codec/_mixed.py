@@ -7,10 +7,13 @@ GeoMX (MPQ, docs/source/accelerator.rst) leaves small tensors dense as well.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from sync.codec._contract import Codec, Tensors
 from sync.codec._dense import Float32, require
+from sync.codec._slabs import Slab, apart
 from sync.layout import Vector
 
 __all__ = ["MIXED", "Mixed"]
@@ -29,6 +32,10 @@ class Mixed:
     def encode(self, vector: Vector) -> Tensors:
         state = self._state.encode(vector[self._trained :])["delta"]
         return {**self._bulk.encode(vector[: self._trained]), "state": state}
+
+    def apart(self, size: int) -> Iterator[Slab]:
+        yield from apart(self._bulk, min(self._trained, size))
+        yield slice(min(self._trained, size), size), Mixed(self._bulk, 0)
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         require("state" in tensors and size >= self._trained, "no state")

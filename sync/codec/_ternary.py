@@ -3,10 +3,14 @@ error feedback, which makes up for the bias of rounding to the nearest (Karimire
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+import numpy.typing as npt
 
 from sync.codec._contract import Tensors
 from sync.codec._dense import _in_rows, _powers, require
+from sync.codec._slabs import Slab, in_slabs, joined
 from sync.layout import Vector
 
 __all__ = ["Ternary"]
@@ -14,11 +18,13 @@ __all__ = ["Ternary"]
 _LEAST, _MOST = -126, 120
 _SCALE = 1.2
 """Of the scale over the root mean square: what loses least of a normally distributed block is 1.22."""
-_PLACES = np.array([1, 3, 9, 27, 81], np.uint8)
-
-
-_VALUES = (np.arange(243)[:, None] // _PLACES.astype(np.int64) % 3 - 1).astype(np.float32)
+_PLACES = np.array([1, 3, 9, 27, 81])
+_VALUES = (np.arange(243)[:, None] // _PLACES % 3 - 1).astype(np.float32)
 """The five coordinates of each byte, in units of the scale, shape (243, 5)."""
+_SLAB = 28 * 5 * 256
+"""Coordinates that are coded together: whole blocks and whole bytes; what arises on the way stays in the cache."""
+_TINY, _HUGE = np.float32(2.0**-80), np.float32(2.0**120)
+"""Sums of squares between these have lost nothing that matters in float32."""
 
 
 class Ternary:
@@ -31,21 +37,27 @@ class Ternary:
     _BLOCK = 256
 
     def encode(self, vector: Vector) -> Tensors:
-        blocks = _in_rows(vector, self._BLOCK)
-        square = np.einsum("ij,ij->i", blocks, blocks, dtype=np.float64)
+        return joined([self._encode_slab(vector[part]) for part, _ in self.apart(vector.size)])
+
+    def apart(self, size: int) -> Iterator[Slab]:
+        return in_slabs(self, size, _SLAB)
+
+    def _encode_slab(self, vector: Vector) -> Tensors:
+        size = vector.size
+        blocks = vector.reshape(-1, self._BLOCK) if size % self._BLOCK == 0 else _in_rows(vector, self._BLOCK)
+        square = _squares(blocks)
         filled = np.full(len(blocks), self._BLOCK, np.float64)
         if filled.size:
-            filled[-1] = vector.size - self._BLOCK * (len(blocks) - 1)
+            filled[-1] = size - self._BLOCK * (len(blocks) - 1)
         exact = np.maximum(_SCALE * np.sqrt(square / filled), 2.0**-140)
         exponents = np.clip(np.rint(np.log2(exact)), _LEAST, _MOST).astype(np.int8)
         half = _powers(exponents, _LEAST, _MOST)[:, None] / 2
-        fives = np.ones((-(-vector.size // 5), 5), np.uint8)
-        fives.reshape(-1)[: vector.size] += (blocks >= half).reshape(-1)[: vector.size]
-        fives.reshape(-1)[: vector.size] -= (blocks <= -half).reshape(-1)[: vector.size]
-        packed = fives[:, 0] * _PLACES[0]
-        for digit in range(1, 5):
-            packed += fives[:, digit] * _PLACES[digit]
-        return {"trits": packed, "exponents": exponents}
+        trits = (blocks >= half).view(np.int8) - (blocks <= -half).view(np.int8)
+        fives = np.zeros((-(-size // 5), 5), np.float32)
+        fives.reshape(-1)[:size] = trits.reshape(-1)[:size]
+        # All sums are whole numbers up to 121: exact in float32, whichever way they are added.
+        packed = fives @ _PLACES.astype(np.float32) + np.float32(_PLACES.sum())
+        return {"trits": packed.astype(np.uint8), "exponents": exponents}
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         trits, exponents = tensors.get("trits"), tensors.get("exponents")
@@ -54,7 +66,26 @@ class Ternary:
         require(exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,), "no scales")
         packed = np.asarray(trits, np.uint8)
         require(packed.size == 0 or packed.max() < 243, "a byte holds more than five trits")
-        values = _VALUES[packed]
-        blocks = _in_rows(values.reshape(-1)[:size], self._BLOCK)
-        blocks *= _powers(np.asarray(exponents), _LEAST, _MOST)[:, None]
-        return blocks.reshape(-1)[:size]
+        scales = _powers(np.asarray(exponents), _LEAST, _MOST)
+        # Whole rows of fives and of blocks: the last of each may be partly filled.
+        out = np.empty(max(5 * fives, self._BLOCK * rows), np.float32)
+        out[5 * fives :] = 0.0
+        for part, _ in self.apart(size):
+            bytes_ = slice(part.start // 5, -(-part.stop // 5))
+            coordinates = out[5 * bytes_.start : 5 * bytes_.stop].reshape(-1, 5)
+            np.take(_VALUES, packed[bytes_], axis=0, out=coordinates, mode="clip")
+            blocks = slice(part.start // self._BLOCK, -(-part.stop // self._BLOCK))
+            scaled = out[self._BLOCK * blocks.start : self._BLOCK * blocks.stop].reshape(-1, self._BLOCK)
+            scaled *= scales[blocks, None]
+        return out[:size]
+
+
+def _squares(blocks: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """Sum of squares of each row, in float64 where float32 does not hold them."""
+    with np.errstate(over="ignore"):
+        square = np.einsum("ij,ij->i", blocks, blocks)
+    exact: npt.NDArray[np.float64] = square.astype(np.float64)
+    odd = ~((square > _TINY) & (square < _HUGE))
+    if odd.any():
+        exact[odd] = np.einsum("ij,ij->i", blocks[odd], blocks[odd], dtype=np.float64)
+    return exact

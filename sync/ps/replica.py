@@ -140,7 +140,7 @@ class Replica:
         begin, stop, _ = part.indices(end.size)
         used = with_state(used, self.trained - begin, stop - begin)
         self._feedback.codec = used
-        tensors, sent = self._feedback.encode(end - self._start, part, keep)
+        tensors, sent = self._feedback.encode(end, part, keep, since=self._start)
         self._feedback.codec = codec
         return Made(tensors, used, part, sent)
 

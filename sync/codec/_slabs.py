@@ -1,0 +1,42 @@
+"""Vectors coded slab by slab, so that what arises on the way stays in the processor's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from sync.codec._contract import Codec, Tensors
+
+__all__ = ["Slab", "apart", "in_slabs", "joined"]
+
+Slab = tuple[slice, Codec]
+"""Coordinates, and what codes them."""
+
+
+@runtime_checkable
+class Apart(Protocol):
+    """A codec whose vectors can be cut."""
+
+    def apart(self, size: int) -> Iterator[Slab]:
+        """Slabs of a vector of ``size``, in order: their arrays, joined, are the vector's."""
+
+
+def apart(codec: Codec, size: int) -> Iterator[Slab]:
+    """Slabs of a vector of ``size``; a single one for a codec that must see the whole."""
+    return codec.apart(size) if isinstance(codec, Apart) else iter([(slice(0, size), codec)])
+
+
+def in_slabs(codec: Codec, size: int, slab: int) -> Iterator[Slab]:
+    """Slabs of so many coordinates, the last one shorter, all coded alike; one that is empty where ``size`` is 0."""
+    for at in range(0, max(size, 1), slab):
+        yield slice(at, min(at + slab, size)), codec
+
+
+def joined(parts: Sequence[Tensors]) -> Tensors:
+    """Arrays of slabs as those of the vector: one behind the other, by name."""
+    if len(parts) == 1:
+        return parts[0]
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: np.concatenate([part[name] for part in parts if name in part]) for name in names}
