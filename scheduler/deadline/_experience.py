@@ -11,6 +11,8 @@ from scheduler.deadline._curve import Curve, curve_from_table
 _QUANTILE = 0.95
 _ENOUGH = 10
 """So many jobs must have asked before their median says what is usual."""
+_MEMORY_S = 1800.0
+"""How far back pauses are remembered."""
 _CROWDED = 0.5
 """Demand is high where what has been asked for is this part of all capacity until the latest deadline."""
 
@@ -28,6 +30,7 @@ class Experience:
         self._prior = curve_error
         self._errors: list[float] = []
         self._sizes: list[float] = []
+        self._paused, self._paused_s = 0.0, -math.inf
         self._asked_s = 0.0
         self._begin_s, self._until_s = math.inf, -math.inf
 
@@ -54,6 +57,15 @@ class Experience:
             for level, rate in zip(curve.levels, curve.rates, strict=True)
         }
         return curve_from_table(rates) or curve
+
+    def paused(self, now: float, seconds: float) -> None:
+        """Everybody was paused."""
+        self._paused = self.pause_share(now) + seconds / _MEMORY_S
+        self._paused_s = now
+
+    def pause_share(self, now: float) -> float:
+        """The part of the time that pauses of everybody have taken of late."""
+        return self._paused * math.exp((self._paused_s - now) / _MEMORY_S) if self._paused else 0.0
 
     def asked(self, now: float, deadline_s: float, device_s: float, value: float = 1.0) -> None:
         """A request: the least device seconds that it takes; infinite where it cannot be met at all."""

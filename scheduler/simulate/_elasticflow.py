@@ -3,7 +3,8 @@
 Written anew from what that simulator does, its quirks included, so that our own policy has the real rival in the same
 simulation: shares are filled by deadline over slots; whatever arrives within a slot is decided on together; nothing
 that changes take is planned for; spare devices go to the job whose device time grows the most. `singly` makes the one
-change that helps it most: the jobs of a burst are admitted one by one, by deadline.
+change that helps it most: the jobs of a burst are admitted one by one, by deadline. `keep`: whoever has no promise runs
+on what is left instead of being sent away, as soft deadlines and best effort do there.
 """
 
 from __future__ import annotations
@@ -81,10 +82,12 @@ class ElasticFlow:
 
     at_edges = True
 
-    def __init__(self, slot_s: float = 60.0, singly: bool = False) -> None:
-        self.slot_s, self.singly = slot_s, singly
+    def __init__(self, slot_s: float = 60.0, singly: bool = False, keep: bool = False) -> None:
+        self.slot_s, self.singly, self.keep = slot_s, singly, keep
         self.name = "elasticflow-singly" if singly else "elasticflow"
         self.levels: dict[str, tuple[list[int], list[float]]] = {}
+        self.unsure: set[str] = set()
+        """Jobs without a promise."""
 
     def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
         new = {job.name for job in arrived}
@@ -93,21 +96,28 @@ class ElasticFlow:
         promised: dict[str, float] = {}
         asked = sorted((job for job in arrived if job.spec.deadlines), key=lambda job: job.spec.deadline_s)
         for burst in [[job] for job in asked] if self.singly else [asked] if asked else []:
-            sure = [job for job in [*taken, *burst] if job.spec.deadlines]
-            if self._fill_all(now, devices, sure)[2]:
+            sure = [job for job in taken if self._sure(job, promised)]
+            if self._fill_all(now, devices, [*sure, *burst])[2]:
                 taken += burst
                 promised.update((job.name, job.spec.deadline_s) for job in burst)
+            elif self.keep:
+                taken += burst
             else:
                 declined += [job.name for job in burst]
         taken += [job for job in arrived if not job.spec.deadlines]
-        free, plans, _ = self._fill_all(now, devices, [job for job in taken if job.spec.deadlines])
+        free, plans, _ = self._fill_all(now, devices, [job for job in taken if self._sure(job, promised)])
+        self.unsure = {job.name for job in taken if not self._sure(job, promised)}
         for job in taken:
-            if not job.spec.deadlines:
+            if job.name in self.unsure:
                 plans[job.name] = _Plan([now], [0], now, now)
         free = self._spread(now, free, plans, taken)
         shares = {job.name: plans[job.name].shares[0] for job in taken}
         wake_s = min((plan.changes_s() for plan in plans.values()), default=math.inf)
         return Decision(shares, declined, promised, wake_s)
+
+    @staticmethod
+    def _sure(job: Running, promised: dict[str, float]) -> bool:
+        return math.isfinite(job.promised_s) or job.name in promised
 
     def _fill_all(
         self, now: float, devices: int, jobs: Sequence[Running]
@@ -139,6 +149,9 @@ class ElasticFlow:
         """The least shares that meet the deadline, with `first` devices up to the next change of what is free."""
         levels, rates = self._curve(job)
         deadline_s, left = job.spec.deadline_s, job.left
+        if job.name in self.unsure and first is not None:
+            real_end_s = math.ceil(now + left / rates[levels.index(first)])
+            return _Plan([now], [first], self._edge(now, real_end_s), real_end_s), True
         edge_s = now + math.ceil(max(0.0, deadline_s - now) / self.slot_s) * self.slot_s
         free = free.copy()
         times: list[float] = []
@@ -149,7 +162,7 @@ class ElasticFlow:
             next_s = free.times[1] if len(free.times) > 1 else max(edge_s, now + self.slot_s)
             real_end_s = math.ceil(now + left / rate)
             end_s = self._edge(now, real_end_s)
-            if (next_s >= end_s and real_end_s <= deadline_s) or math.isinf(deadline_s):
+            if next_s >= end_s and real_end_s <= deadline_s:
                 return _Plan([now], [first], end_s, real_end_s), True
             left -= (min(next_s, deadline_s) if next_s >= edge_s else next_s) * rate - now * rate
             times, shares, begin_s = [now], [first], next_s

@@ -42,10 +42,10 @@ class Deadlines:
         jobs = {job.name: self._job(job) for job in active}
         old = [jobs[job.name] for job in active if job.name not in new and math.isfinite(job.promised_s)]
         asked = [jobs[job.name] for job in arrived if job.spec.deadlines]
-        rules = self.rules
-        if asked:
-            rules = self._for_admission(now, devices, asked)
-        answer = admit(now, {_REGION: Capacity(devices)}, old, asked, rules)
+        rules = self._with_pauses(now)
+        answer = admit(
+            now, {_REGION: Capacity(devices)}, old, asked, self._for_admission(now, devices, asked, rules)
+        )
         promised = {job.name: job.deadline_s for job in answer.promised}
         hopeless = [job.name for job in asked if job.name not in promised]
         gone = set() if self.keep else set(hopeless)
@@ -55,17 +55,31 @@ class Deadlines:
             for job in active
             if not math.isfinite(job.promised_s) and job.name not in promised and job.name not in gone
         ]
-        allocation = spread(answer.books[_REGION], _REGION, sure, waiting, self.rules)
+        allocation = spread(answer.books[_REGION], _REGION, sure, waiting, rules)
+        if rules.overhead.everyone and any(job.share != allocation.shares.get(job.name, 0) for job in active):
+            self.experience.paused(now, rules.overhead.base_s)
         return Decision(allocation.shares, tuple(gone), promised, allocation.wake_s)
 
-    def _for_admission(self, now: float, devices: int, asked: Sequence[Job]) -> Rules:
+    def _with_pauses(self, now: float) -> Rules:
+        """Where any change pauses everybody: margins that bear what pauses took of late."""
+        rules, paused = self.rules, self.experience.pause_share(now)
+        if not rules.overhead.everyone:
+            return rules
+        return replace(
+            rules,
+            margin=max(rules.margin, 1.5 * paused),
+            kept_margin=max(rules.kept_margin, 1.2 * paused),
+        )
+
+    def _for_admission(self, now: float, devices: int, asked: Sequence[Job], rules: Rules) -> Rules:
+        if not asked:
+            return rules
         for job in asked:
             size = least_device_seconds(job, job.curves[_REGION], now)
             self.experience.asked(now, job.deadline_s, size, job.value)
-        overhead = self.rules.overhead
         return replace(
-            self.rules,
-            change_pause_s=overhead.base_s if overhead.everyone else 0.0,
+            rules,
+            change_pause_s=rules.overhead.base_s if rules.overhead.everyone else 0.0,
             usual_device_s=self.experience.usual_device_s(devices) if self.priced else math.inf,
         )
 

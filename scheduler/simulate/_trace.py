@@ -86,7 +86,8 @@ def read_table(lines: Iterable[str], model: str, source: str) -> dict[tuple[str,
 def read_trace(lines: Iterable[str], tables: Tables, source: str) -> list[TraceJob]:
     """Jobs by submission. Takes both headers of ElasticFlow's traces, and Chronus'.
 
-    Chronus' jobs have no curve: theirs has one level, what they asked for, at the speed of their duration.
+    Chronus' jobs have no curve: theirs has one level, what they asked for, at the speed of their duration; those that
+    asked for no device are left out.
     Raises ``TraceError`` where a column or a value is missing or makes no sense, or a model has no table.
     """
     rows = csv.DictReader(lines)
@@ -139,8 +140,10 @@ def _chronus(rows: csv.DictReader[str], columns: Mapping[str, str], source: str)
             what: _number(row[columns[what]], source, line, columns[what])
             for what in ("submit", "work", "devices", "duration")
         }
-        if value["work"] <= 0 or value["duration"] <= 0 or value["devices"] < 1:
-            raise TraceError(f"{source}:{line}: iterations, duration and num_gpu must be above zero")
+        if value["devices"] == 0:
+            continue  # some ran on processors only
+        if value["work"] <= 0 or value["duration"] <= 0:
+            raise TraceError(f"{source}:{line}: iterations and duration must be above zero")
         times = [_number(cell, source, line, "expect_time_list") for cell in row["expect_time_list"].split("-")]
         values = [_number(cell, source, line, "expect_value_list") for cell in row["expect_value_list"].split("-")]
         if len(times) != len(values) or times != sorted(times):
