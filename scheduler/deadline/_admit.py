@@ -199,9 +199,7 @@ class _Desk:
         """Everybody of a region by deadline; None where somebody does not fit."""
         jobs = sorted([*self.old[region], *new], key=lambda job: job.deadline_s)
         names = {job.name for job in new}
-        book, stopped = fill(
-            self.now, self.capacities[region], region, jobs, self.rules, names, self.uneasy[region]
-        )
+        book, stopped = fill(self.now, self.capacities[region], region, jobs, self.rules, names, self.uneasy[region])
         return book if stopped is None else None
 
     def _exchange(self, job: Job) -> Job | None:

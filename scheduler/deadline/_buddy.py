@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -82,13 +82,3 @@ class Buddy:
         for length, job in sorted(inside, reverse=True):
             self.blocks[job] = (self._room(length, moved, shut), length)
             moved[job] = None
-
-
-def pieces(share: int) -> tuple[int, ...]:
-    """Powers of two that add up to a share, the largest first."""
-    return tuple(1 << bit for bit in range(share.bit_length() - 1, -1, -1) if share >> bit & 1)
-
-
-def largest_first(sizes: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """The order in which placing moves the fewest."""
-    return sorted(sizes, key=lambda entry: (-entry[1], entry[0]))

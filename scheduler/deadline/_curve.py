@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -120,10 +120,8 @@ def fit_curve(samples: Iterable[tuple[int, float]]) -> Curve | None:
     if not taken:
         return None
     levels = np.array(sorted(taken), dtype=float)
-    seconds = np.array([float(np.median(taken[int(level)])) for level in levels])
-    if len(levels) < 3:
-        return curve_from_table({int(level): 1 / second for level, second in zip(levels, seconds, strict=True)})
-    fitted = _fit(levels, seconds)
+    medians = np.array([float(np.median(taken[int(level)])) for level in levels])
+    fitted = medians if len(levels) < 3 else _fit(levels, medians)
     return curve_from_table({int(level): 1 / float(second) for level, second in zip(levels, fitted, strict=True)})
 
 
@@ -165,14 +163,7 @@ def _times(values: NDArray[np.float64], gamma: float, levels: NDArray[np.float64
     return times
 
 
-def _off(
-    values: NDArray[np.float64], gamma: float, levels: NDArray[np.float64], seconds: NDArray[np.float64]
-) -> float:
+def _off(values: NDArray[np.float64], gamma: float, levels: NDArray[np.float64], seconds: NDArray[np.float64]) -> float:
     if values[0] + values[1] <= 0:
         return math.inf
     return float(np.sum((np.log(_times(values, gamma, levels)) - np.log(seconds)) ** 2))
-
-
-def least_level(ladder_rates: tuple[float, ...], rate: float) -> int:
-    """Index into a ladder of the slowest level that runs at `rate`; its length where none does."""
-    return max(1, bisect_left(ladder_rates, rate))

@@ -53,8 +53,7 @@ class Experience:
         if not seen and not error:
             return curve
         rates = {
-            level: seen.get(level, rate * (1.0 - error))
-            for level, rate in zip(curve.levels, curve.rates, strict=True)
+            level: seen.get(level, rate * (1.0 - error)) for level, rate in zip(curve.levels, curve.rates, strict=True)
         }
         return curve_from_table(rates) or curve
 

@@ -318,7 +318,9 @@ def fill(
     if stopped is None and not book.uneasy:
         return book, None
     missing = {stopped} if stopped is not None else book.uneasy
-    if all(wish.index == len(wish.curve.ladder[0]) for job, wish in zip(jobs, wishes, strict=True) if job.name in missing):
+    if all(
+        wish.index == len(wish.curve.ladder[0]) for job, wish in zip(jobs, wishes, strict=True) if job.name in missing
+    ):
         return book, stopped
     # Shares that stay, and the order of deadlines, are good but not always possible: first the least shares, then
     # those that did not fit before all others.
@@ -338,7 +340,9 @@ def fill(
         ahead = [
             index
             for index in order
-            if jobs[index].name in missing and index not in first and wishes[index].index < len(wishes[index].curve.ladder[0])
+            if jobs[index].name in missing
+            and index not in first
+            and wishes[index].index < len(wishes[index].curve.ladder[0])
         ]
         if not ahead or (stopped is None and not book.uneasy):
             break

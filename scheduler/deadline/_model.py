@@ -18,7 +18,7 @@ class Overhead:
     doubling_s: float = 2.0
     """More for each doubling of the share, from one device on."""
     everyone: bool = False
-    """True: any change pauses every running job by ``base_s`` (one process group for all); false: only those changed."""
+    """True: any change pauses every running job by ``base_s``; false: it only pauses those that it changes."""
 
     def seconds(self, share: int) -> float:
         """Pause of a job that starts, or changes to, a share."""

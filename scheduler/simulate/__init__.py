@@ -1,7 +1,10 @@
 """Traces of jobs with deadlines under several schedulers: events, one clock, the same core as live."""
 
 from scheduler.simulate._ceiling import Ceiling, ceiling
-from scheduler.simulate._engine import Decision, Incidents, Outcome, Pauses, Policy, Run, Running, simulate
+from scheduler.simulate._elasticflow import ElasticFlow
+from scheduler.simulate._engine import Decision, Incidents, Pauses, Policy, Running, simulate
+from scheduler.simulate._ours import Deadlines
+from scheduler.simulate._outcome import Outcome, Run
 from scheduler.simulate._policies import POLICIES, policy_named
 from scheduler.simulate._report import chart, outcome_rows
 from scheduler.simulate._spot import SpotRun, SpotSettings, simulate_spot
@@ -10,7 +13,9 @@ from scheduler.simulate._trace import Tables, TraceError, TraceJob, read_table, 
 __all__ = [
     "POLICIES",
     "Ceiling",
+    "Deadlines",
     "Decision",
+    "ElasticFlow",
     "Incidents",
     "Outcome",
     "Pauses",

@@ -119,9 +119,7 @@ class ElasticFlow:
     def _sure(job: Running, promised: dict[str, float]) -> bool:
         return math.isfinite(job.promised_s) or job.name in promised
 
-    def _fill_all(
-        self, now: float, devices: int, jobs: Sequence[Running]
-    ) -> tuple[_Free, dict[str, _Plan], bool]:
+    def _fill_all(self, now: float, devices: int, jobs: Sequence[Running]) -> tuple[_Free, dict[str, _Plan], bool]:
         free, plans, all_meet = _Free([now], [devices]), {}, True
         for job in sorted(jobs, key=lambda job: job.spec.deadline_s):
             plan, meets = self._fill(now, devices, job, free, None)
@@ -143,9 +141,7 @@ class ElasticFlow:
             self.levels[job.name] = levels, rates
         return self.levels[job.name]
 
-    def _fill(
-        self, now: float, devices: int, job: Running, free: _Free, first: int | None
-    ) -> tuple[_Plan, bool]:
+    def _fill(self, now: float, devices: int, job: Running, free: _Free, first: int | None) -> tuple[_Plan, bool]:
         """The least shares that meet the deadline, with `first` devices up to the next change of what is free."""
         levels, rates = self._curve(job)
         deadline_s, left = job.spec.deadline_s, job.left

@@ -11,10 +11,8 @@ from typing import Protocol
 
 from scheduler.deadline import Curve, Overhead
 from scheduler.simulate._floor import Floor
+from scheduler.simulate._outcome import Outcome, Run
 from scheduler.simulate._trace import TraceJob
-
-_DONE = 1e-6
-"""So many steps left are none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -100,68 +98,6 @@ class Incidents:
     lost_s: float = 120.0
     """Run time that a job loses with a node: what it did since its last checkpoint, at most."""
     seed: int = 1
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one job."""
-
-    name: str
-    submit_s: float
-    deadline_s: float
-    promised_s: float
-    """Infinite: no promise."""
-    declined: bool
-    started_s: float
-    ended_s: float
-    device_s: float
-    value: float
-    best_effort: bool
-    user: str
-
-    @property
-    def met(self) -> bool:
-        """Ended by its first deadline."""
-        return not self.best_effort and self.ended_s <= self.deadline_s + _DONE
-
-    @property
-    def broken(self) -> bool:
-        """Had a promise that was not kept."""
-        return math.isfinite(self.promised_s) and self.ended_s > self.promised_s + _DONE
-
-
-@dataclass(frozen=True)
-class Run:
-    """One simulation."""
-
-    policy: str
-    devices: int
-    outcomes: tuple[Outcome, ...]
-    decisions: int
-    changes: int
-    """Decisions that changed a share."""
-    moved: int
-    """Jobs that buddy placement moved to make room."""
-    failures: int
-    timeline: tuple[tuple[float, int, int], ...]
-    """(instant, devices in use, jobs in the system) after each decision."""
-
-    @property
-    def met(self) -> int:
-        return sum(outcome.met for outcome in self.outcomes)
-
-    @property
-    def ratio(self) -> float:
-        """Deadlines met of all jobs that had one; declined ones count as not met."""
-        return self.met / max(1, sum(not outcome.best_effort for outcome in self.outcomes))
-
-    @property
-    def promised(self) -> int:
-        return sum(math.isfinite(outcome.promised_s) for outcome in self.outcomes)
-
-    @property
-    def broken(self) -> int:
-        return sum(outcome.broken for outcome in self.outcomes)
 
 
 def simulate(
@@ -387,9 +323,8 @@ class _Simulation:
         spec = job.spec
         if declined:
             self.floor.leave(job.name)
-        self.outcomes.append(
-            Outcome(
-                spec.name, spec.submit_s, spec.deadline_s, job.promised_s, declined, job.started_s, job.ended_s,
-                job.device_s, spec.value_at(job.ended_s), not spec.deadlines, spec.user,
-            )  # fmt: skip
-        )
+        outcome = Outcome(
+            spec.name, spec.submit_s, spec.deadline_s, job.promised_s, declined, job.started_s, job.ended_s,
+            job.device_s, spec.value_at(job.ended_s), not spec.deadlines, spec.user,
+        )  # fmt: skip
+        self.outcomes.append(outcome)

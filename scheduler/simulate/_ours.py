@@ -43,9 +43,7 @@ class Deadlines:
         old = [jobs[job.name] for job in active if job.name not in new and math.isfinite(job.promised_s)]
         asked = [jobs[job.name] for job in arrived if job.spec.deadlines]
         rules = self._with_pauses(now)
-        answer = admit(
-            now, {_REGION: Capacity(devices)}, old, asked, self._for_admission(now, devices, asked, rules)
-        )
+        answer = admit(now, {_REGION: Capacity(devices)}, old, asked, self._for_admission(now, devices, asked, rules))
         promised = {job.name: job.deadline_s for job in answer.promised}
         hopeless = [job.name for job in asked if job.name not in promised]
         gone = set() if self.keep else set(hopeless)
@@ -96,7 +94,9 @@ class Deadlines:
                     self.experience.saw_rate(told, told / job.slowness)
 
     def _curve(self, job: Running) -> Curve:
-        return self.experience.cautious(job.believed, self.seen.get(job.name, {}) if self.experience.curve_error else {})
+        return self.experience.cautious(
+            job.believed, self.seen.get(job.name, {}) if self.experience.curve_error else {}
+        )
 
     def _job(self, job: Running) -> Job:
         spec = job.spec

@@ -6,19 +6,30 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from scheduler.simulate._engine import Run
+from scheduler.simulate._outcome import Run
 
 HEADS = (
     "policy", "job", "submit_s", "deadline_s", "promised_s", "declined", "start_s", "end_s", "met", "broken",
     "device_s", "value",
 )  # fmt: skip
-_COLOURS = ("#1b6ca8", "#c8553d", "#588157", "#8e6c8a", "#e0a458", "#4a4e69", "#2a9d8f", "#b56576", "#7f5539", "#6c757d")
+_COLOURS = (
+    "#1b6ca8",
+    "#c8553d",
+    "#588157",
+    "#8e6c8a",
+    "#e0a458",
+    "#4a4e69",
+    "#2a9d8f",
+    "#b56576",
+    "#7f5539",
+    "#6c757d",
+)
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 960, 560, 70, 30, 60
 
 
 def outcome_rows(run: Run) -> list[tuple[str, ...]]:
     """A row for each job, the heads first, for a CSV file; blank: there is no such instant."""
-    rows = [HEADS]
+    rows: list[tuple[str, ...]] = [HEADS]
     for job in run.outcomes:
         instants = [_instant(at) for at in (job.submit_s, job.deadline_s, job.promised_s)]
         times = [_instant(at) for at in (job.started_s, job.ended_s)]

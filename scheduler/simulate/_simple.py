@@ -16,6 +16,7 @@ class EarliestDeadline:
     """
 
     at_edges = False
+
     def __init__(self, slot_s: float = 0.0, pareto: bool = False) -> None:
         self.name, self.slot_s, self.pareto = "edf-pareto" if pareto else "edf", slot_s, pareto
 

@@ -92,10 +92,7 @@ def read_trace(lines: Iterable[str], tables: Tables, source: str) -> list[TraceJ
     """
     rows = csv.DictReader(lines)
     heads = list(rows.fieldnames or ())
-    columns = {
-        what: next((name for name in names if name in heads), "")
-        for what, names in _HEADERS.items()
-    }
+    columns = {what: next((name for name in names if name in heads), "") for what, names in _HEADERS.items()}
     chronus = all(name in heads for name in _CHRONUS)
     lacking = [what for what, name in columns.items() if not name and not (chronus and what in ("deadline", "batch"))]
     if lacking:

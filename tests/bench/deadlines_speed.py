@@ -1,0 +1,63 @@
+"""How long the core of deadlines takes, on regions that are nearly full."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+
+from scheduler.deadline import Capacity, Curve, Job, Overhead, Rules, admit, spread
+
+_REGION = "here"
+_DEVICES_PER_JOB = 1.4
+"""With so many, nearly all is reserved in the hours ahead."""
+_LEVELS = (1, 2, 4, 8, 16, 32)
+
+
+def admissions(active: int, asked: int, seed: int) -> list[float]:
+    """CPU seconds of each of many requests, one at a time, in a region where so many jobs have their promise."""
+    draw = random.Random(seed)
+    capacity = {_REGION: Capacity(int(_DEVICES_PER_JOB * active))}
+    rules = Rules(Overhead())
+    promised = _jobs(active, draw, "old")
+    answer = admit(0.0, capacity, promised, (), rules)
+    books, took = answer.books, []
+    gc.collect()
+    for job in _jobs(asked, draw, "new"):
+        begun = time.thread_time()
+        answer = admit(0.0, capacity, promised, [job], rules, books)
+        took.append(time.thread_time() - begun)
+        books = answer.books
+        # The number of active jobs stays: whoever comes in takes the place of one that is done.
+        for new in answer.promised:
+            done = promised.pop(0)
+            books[_REGION].give_back(done.name)
+            promised.append(new)
+    return took
+
+
+def plan_seconds(jobs: int, seed: int) -> float:
+    """CPU seconds to fill a region with all its jobs from nothing, and to give out what is left."""
+    draw = random.Random(seed)
+    capacity = {_REGION: Capacity(int(_DEVICES_PER_JOB * jobs))}
+    promised = _jobs(jobs, draw, "old")
+    rules = Rules(Overhead())
+    gc.collect()
+    begun = time.thread_time()
+    answer = admit(0.0, capacity, promised, (), rules)
+    spread(answer.books[_REGION], _REGION, promised, (), rules)
+    return time.thread_time() - begun
+
+
+def _jobs(count: int, draw: random.Random, name: str) -> list[Job]:
+    curves = []
+    for _ in range(16):
+        loss = draw.uniform(0.02, 0.2)
+        curves.append(Curve(_LEVELS, tuple(level / (1 + loss * (level - 1) ** 0.7) for level in _LEVELS)))
+    jobs = []
+    for number in range(count):
+        curve = draw.choice(curves)
+        window_s = draw.lognormvariate(9.2, 1.0)
+        work = curve.rate(draw.choice(_LEVELS[:4])) * window_s * draw.uniform(0.3, 0.9)
+        jobs.append(Job(f"{name}{number}", {_REGION: curve}, work, window_s, _REGION))
+    return jobs
