@@ -22,8 +22,19 @@ def job_head(view: Data) -> str:
             ("submitted", view["created_at"]),
             ("started", view["started_at"]),
             ("ended", view["finished_at"]),
+            ("deadline", _deadline(view)),
         ]
     )
+
+
+def _deadline(view: Data) -> str:
+    """The promise, and how it stands."""
+    if view["deadline_at"] is None:
+        return ""
+    slack = view["slack_seconds"]
+    ended = view["finished_at"] is not None
+    words = ("kept, with" if ended else "slack") if slack >= 0 else ("broken, by" if ended else "will be broken, by")
+    return f"{view['deadline_at']}, {words} {seconds_text(abs(slack))}"
 
 
 def partition_table(view: Data) -> str:
@@ -88,6 +99,7 @@ def plan_text(plan: Data) -> str:
     estimate = plan["estimate"]
     head = fields(
         [
+            ("waits", plan.get("waits_for", "")),
             ("rounds", f"{plan['rounds']}, one after {plan['interval']} local steps"),
             ("merge", f"{_collective(plan)}, {plan['wan_policy']} between regions, {plan['codec']}"),
             ("exchange", _exchange(plan)),

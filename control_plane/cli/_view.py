@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ def job_view(job: control_pb2.Job) -> Data:
         "created_at": time_text(job.created_at),
         "started_at": time_text(job.started_at),
         "finished_at": time_text(job.finished_at),
+        "deadline_at": time_text(job.deadline_at),
+        "slack_seconds": _slack(job),
         "rounds": job.rounds,
         "usd": sum(charge.usd for part in job.partitions for charge in part.money),
         "partitions": [_partition_view(part) for part in job.partitions],
@@ -40,6 +43,20 @@ def job_view(job: control_pb2.Job) -> Data:
         "result": _loaded(job.result_json),
         "error": error,
     }
+
+
+def _slack(job: control_pb2.Job) -> float | None:
+    """Between the end, as it is expected, and the promised deadline; below 0: it is broken, or about to be."""
+    if not job.deadline_at:
+        return None
+    if job.finished_at:
+        return job.deadline_at - job.finished_at
+    now = time.time()
+    done = min((part.round for part in job.partitions), default=0)
+    if job.started_at and done:
+        return job.deadline_at - now - (job.rounds - done) * (now - job.started_at) / done
+    planned = float((_loaded(job.plan_json) or {}).get("estimate", {}).get("seconds", {}).get("expected", 0.0))
+    return job.deadline_at - max(now, (job.started_at or now) + planned)
 
 
 def job_summary(view: Data) -> Data:

@@ -193,7 +193,7 @@ def _federation_text(data: Data) -> str:
 
 def _jobs_table(views: list[Data]) -> str:
     return columns(
-        ["JOB", "STATE", "ROUND", "REGIONS", "USD", "SUBMITTED", "CONDITION"],
+        ["JOB", "STATE", "ROUND", "REGIONS", "USD", "SUBMITTED", "SLACK", "CONDITION"],
         [
             [
                 view["id"],
@@ -202,6 +202,7 @@ def _jobs_table(views: list[Data]) -> str:
                 ",".join(part["region"] for part in view["partitions"]),
                 usd_text(view["usd"]),
                 view["created_at"],
+                "-" if view["slack_seconds"] is None else f"{view['slack_seconds']:.0f} s",
                 view["condition"],
             ]
             for view in views

@@ -32,6 +32,7 @@ from control_plane.core._events import (
     SendStop,
     TellJobs,
     Tick,
+    Waits,
 )
 from control_plane.core._job import MAX_PUBLISHES, JobMachine, condition_of
 from control_plane.core._links import WanLink, wan_links
@@ -76,6 +77,7 @@ __all__ = [
     "SendStop",
     "TellJobs",
     "Tick",
+    "Waits",
     "WanLink",
     "condition_of",
     "job_state_from_json",

@@ -18,6 +18,15 @@ class Planned:
 
 
 @dataclass(frozen=True)
+class Waits:
+    """The job cannot start yet."""
+
+    at: float
+    what_for: str
+    """In words: "for workers in frankfurt"."""
+
+
+@dataclass(frozen=True)
 class Begun:
     """The job may start now."""
 
@@ -86,7 +95,9 @@ class Tick:
     at: float
 
 
-JobEvent = Planned | Begun | Reported | CancelAsked | ScaleAsked | RegionLive | RegionUnreachable | RegionLost | Tick
+JobEvent = (
+    Planned | Waits | Begun | Reported | CancelAsked | ScaleAsked | RegionLive | RegionUnreachable | RegionLost | Tick
+)
 
 # --- what happens to a region
 

@@ -30,6 +30,7 @@ from control_plane.core._events import (
     SendStart,
     SendStop,
     Tick,
+    Waits,
 )
 from control_plane.core._state import ENDED_PARTITION, Failure, JobPhase, JobState, Link, Partition, Peer, Report
 
@@ -46,6 +47,7 @@ class JobMachine:
         self._out: list[JobAction] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             Planned: self._planned,
+            Waits: self._waits,
             Begun: self._begun,
             Reported: self._reported,
             CancelAsked: self._cancel_asked,
@@ -71,6 +73,14 @@ class JobMachine:
             return
         names = [part.region for part in self.state.partitions]
         self._enter("planned", f"planned over {_listed(names)}", {"regions": names})
+
+    def _waits(self, event: Waits) -> None:
+        if self.state.phase != "queued" or self.state.waits_for == event.what_for:
+            return
+        first = not self.state.waits_for
+        self.state = replace(self.state, waits_for=event.what_for)
+        if first:
+            self._record("job.queued", f"waits {event.what_for}", "", {"waits_for": event.what_for})
 
     def _begun(self, event: Begun) -> None:
         if self.state.phase != "planned":
@@ -195,7 +205,17 @@ class JobMachine:
             publisher="",
         )
         self._stop_all("the job has succeeded")
+        self._tell_deadline(event.at)
         self._end(event.at, "succeeded", f"succeeded; the model is {event.report.blob_digest}")
+
+    def _tell_deadline(self, at: float) -> None:
+        if self.state.deadline_at is None:
+            return
+        slack = self.state.deadline_at - at
+        kept = f"kept, with {slack:.0f} s to spare" if slack >= 0 else f"broken, by {-slack:.0f} s"
+        self._record(
+            "job.deadline", f"the promised deadline was {kept}", "", {"kept": slack >= 0, "slack_seconds": slack}
+        )
 
     def _not_published(self, event: Reported) -> None:
         """A region believes to have handed the model in, but it is not here."""
@@ -345,7 +365,7 @@ def condition_of(state: JobState) -> str:
     if away and state.phase in (*_STARTED, "cancelling"):
         return "waiting: " + "; ".join(f"region {part.region} {part.link} since {_clock(part.since)}" for part in away)
     if state.phase == "queued":
-        return "waiting: for a plan"
+        return f"waiting: {state.waits_for or 'for a plan'}"
     if state.phase == "starting":
         unready = [part.region for part in state.partitions if not part.address]
         return f"waiting: for {_listed(unready)} to get ready" if unready else ""

@@ -132,6 +132,10 @@ class JobState:
     error: Failure | None = None
     reason: str = ""
     """Why it is being cancelled."""
+    waits_for: str = ""
+    """While it is queued, in words."""
+    deadline_at: float | None = None
+    """Unix seconds; promised when the job was taken in."""
 
     def partition(self, region: str) -> Partition | None:
         """The partition of a region, if it takes part."""

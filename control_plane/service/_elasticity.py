@@ -142,11 +142,13 @@ def _staffed(part: Partition, entry: JobEntry, watched: _Watched, draft: Draft) 
     planned = next(p for p in entry.plan.partitions if p.region == part.region)
     mine = workers_now(entry)[part.region]
     others = sum(workers_now(job).get(part.region, 0) for job in draft.jobs.values() if job is not entry)
+    # While somebody waits nobody grows.
+    queued = any(job.state.phase == "queued" for job in draft.jobs.values())
     return Staffed(
         region=part.region,
         workers=mine,
         planned=planned.workers,
-        free=max(mine, catalogue.capacity.workers - others),
+        free=mine if queued else max(mine, catalogue.capacity.workers - others),
         batch=planned.workers * planned.batch,
         steps_per_round=planned.steps_per_round,
         samples_per_second=watched.paces[part.region].samples_per_second,

@@ -33,6 +33,7 @@ from control_plane.core import (
 from control_plane.service._bell import Bell
 from control_plane.service._draft import Draft, JobEntry, RegionEntry
 from control_plane.service._elasticity import Elasticity
+from control_plane.service._queue import in_line, start_waiting
 from control_plane.service._session import AgentSession
 from control_plane.service._wire import job_message
 from control_plane.spec import parse_json
@@ -72,6 +73,8 @@ class Federation:
         self.stopping = False
         self._ticked_at = 0.0
         self._elasticity = Elasticity()
+        self._gave_up_at = 0.0
+        """When jobs were last asked to give workers up for those that wait."""
         self._threads = ThreadPoolExecutor(4, "geofed-store")
 
     async def load(self) -> None:
@@ -209,7 +212,12 @@ class Federation:
         return self._report_cursors.get(region, 0)
 
     async def tick(self) -> None:
-        """Let time pass: leases end, lost regions run out of patience. To be called every second."""
+        """Let time pass, to be called every second.
+
+        Leases end, lost regions run out of patience, jobs that wait start, and jobs that run are weighed again.
+        """
+        keys = {entry.row.task_key for entry in in_line(self.jobs.values())}
+        runs = {key: await self.read(partial(Store.runs, task_key=key)) for key in keys}
         async with self.change() as draft:
             gap, self._ticked_at = draft.at - (self._ticked_at or draft.at), draft.at
             if not -1.0 < gap < MAX_TICK_GAP_SECONDS:
@@ -220,6 +228,7 @@ class Federation:
                 draft.tell_region(name, Tick(draft.at))
             for job_id in list(self.jobs):
                 draft.tell_job(job_id, Tick(draft.at))
+            self._gave_up_at = start_waiting(draft, runs, self._gave_up_at)
             self._elasticity.review(draft)
 
     def may_fetch(self, region: str, digest: str) -> bool:

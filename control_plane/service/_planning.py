@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 
 from control_plane.core import JobState, Partition
+from control_plane.pki import utc_now
 from control_plane.service._draft import JobEntry, RegionEntry
 from control_plane.service._wire import to_json
-from control_plane.spec import JobSpec
+from control_plane.spec import JobSpec, to_demand
 from control_plane.store import RunRow
 from geofed_pb.errors import GeofedError
 from scheduler import Declined, Plan, Snapshot
@@ -49,14 +50,16 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], runs: 
 
 
 def workers_now(job: JobEntry) -> dict[str, int]:
-    """The workers that a job has, or was last told to have, by region."""
+    """The workers that a job has, or was last told to have, by region; a job that waits has none."""
+    if job.state.phase == "queued":
+        return {}
     asked = {part.region: part.workers for part in job.state.partitions if part.workers is not None}
     return {part.region: part.workers for part in job.plan.partitions} | asked
 
 
-def plan_json(answer: Plan | Declined) -> str:
-    """The scheduler's answer as JSON."""
-    return to_json(asdict(answer))
+def plan_json(answer: Plan | Declined, waits_for: str = "") -> str:
+    """The scheduler's answer as JSON, with what a job would wait for first."""
+    return to_json(asdict(answer) | ({"waits_for": waits_for} if waits_for else {}))
 
 
 def declined_error(declined: Declined) -> GeofedError:
@@ -70,8 +73,10 @@ def declined_error(declined: Declined) -> GeofedError:
 def first_state(job: str, at: float, spec: JobSpec, plan: Plan, regions: dict[str, RegionEntry]) -> JobState:
     """A job that has just been planned, queued."""
     parts = [Partition(part.region) for part in plan.partitions]
+    left = to_demand(spec, job, utc_now(at)).deadline_seconds
     return JobState(
         job=job,
+        deadline_at=None if left is None else at + left,
         lost_limit_seconds=spec.limits.lost_region.total_seconds(),
         created_at=at,
         exact=not plan.background,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 
-from control_plane.core import Begun, Planned, ScaleAsked, job_state_to_json
-from control_plane.pki import utc_now
-from control_plane.service._draft import JobEntry
+from control_plane.core import Begun, Planned, ScaleAsked, Waits, job_state_to_json
+from control_plane.service._draft import Draft, JobEntry
 from control_plane.service._federation import Federation
 from control_plane.service._planning import (
     declined_error,
@@ -17,17 +16,22 @@ from control_plane.service._planning import (
     task_key,
     workers_now,
 )
-from control_plane.spec import JobSpec, parse_json, to_demand
+from control_plane.service._queue import decide
+from control_plane.spec import JobSpec, parse_json
 from control_plane.store import JobRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import control_pb2
-from scheduler import Declined, Plan, plan
+from scheduler import Declined
 
 
 async def answer_plan(federation: Federation, spec: JobSpec) -> tuple[str, bool]:
     """What would be done with a job, as JSON, and whether it is admissible."""
-    answer = await _plan(federation, spec, "plan")
-    return plan_json(answer), isinstance(answer, Plan)
+    runs = await federation.read(lambda store: store.runs(task_key(spec)))
+    answer = decide(Draft(federation.clock(), federation.jobs, federation.regions), spec, "plan", runs)
+    if isinstance(answer, Declined):
+        return plan_json(answer), False
+    chosen, waits_for = answer
+    return plan_json(chosen, waits_for), True
 
 
 async def submit(federation: Federation, request: control_pb2.SubmitRequest) -> tuple[JobEntry, bool]:
@@ -50,9 +54,11 @@ async def submit(federation: Federation, request: control_pb2.SubmitRequest) -> 
         if federation.blobs.size(request.bundle_digest) is None:
             raise GeofedError("TASK_INVALID", "the code of the job has not arrived", hint="upload the bundle first")
         job = f"{spec.metadata.name[:40].rstrip('-')}-{secrets.token_hex(4)}"
-        chosen = await _plan(federation, spec, job)
-        if isinstance(chosen, Declined):
-            raise declined_error(chosen)
+        runs = await federation.read(lambda store: store.runs(task_key(spec)))
+        decided = decide(draft, spec, job, runs)
+        if isinstance(decided, Declined):
+            raise declined_error(decided)
+        chosen, waits_for = decided
         state = first_state(job, draft.at, spec, chosen, draft.regions)
         row = JobRow(
             id=job,
@@ -69,8 +75,11 @@ async def submit(federation: Federation, request: control_pb2.SubmitRequest) -> 
         )
         draft.add_job(JobEntry(row, state, spec, chosen))
         draft.record("job.submitted", f"job {job} was submitted", job=job)
-        draft.tell_job(job, Planned(draft.at))
-        draft.tell_job(job, Begun(draft.at))
+        if waits_for:
+            draft.tell_job(job, Waits(draft.at, waits_for))
+        else:
+            draft.tell_job(job, Planned(draft.at))
+            draft.tell_job(job, Begun(draft.at))
     return federation.jobs[job], True
 
 
@@ -107,12 +116,6 @@ async def scale(federation: Federation, job: str, workers: dict[str, int], reaso
                     "INADMISSIBLE", f"a step in {region} has {batch} samples, too few for {wanted} workers"
                 )
         draft.tell_job(entry.row.id, ScaleAsked(draft.at, workers, reason))
-
-
-async def _plan(federation: Federation, spec: JobSpec, job: str) -> Plan | Declined:
-    runs = await federation.read(lambda store: store.runs(task_key(spec)))
-    snapshot = snapshot_of(federation.regions.values(), federation.jobs.values(), runs)
-    return plan(snapshot, to_demand(spec, job, utc_now(federation.clock())))
 
 
 def _content_digest(spec: JobSpec, bundle_digest: str) -> str:

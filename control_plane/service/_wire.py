@@ -155,6 +155,7 @@ def job_message(row: JobRow, state: JobState, plan: Plan, contacts: dict[str, fl
         ],
         rounds=plan.rounds,
         links=[control_pb2.WanLink(**asdict(link)) for link in wan_links(state)],
+        deadline_at=state.deadline_at or 0.0,
     )
     if state.error is not None:
         message.error.CopyFrom(error_message(state.error))

@@ -174,6 +174,67 @@ def test_what_cannot_be_planned_is_declined_with_its_reasons(serve_config: Serve
     run(scenario())
 
 
+HELD = "train.workers=2"
+
+
+def test_a_job_without_room_waits_in_line_and_starts_when_there_is(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            first = (await stage.submit(job_file, overrides=(HELD,))).job.id
+            late = (await stage.submit(job_file, "r2", ("train.seed=2",))).job
+            hurried = (await stage.submit(job_file, "r3", ("train.seed=3", HELD, "objective.deadline=1h"))).job
+            assert (late.state, hurried.state) == ("queued", "queued")
+            assert late.condition == f"waiting: for workers in a, b, behind {first}"
+            told = json.loads((await stage.client.plan(load(job_file).json)).plan_json)
+            assert late.id in told["waits_for"]
+            with pytest.raises(GeofedError, match="waiting for other jobs included") as caught:
+                await stage.submit(job_file, "r4", ("objective.deadline=25s",))
+            assert caught.value.code == "INADMISSIBLE"
+            with pytest.raises(GeofedError, match="9 are needed"):
+                await stage.submit(job_file, "r5", ("train.workers=9",))
+            with pytest.raises(GeofedError, match="ILLEGAL_STATE"):
+                await stage.client.scale(late.id, {"a": 1})
+            await stage.client.cancel(first)
+            for agent in (a, b):
+                await agent.command("start")
+                await agent.command("stop")
+                agent.report(first, "stopped")
+            starts = [await agent.command("start", 2) for agent in (a, b)]
+            assert {start.job for start in starts} == {hurried.id}, "deadlines go first"
+            assert (await stage.client.job(late.id)).state == "queued"
+            kinds = await stage.events(hurried.id)
+            assert kinds[:4] == ["job.submitted", "job.queued", "job.planned", "job.starting"]
+            await stage.client.cancel(late.id)
+            assert (await stage.client.job(late.id)).state == "cancelled"
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
+
+
+def test_jobs_give_up_workers_for_those_that_wait(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            first = (
+                await stage.submit(job_file, overrides=("train.end={epochs: 900}", "objective.minimise=time"))
+            ).job.id
+            await train(first, a, b)
+            second = (await stage.submit(job_file, "r2", ("train.seed=2",))).job
+            assert second.state == "queued"
+            for agent in (a, b):
+                scaled = await agent.command("scale")
+                assert (scaled.job, scaled.workers) == (first, 1)
+                assert second.id in scaled.reason
+                start = await agent.command("start", 2)
+                assert (start.job, start.plan.workers) == (second.id, 1)
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
+
+
 def test_a_task_that_raises_fails_the_job_everywhere(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:

@@ -58,7 +58,7 @@ class JobRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("id", "name", "state", "condition", "created_at", "started_at", "finished_at", "spec_json", "plan_json", "result_json", "error", "partitions", "rounds", "links")
+    __slots__ = ("id", "name", "state", "condition", "created_at", "started_at", "finished_at", "spec_json", "plan_json", "result_json", "error", "partitions", "rounds", "links", "deadline_at")
     ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class Job(_message.Message):
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_AT_FIELD_NUMBER: _ClassVar[int]
     id: str
     name: str
     state: str
@@ -87,7 +88,8 @@ class Job(_message.Message):
     partitions: _containers.RepeatedCompositeFieldContainer[PartitionStatus]
     rounds: int
     links: _containers.RepeatedCompositeFieldContainer[WanLink]
-    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., created_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., spec_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., result_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStatus, _Mapping]]] = ..., rounds: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WanLink, _Mapping]]] = ...) -> None: ...
+    deadline_at: float
+    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., created_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., spec_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., result_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStatus, _Mapping]]] = ..., rounds: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WanLink, _Mapping]]] = ..., deadline_at: _Optional[float] = ...) -> None: ...
 
 class WanLink(_message.Message):
     __slots__ = ("source", "destination", "state", "rtt_ms", "goodput_mbps", "streams", "codec", "interval", "sent_bytes", "received_bytes", "staleness", "refused")
