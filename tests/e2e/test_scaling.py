@@ -122,3 +122,23 @@ def test_a_region_that_is_slower_than_planned_has_the_others_give_up_workers_tha
     fewer = next(event["data"] for event in scaled if event["region"] == "virginia")
     assert (fewer["before"], fewer["workers"]) == (4, 2)
     assert "of what is left to pay" in fewer["reason"]
+
+
+def test_a_second_job_gets_workers_of_the_first_and_both_come_to_their_end(running: Running) -> None:
+    first = running.submit("train.end.epochs=60", "wan.interval=10", "train.evaluateEvery=0")
+    running.wait_round(first, 1)
+    held = {part["region"]: part["workers"] for part in running.describe(first)["partitions"]}
+    assert held["virginia"] == 4
+    second = running.submit("train.end.epochs=15", "train.evaluateEvery=0", "objective.deadline=30m")
+    queued = running.describe(second)
+    assert queued["state"] == "queued"
+    assert first in queued["condition"]
+    done = running.wait_end(second)
+    check_succeeded(done)
+    assert done["slack_seconds"] > 0
+    assert {"job.queued", "job.deadline"} < {event["kind"] for event in running.events(second)}
+    other = running.wait_end(first)
+    check_succeeded(other)
+    assert _samples(other) == _expected(other)
+    reasons = [event["data"]["reason"] for event in running.events(first) if event["kind"] == "partition.scaled"]
+    assert f"makes room for {second}" in reasons
