@@ -263,7 +263,7 @@ class _Desk:
         most = curve.levels[-1]
         rates = curve.rate_by_free[np.clip(book.free, 0, most)]
         ends = np.append(book.times[1:], math.inf)
-        need = job.work + curve.rates[-1] * self.rules.overhead.seconds(most)
+        need = job.work + 2 * curve.rates[-1] * max(self.rules.overhead.seconds(most), self.rules.change_pause_s)
         spans = np.minimum(ends, wish.deadline_s) - np.minimum(book.times, wish.deadline_s)
         possible = max(0.0, float(spans @ rates) - (need - job.work))
         with np.errstate(invalid="ignore"):
@@ -273,7 +273,7 @@ class _Desk:
         if last < len(done) and rates[last] > 0:
             before = float(done[last - 1]) if last else 0.0
             end_s = float(book.times[last]) + (need - before) / float(rates[last])
-            earliest_s = max(job.deadline_s, self.now + (end_s - self.now) / (1.0 - margin))
+            earliest_s = max(job.deadline_s, self.now + (end_s - self.now + self.rules.reserve_s) / (1.0 - margin))
         if wish.index >= len(curve.ladder[0]):
             reason = "too little time: even alone, at its fastest measured level, it would end after its deadline"
             return Refusal(job.name, region, reason, earliest_s, math.inf, min(possible, job.work))

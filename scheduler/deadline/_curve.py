@@ -126,8 +126,8 @@ def fit_curve(samples: Iterable[tuple[int, float]]) -> Curve | None:
 
 
 def _above(left: tuple[float, int], middle: tuple[float, int], right: tuple[float, int]) -> bool:
-    """True where `middle` takes at least the devices that mixing the other two takes at its rate."""
-    return (middle[1] - left[1]) * (right[0] - left[0]) >= (right[1] - left[1]) * (middle[0] - left[0])
+    """True where `middle` takes more devices than mixing the other two takes at its rate."""
+    return (middle[1] - left[1]) * (right[0] - left[0]) > (1 + 1e-9) * (right[1] - left[1]) * (middle[0] - left[0])
 
 
 def _fit(levels: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
