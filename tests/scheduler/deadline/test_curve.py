@@ -1,0 +1,82 @@
+"""Curves hold what was measured, and what was learnt of them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from scheduler.deadline import Curve, Experience, curve_from_table, fit_curve
+
+
+def test_only_levels_that_pay_are_kept() -> None:
+    table = {1: 46.9, 2: 37.6, 4: 56.3, 8: 23.2, 16: math.nan, 32: 0.0}
+    assert curve_from_table(table) == Curve((1, 4), (46.9, 56.3))
+    assert curve_from_table({1: 0.0, 2: math.nan}) is None
+
+
+@pytest.mark.parametrize(("levels", "rates"), [((), ()), ((1, 2), (2.0, 2.0)), ((2, 1), (1.0, 2.0)), ((1,), (0.0,))])
+def test_a_curve_ascends(levels: tuple[int, ...], rates: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="curve"):
+        Curve(levels, rates)
+
+
+def test_nothing_is_read_between_or_beyond_levels() -> None:
+    curve = Curve((2, 8), (1.0, 3.0))
+    assert [curve.rate(share) for share in (0, 1, 2, 7, 8, 64)] == [0.0, 0.0, 1.0, 1.0, 3.0, 3.0]
+    assert [curve.fitting(free) for free in (0, 1, 2, 7, 64)] == [0, 0, 2, 2, 8]
+    assert curve.capped(4) == Curve((2,), (1.0,))
+    assert curve.capped(1) is None
+
+
+def test_a_fit_takes_noise_out_and_adds_no_level() -> None:
+    draw = np.random.default_rng(5)
+
+    def seconds(devices: int) -> float:
+        grad, sync = 0.02 + 1.0 / devices, 0.0 if devices == 1 else 0.05 + 0.004 * (devices - 2)
+        return float((grad**2 + sync**2) ** 0.5)
+
+    levels = (1, 2, 4, 8, 16)
+    samples = [(level, seconds(level) * float(draw.lognormal(0, 0.1))) for level in levels for _ in range(15)]
+    curve = fit_curve(samples)
+    assert curve is not None
+    assert curve.levels == levels
+    for level, rate in zip(curve.levels, curve.rates, strict=True):
+        assert rate * seconds(level) == pytest.approx(1.0, abs=0.08)
+
+
+def test_a_fit_of_few_levels_is_their_medians() -> None:
+    assert fit_curve([(1, 1.0), (1, 3.0), (1, 1.1), (4, 0.5)]) == Curve((1, 4), (1 / 1.1, 2.0))
+    assert fit_curve([]) is None
+
+
+def test_caution_grows_with_the_error_that_was_seen_and_goes_with_it() -> None:
+    curve = Curve((1, 2, 4), (1.0, 2.0, 3.5))
+    experience = Experience()
+    assert experience.cautious(curve, {}) == curve
+    for _ in range(20):
+        experience.saw_rate(1.0, 0.9)
+    assert experience.cautious(curve, {}).rates == pytest.approx((0.9, 1.8, 3.15))
+    assert experience.cautious(curve, {2: 1.85}).rates == pytest.approx((0.9, 1.85, 3.15)), "what was seen is known"
+    told = Experience(curve_error=0.1)
+    before = told.curve_error
+    for _ in range(200):
+        told.saw_rate(1.0, 1.0)
+    assert before == 0.1
+    assert told.curve_error < 0.006
+
+
+def test_prices_begin_where_demand_is_high() -> None:
+    experience = Experience()
+    for size in range(1, 12):
+        experience.asked(0.0, 1000.0, 100.0 * size)
+    assert math.isinf(experience.usual_device_s(devices=100)), "a tenth of what is there"
+    assert experience.usual_device_s(devices=8) == 600.0
+
+
+def test_pauses_are_forgotten() -> None:
+    experience = Experience()
+    experience.paused(0.0, 90.0)
+    assert experience.pause_share(0.0) == pytest.approx(0.05)
+    assert experience.pause_share(3600.0) < 0.01
