@@ -12,9 +12,10 @@ from pathlib import Path
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CONTROL_PLANE_NAME, channel
-from region_agent.config import OpenFaasGateway, RegionConfig
+from region_agent.config import FileChannelConfig, OpenFaasGateway, RegionConfig
 from region_agent.gateway import BasicAuth, GatewayClient
 from region_agent.identity import Identity
+from region_agent.region_channel import RegionChannel
 from region_agent.shards import shard_files
 
 __all__ = ["Finding", "examine"]
@@ -46,6 +47,7 @@ async def examine(config: RegionConfig, state_dir: Path) -> list[Finding]:
         ("control plane", lambda: _control_plane(identity)),
         ("gateway", lambda: _gateway(config)),
         ("prices", lambda: _prices(config)),
+        ("channel", lambda: _channel(config, state_dir)),
         ("disk", lambda: _disk(state_dir)),
         ("shared memory", _shared_memory),
         *((f"data {name}", lambda name=name: dataset(name)) for name in sorted(config.datasets)),
@@ -106,6 +108,15 @@ async def _prices(config: RegionConfig) -> str:
     if config.prices is None:
         raise GeofedError("PRICE_UNKNOWN", "no prices are stated")
     return f"{config.prices.source}, as of {config.prices.as_of}"
+
+
+async def _channel(config: RegionConfig, state_dir: Path) -> str:
+    if isinstance(config.channel, FileChannelConfig):
+        return "files on this machine"
+    channel = RegionChannel(config.channel, state_dir / "channel", config.name)
+    took = await asyncio.to_thread(channel.tried)
+    times = ", ".join(f"{step} {seconds * 1e3:.0f} ms" for step, seconds in took.items())
+    return f"{channel.kind}: {times}, the second as a worker, connecting included"
 
 
 async def _disk(state_dir: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,8 @@ __all__ = ["METERED", "RegionChannel", "usage_meters"]
 METERED = ("puts", "gets", "misses", "looks", "waits", "deletes", "lists", "bytes_in", "bytes_out")
 """Kinds of requests, and bytes, that the account has meters of, each named ``channel_<kind>``."""
 _PREFIX = "geofed"
+_TRIAL = "doctor"
+"""In place of a job; jobs end with a hyphen and digits."""
 _USER_RIGHTS = ("resetkeys", "resetchannels", "-@all", "+@read", "+@write", "+@transaction", "+@connection", "+info")
 """Of the Redis user that a job's workers are: nothing but values, and only under the job's keys."""
 _Result = TypeVar("_Result")
@@ -90,6 +93,33 @@ class RegionChannel:
         channel = self.open(job)
         try:
             return probe(channel, "probe"), channel.usage
+        finally:
+            channel.close()
+
+    def tried(self) -> dict[str, float]:
+        """Write a value as the agent and read it as a worker, then clear up; seconds that each took.
+
+        Raises ``GeofedError``: what is wrong with the channel.
+        """
+        took, value = {}, b"is it there?"
+        mine = self.open(_TRIAL)
+        try:
+            begun = time.monotonic()
+            mine.put("trial", [value])
+            took["put"] = time.monotonic() - begun
+            found = self._as_worker("trial")
+            took["get"] = time.monotonic() - begun - took["put"]
+            if found is None or bytes(found) != value:
+                raise GeofedError("CHANNEL_UNAVAILABLE", "what was put into the channel did not come back")
+        finally:
+            mine.close()
+            self.discard(_TRIAL)
+        return took
+
+    def _as_worker(self, key: str) -> memoryview | None:
+        channel = open_channel(self.kind, self.worker_address(_TRIAL))
+        try:
+            return channel.get(key)
         finally:
             channel.close()
 

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.stores import redis_server
 
 from geofed_pb.errors import GeofedError
 from region_agent.config import FileChannelConfig, RedisChannelConfig, S3ChannelConfig, load_config
@@ -92,3 +93,14 @@ def test_a_wait_ends_when_the_attempt_is_over(tmp_path: Path) -> None:
     channel.put(fence_key(3), [b"over"])
     waiting.join(10)
     assert ended == ["FENCED"]
+
+
+def test_a_channel_that_is_there_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("secret")
+    with redis_server(tmp_path, password="secret") as server:
+        url = f"redis://127.0.0.1:{server.port}/0"
+        config = RedisChannelConfig(kind="redis", url=url, password_file=tmp_path / "password")
+        took = RegionChannel(config, tmp_path, "east").tried()
+        assert set(took) == {"put", "get"}
+        assert "doctor" not in server.command("ACL", "LIST")
+        assert server.command("DBSIZE").strip() == "0"
