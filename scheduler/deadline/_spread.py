@@ -51,7 +51,7 @@ def spread(
     gains = _grow(book, region, promised, waiting, rules, free, shares)
     everyone = [*promised, *waiting]
     still_s = still_until(book.now, [(job, job.curves[region]) for job in promised], rules)
-    if still_s > book.now and _fits(book, everyone):
+    if still_s > book.now and _fits(book, everyone) and _can_wait(book, region, promised, still_s, rules):
         return Allocation({job.name: job.share for job in everyone}, still_s)
     urgent = any(job.share < book.holdings[job.name].share() for job in promised)
     if rules.overhead.everyone and not urgent and _fits(book, everyone):
@@ -75,6 +75,19 @@ def still_until(now: float, jobs: Sequence[tuple[Job, Curve]], rules: Rules) -> 
             if 0 <= slack_s < rules.overhead.base_s and end_s - now <= rules.grace_s:
                 still_s = max(still_s, end_s)
     return still_s
+
+
+def _can_wait(book: Book, region: str, promised: Sequence[Job], until_s: float, rules: Rules) -> bool:
+    """Whether every job whose share would rise before an instant still meets its deadline if it rises then."""
+    for job in promised:
+        held = book.holdings[job.name]
+        if held.rises_s(job.share) < until_s:
+            curve, most = job.curves[region], held.most()
+            left = max(0.0, job.work - curve.rate(job.share) * (until_s - max(book.now, job.ready_s)))
+            pauses_s = rules.overhead.seconds(most) + 2 * rules.overhead.base_s
+            if until_s + pauses_s + left / curve.rate(most) > job.deadline_s:
+                return False
+    return True
 
 
 def _fits(book: Book, jobs: Sequence[Job]) -> bool:
