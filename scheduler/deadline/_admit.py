@@ -99,7 +99,9 @@ class _Desk:
                 region: fill(now, capacity, region, self.old[region], rules)[0]
                 for region, capacity in capacities.items()
             }
-        self.uneasy = {region: frozenset(book.uneasy) for region, book in self.books.items()}
+        self.uneasy = {
+            region: {name: book.holdings[name].late for name in book.uneasy} for region, book in self.books.items()
+        }
 
     def decide(self, members: list[Job]) -> list[Job]:
         """Promise all of a group, or none; returns those without a promise, dropped ones included."""

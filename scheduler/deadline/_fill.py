@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -299,21 +299,17 @@ def fill(
     jobs: Sequence[Job],
     rules: Rules,
     new: Collection[str] = (),
-    uneasy: Collection[str] = (),
+    uneasy: Mapping[str, bool] | None = None,
 ) -> tuple[Book, str | None]:
     """Fill one region with jobs by deadline. Returns the book, and the name of the job that stops it, if one does.
 
     What stops it is a `new` job that does not fit, or a promised one that no longer fits once a new one is there; the
     book is complete only where nothing does. Promised jobs that are `uneasy` do not fit with their margin in any case:
-    they get what there is, without one, and stop nothing. Running jobs keep their shares where that is about as cheap
+    they get what there is, without one; those that are late (true) even so stop nothing. Running jobs keep their shares where that is about as cheap
     and leaves room for all others; else everybody is filled with the least.
     """
-    wishes = [
-        wish_of(job, job.curves[region], now, rules, rules.margin, rules.reserve_s)
-        if job.name in new
-        else wish_of(job, job.curves[region], now, rules, rules.kept_margin, rules.kept_reserve_s)
-        for job in jobs
-    ]
+    uneasy = uneasy or {}
+    wishes = _wishes(now, region, jobs, rules, new)
     book, stopped = _fill(now, capacity, region, jobs, wishes, rules, new, uneasy)
     if stopped is None and not book.uneasy:
         return book, None
@@ -350,6 +346,23 @@ def fill(
     return book, stopped
 
 
+def _wishes(now: float, region: str, jobs: Sequence[Job], rules: Rules, new: Collection[str]) -> list[Wish]:
+    """What all would take; where any change pauses everybody, the pauses of the rises that are planned kept free."""
+    cares = [
+        (rules.margin, rules.reserve_s) if job.name in new else (rules.kept_margin, rules.kept_reserve_s)
+        for job in jobs
+    ]
+    wishes = [wish_of(job, job.curves[region], now, rules, *care) for job, care in zip(jobs, cares, strict=True)]
+    if not rules.overhead.everyone:
+        return wishes
+    rises = sorted(wish.switch_s for wish in wishes if wish.switch_s > now and not wish.stay_s)
+    for index, (job, (margin, reserve_s)) in enumerate(zip(jobs, cares, strict=True)):
+        pauses_s = rules.overhead.base_s * bisect_left(rises, wishes[index].deadline_s)
+        if pauses_s:
+            wishes[index] = wish_of(job, job.curves[region], now, rules, margin, reserve_s + pauses_s)
+    return wishes
+
+
 def _fill(
     now: float,
     capacity: Capacity,
@@ -358,7 +371,7 @@ def _fill(
     wishes: Sequence[Wish],
     rules: Rules,
     new: Collection[str],
-    uneasy: Collection[str],
+    uneasy: Mapping[str, bool],
 ) -> tuple[Book, str | None]:
     book = Book(now, capacity, [wish.deadline_s for wish in wishes] + [wish.switch_s for wish in wishes])
     for job, wish in zip(jobs, wishes, strict=True):
@@ -372,6 +385,8 @@ def _fill(
             end_s = max(now, job.ready_s) + job.work / job.curves[region].rate(job.share)
             bare.stay_s = end_s if end_s - now <= rules.grace_s and bare.index == len(bare.curve.ladder[0]) else 0.0
         if book.take(job.name, bare) is None:
+            if new and not uneasy.get(job.name, False):
+                return book, job.name
             book.take_what_there_is(job.name, bare)
         book.uneasy.add(job.name)
     return book, None
