@@ -60,6 +60,8 @@ class ScaleAsked:
     workers: dict[str, int]
     """By region; 0: pause."""
     reason: str = ""
+    gives_way: bool = False
+    """It pauses for another job, and is to go on once there is room again."""
 
 
 @dataclass(frozen=True)

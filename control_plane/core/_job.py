@@ -245,6 +245,7 @@ class JobMachine:
     def _scale_asked(self, event: ScaleAsked) -> None:
         if self.state.phase not in ("starting", "running"):
             return
+        self.state = replace(self.state, gave_way=event.gives_way)
         for region, workers in sorted(event.workers.items()):
             part = self.state.partition(region)
             if part is None or part.workers == workers or part.state == "finished":

@@ -132,6 +132,8 @@ class JobState:
     error: Failure | None = None
     reason: str = ""
     """Why it is being cancelled."""
+    gave_way: bool = False
+    """It pauses for another job."""
     waits_for: str = ""
     """While it is queued, in words."""
     deadline_at: float | None = None

@@ -3,7 +3,8 @@
 A job that cannot start for lack of workers is taken in and waits; one that could not start even on an idle federation
 is declined. Those with a deadline go first, by deadline, then the others as they came. A job that waits keeps its
 place: nobody behind it takes workers in a region that it needs. Jobs that run without a deadline and leave their number
-of workers to the plan give up to half of theirs up for those that wait.
+of workers to the plan give way: they give up to half of their workers up for those that wait, and where that is not
+enough for one with a deadline they pause, the latest first, until there is room again.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def decide(draft: Draft, spec: JobSpec, job: str, runs: list[RunRow]) -> tuple[P
     """The plan of a new job, and what it waits for; empty: it may start. Declined: it cannot be done at all.
 
     A deadline is promised only if it can be kept after waiting for all jobs in the regions that it needs, as long as
-    they may still take.
+    they may still take; those that would pause for it are not waited for.
     """
     demand = to_demand(spec, job, utc_now(draft.at))
     snapshot = snapshot_of(draft.regions.values(), draft.jobs.values(), runs)
@@ -58,6 +59,8 @@ def decide(draft: Draft, spec: JobSpec, job: str, runs: list[RunRow]) -> tuple[P
     ]
     if demand.deadline_seconds is not None:
         wait = max((_left(entry, draft.at) for entry in before if entry.state.phase != "queued"), default=0.0)
+        if any(_gives_way(entry) for entry in before):
+            wait += 2 * GIVES_UP_AT_LEAST_EVERY_SECONDS * len(before)
         wait += sum(entry.plan.estimate.seconds.high for entry in before if entry.state.phase == "queued")
         needed = wait + idle.estimate.seconds.high
         if needed > demand.deadline_seconds:
@@ -83,6 +86,7 @@ def start_waiting(draft: Draft, runs: Mapping[str, list[RunRow]], gave_up_at: fl
         draft.tell_job(entry.row.id, Waits(draft.at, _what_for(entry.plan, before)))
         if chosen is None and draft.at >= gave_up_at + GIVES_UP_AT_LEAST_EVERY_SECONDS and _make_room(draft, entry):
             gave_up_at = draft.at
+    _go_on(draft, kept)
     return gave_up_at
 
 
@@ -117,12 +121,16 @@ def _start(draft: Draft, entry: JobEntry, chosen: Plan) -> None:
     draft.tell_job(entry.row.id, Begun(draft.at))
 
 
+def _gives_way(entry: JobEntry) -> bool:
+    best_effort = entry.state.deadline_at is None and entry.spec.train.workers == "auto"
+    return best_effort and entry.state.phase in ("starting", "running")
+
+
 def _make_room(draft: Draft, waiting: JobEntry) -> bool:
-    """Have jobs that can give up half of their workers where somebody waits; True where any does."""
+    """Have jobs that give way do so where somebody waits; True where any does."""
     asked = False
-    for entry in _now(draft):
-        if entry.state.phase != "running" or entry.state.deadline_at is not None or entry.spec.train.workers != "auto":
-            continue
+    able = [entry for entry in _now(draft) if _gives_way(entry) and _places(entry.plan) & _places(waiting.plan)]
+    for entry in able:
         planned = {part.region: part.workers for part in entry.plan.partitions}
         held = workers_now(entry)
         # Never fewer than half of the planned ones: a worker's memory was chosen for its batch.
@@ -135,7 +143,28 @@ def _make_room(draft: Draft, waiting: JobEntry) -> bool:
         if fewer:
             draft.tell_job(entry.row.id, ScaleAsked(draft.at, fewer, f"makes room for {waiting.row.id}"))
             asked = True
-    return asked
+    working = [entry for entry in able if any(workers_now(entry).values())]
+    if asked or not working or waiting.state.deadline_at is None:
+        return asked
+    latest = max(working, key=lambda entry: (entry.row.created_at, entry.row.id))
+    nobody = dict.fromkeys(_places(latest.plan), 0)
+    draft.tell_job(latest.row.id, ScaleAsked(draft.at, nobody, f"gives way to {waiting.row.id}", gives_way=True))
+    return True
+
+
+def _go_on(draft: Draft, kept: set[str]) -> None:
+    """Have jobs that paused go on where nobody waits any more; ``kept``: regions in which somebody does."""
+    capacity = {name: entry.catalogue.capacity.workers for name, entry in draft.regions.items() if entry.catalogue}
+    for entry in sorted(_now(draft), key=lambda entry: entry.row.created_at):
+        if not entry.state.gave_way or _places(entry.plan) & kept:
+            continue
+        held: dict[str, int] = {}
+        for other in _now(draft):
+            for region, workers in workers_now(other).items():
+                held[region] = held.get(region, 0) + workers
+        room = {p.region: min(p.workers, capacity.get(p.region, 0) - held[p.region]) for p in entry.plan.partitions}
+        if min(room.values()) > 0:
+            draft.tell_job(entry.row.id, ScaleAsked(draft.at, room, "there is room again"))
 
 
 def _places(chosen: Plan) -> set[str]:
@@ -144,6 +173,8 @@ def _places(chosen: Plan) -> set[str]:
 
 def _left(entry: JobEntry, at: float) -> float:
     """What a running job may still take."""
+    if _gives_way(entry):
+        return 0.0
     begun = entry.state.started_at or entry.row.created_at
     return max(0.0, begun + entry.plan.estimate.seconds.high - at)
 

@@ -235,6 +235,31 @@ def test_jobs_give_up_workers_for_those_that_wait(serve_config: ServeConfig, job
     run(scenario())
 
 
+def test_a_job_pauses_for_one_with_a_deadline_and_goes_on_after_it(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            first = (await stage.submit(job_file)).job.id
+            await train(first, a, b)
+            second = (await stage.submit(job_file, "r2", (HELD, "objective.deadline=10m"))).job
+            assert second.state == "queued"
+            for agent in (a, b):
+                paused = await agent.command("scale")
+                assert (paused.job, paused.workers, paused.reason) == (first, 0, f"gives way to {second.id}")
+                assert (await agent.command("start", 2)).job == second.id
+            await stage.client.cancel(second.id)
+            for agent in (a, b):
+                await agent.command("stop")
+                agent.report(second.id, "stopped")
+            for agent in (a, b):
+                again = await agent.command("scale", 2)
+                assert (again.job, again.workers, again.reason) == (first, 1, "there is room again")
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
+
+
 def test_a_task_that_raises_fails_the_job_everywhere(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:

@@ -142,3 +142,17 @@ def test_a_second_job_gets_workers_of_the_first_and_both_come_to_their_end(runni
     assert _samples(other) == _expected(other)
     reasons = [event["data"]["reason"] for event in running.events(first) if event["kind"] == "partition.scaled"]
     assert f"makes room for {second}" in reasons
+
+
+def test_a_job_pauses_for_one_with_a_deadline_and_both_come_to_their_end(running: Running) -> None:
+    first = running.submit("train.end.epochs=40", "wan.interval=10", "train.evaluateEvery=0")
+    running.wait_round(first, 1)
+    urgent = ("train.workers=4", "train.end.epochs=10", "train.evaluateEvery=0", "objective.deadline=30m")
+    second = running.submit(*urgent)
+    check_succeeded(running.wait_end(second), accuracy=0.0)
+    other = running.wait_end(first)
+    check_succeeded(other)
+    assert _samples(other) == _expected(other)
+    reasons = [event["data"]["reason"] for event in running.events(first) if event["kind"] == "partition.scaled"]
+    assert f"gives way to {second}" in reasons
+    assert "there is room again" in reasons
