@@ -98,6 +98,10 @@ def solve_exactly(
         if terms:
             model.row(-math.inf, float(free[site]), terms)
     value, usd, bound, proven = _solve(model, seconds)
+    if not value:
+        if not math.isfinite(sum(penalties)):
+            raise ValueError("no placement of all jobs that must be placed was found")
+        return Exact((None,) * len(needs), float(sum(penalties)), max(0.0, bound), False)
     choices = tuple(_read(sites, paced, value) for paced in columns)
     return Exact(choices, usd, bound, proven)
 
@@ -189,7 +193,7 @@ def _solve(model: _Model, seconds: float) -> tuple[list[float], float, float, bo
     solver.run()
     status, info = solver.getModelStatus(), solver.getInfo()
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        raise ValueError(f"no placement of all jobs that must be placed was found: {status}")
+        return [], math.inf, info.mip_dual_bound, False
     proven = bool(status == highspy.HighsModelStatus.kOptimal)
     return list(solver.getSolution().col_value), info.objective_function_value, info.mip_dual_bound, proven
 
