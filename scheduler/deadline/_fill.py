@@ -243,11 +243,14 @@ class Wish:
         return self.first * (self.switch_s - now) + self.second * (self.deadline_s - self.switch_s)
 
 
-def wish_of(job: Job, curve: Curve, now: float, rules: Rules, margin: float, reserve_s: float = 0.0) -> Wish:
+def wish_of(
+    job: Job, curve: Curve, now: float, rules: Rules, margin: float, reserve_s: float = 0.0, soon: bool = False
+) -> Wish:
     """Levels that a job would take with nobody else there; what changes take is in its work.
 
     The smaller level comes first, so that what is free soon stays free for those who come, but a job that runs on the
-    larger one already keeps it first, and changes once instead of twice.
+    larger one already keeps it first, and changes once instead of twice; as does one whose promise is in danger: it
+    shall be done `soon`.
     """
     window = job.deadline_s - now
     window -= margin * max(0.0, window - rules.grace_s) + reserve_s
@@ -276,7 +279,7 @@ def wish_of(job: Job, curve: Curve, now: float, rules: Rules, margin: float, res
         low_s -= _PAUSES_AHEAD * rules.overhead.base_s
     if low_s < max(_SOON_S, _SOON * window):
         wish.first, wish.second, wish.switch_s = high, high, now
-    elif down:
+    elif down or soon:
         wish.first, wish.second, wish.switch_s = high, low, now + max(window - low_s, 0.5 * _SOON * window)
     else:
         wish.first, wish.second, wish.switch_s = low, high, now + low_s
@@ -379,7 +382,7 @@ def _fill(
             continue
         if job.name in new or (new and job.name not in uneasy):
             return book, job.name
-        bare = wish_of(job, job.curves[region], now, rules, 0.0)
+        bare = wish_of(job, job.curves[region], now, rules, 0.0, soon=True)
         if not bare.stay_s and job.share:
             # It will be late whatever happens: where it is nearly done, a change would only make it later.
             end_s = max(now, job.ready_s) + job.work / job.curves[region].rate(job.share)

@@ -56,7 +56,8 @@ def spread(
     urgent = any(job.share < book.holdings[job.name].share() for job in promised)
     if rules.overhead.everyone and not urgent and _fits(book, everyone):
         running = sum(job.share for job in everyone)
-        if sum(gains.values()) <= _WORTHWHILE * rules.overhead.base_s * running:
+        small = sum(gains.values()) <= _WORTHWHILE * rules.overhead.base_s * running
+        if small or any(_is_frail(job, job.curves[region], book.now, rules) for job in promised):
             shares = {job.name: job.share for job in everyone}
     wake_s = min((book.holdings[job.name].rises_s(shares[job.name]) for job in promised), default=math.inf)
     return Allocation(shares, max(wake_s, book.now + _SHORTEST_S))
@@ -75,6 +76,12 @@ def still_until(now: float, jobs: Sequence[tuple[Job, Curve]], rules: Rules) -> 
             if 0 <= slack_s < rules.overhead.base_s and end_s - now <= rules.grace_s:
                 still_s = max(still_s, end_s)
     return still_s
+
+
+def _is_frail(job: Job, curve: Curve, now: float, rules: Rules) -> bool:
+    """Whether two more pauses would make a job late, even at its fastest; one that is late anyway is not."""
+    slack_s = job.deadline_s - max(now, job.ready_s) - job.work / curve.rates[-1]
+    return 0 <= slack_s < 2 * rules.overhead.base_s
 
 
 def _can_wait(book: Book, region: str, promised: Sequence[Job], until_s: float, rules: Rules) -> bool:

@@ -109,6 +109,9 @@ class _Stay:
             if now >= preempted_s:
                 self.preemptions += 1
                 left = min(self.spec.work, left + self.draw.uniform(0, self.settings.lost_s) * rate)
+                again = refuge(_job(self.spec, now, left), curve, now, overhead, self.settings.margin)
+                if again.leave_s < now + self.settings.wait_s + _SHORTEST_S:
+                    return self._on_demand(now, left, again.share)
                 share, now = 0, now + self.settings.wait_s
                 preempted_s = self._next_preemption(now)
 

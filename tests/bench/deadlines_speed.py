@@ -9,15 +9,15 @@ import time
 from scheduler.deadline import Capacity, Curve, Job, Overhead, Rules, admit, spread
 
 _REGION = "here"
-_DEVICES_PER_JOB = 1.4
-"""With so many, nearly all is reserved in the hours ahead."""
+FULL, NEARLY_FULL = 1.4, 1.8
+"""Devices for each job: with so many all is reserved at some time ahead; with the latter nine tenths."""
 _LEVELS = (1, 2, 4, 8, 16, 32)
 
 
-def admissions(active: int, asked: int, seed: int) -> list[float]:
+def admissions(active: int, asked: int, seed: int, devices_per_job: float = FULL) -> list[float]:
     """CPU seconds of each of many requests, one at a time, in a region where so many jobs have their promise."""
     draw = random.Random(seed)
-    capacity = {_REGION: Capacity(int(_DEVICES_PER_JOB * active))}
+    capacity = {_REGION: Capacity(int(devices_per_job * active))}
     rules = Rules(Overhead())
     promised = _jobs(active, draw, "old")
     answer = admit(0.0, capacity, promised, (), rules)
@@ -36,10 +36,10 @@ def admissions(active: int, asked: int, seed: int) -> list[float]:
     return took
 
 
-def plan_seconds(jobs: int, seed: int) -> float:
+def plan_seconds(jobs: int, seed: int, devices_per_job: float) -> float:
     """CPU seconds to fill a region with all its jobs from nothing, and to give out what is left."""
     draw = random.Random(seed)
-    capacity = {_REGION: Capacity(int(_DEVICES_PER_JOB * jobs))}
+    capacity = {_REGION: Capacity(int(devices_per_job * jobs))}
     promised = _jobs(jobs, draw, "old")
     rules = Rules(Overhead())
     gc.collect()

@@ -141,9 +141,7 @@ def test_capacity_that_will_go_is_not_promised() -> None:
 def test_giving_back_undoes_taking(seed: int) -> None:
     draw = np.random.default_rng(seed)
     curve = Curve((1, 2, 4), (1.0, 1.9, 3.1))
-    jobs = [
-        Job(f"j{i}", {R: curve}, float(draw.uniform(50, 900)), float(draw.uniform(300, 2000))) for i in range(12)
-    ]
+    jobs = [Job(f"j{i}", {R: curve}, float(draw.uniform(50, 900)), float(draw.uniform(300, 2000))) for i in range(12)]
     answer = admit(0.0, {R: Capacity(9)}, (), jobs, FREE_CHANGES)
     book = answer.books[R]
     for job in answer.promised:

@@ -54,7 +54,9 @@ def test_a_change_pauses_the_job_and_where_it_is_so_everybody() -> None:
 
 
 def test_a_declined_job_does_not_run_and_does_not_meet() -> None:
-    run = simulate([job("a", 0, 10, 100), job("b", 5, 10, 100)], Scripted({0.0: {"a": 1}}, declined="b"), 1, 4, NO_PAUSES)
+    run = simulate(
+        [job("a", 0, 10, 100), job("b", 5, 10, 100)], Scripted({0.0: {"a": 1}}, declined="b"), 1, 4, NO_PAUSES
+    )
     first, second = run.outcomes
     assert (first.met, second.met, second.declined) == (True, False, True)
     assert (run.met, run.ratio) == (1, 0.5)

@@ -27,7 +27,14 @@ def generated(count: int = 60, seed: int = 1, every_s: float = 120.0) -> list[Tr
         deadline_s = at + draw.uniform(0.6, 2.0) * duration_s
         jobs.append(
             TraceJob(
-                f"j{number}", at, duration_s * table[asked], ((deadline_s, 1.0),), asked, duration_s, curve, table,
+                f"j{number}",
+                at,
+                duration_s * table[asked],
+                ((deadline_s, 1.0),),
+                asked,
+                duration_s,
+                curve,
+                table,
                 user=draw.choice("ab"),
             )  # fmt: skip
         )
