@@ -4,6 +4,7 @@ from sync.codec._contract import Codec, Tensors
 from sync.codec._dense import BFloat16, Float32, Int8Blocks
 from sync.codec._feedback import ErrorFeedback
 from sync.codec._mixed import MIXED, Mixed
+from sync.codec._slabs import decoded
 from sync.codec._sparse import Sparse
 from sync.codec._ternary import Ternary
 from sync.codec._topk import ChunkedTopK
@@ -21,6 +22,7 @@ __all__ = [
     "Ternary",
     "codec_named",
     "codec_of",
+    "decoded",
     "with_state",
 ]
 

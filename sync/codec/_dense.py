@@ -59,11 +59,19 @@ class BFloat16:
         return in_slabs(self, size, _SLAB)
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
+        out = np.empty(size, np.float32)
+        self.decode_into(tensors, out)
+        return out
+
+    def decode_into(self, tensors: Tensors, out: Vector) -> None:
         halves = tensors.get("bf16")
         require(
-            halves is not None and halves.dtype == np.uint16 and halves.shape == (size,), "not a vector of bfloat16"
+            halves is not None and halves.dtype == np.uint16 and halves.shape == out.shape, "not a vector of bfloat16"
         )
-        return (np.asarray(halves).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        bits = out.view(np.uint32)
+        for part, _ in self.apart(out.size):
+            bits[part] = np.asarray(halves)[part]
+            bits[part] <<= np.uint32(16)
 
 
 class Int8Blocks:
@@ -92,14 +100,24 @@ class Int8Blocks:
         return in_slabs(self, size, _SLAB)
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
+        out = np.empty(size, np.float32)
+        self.decode_into(tensors, out)
+        return out
+
+    def decode_into(self, tensors: Tensors, out: Vector) -> None:
         values, exponents = tensors.get("int8"), tensors.get("exponents")
-        require(values is not None and values.dtype == np.int8 and values.shape == (size,), "not a vector of int8")
-        rows = -(-size // self._BLOCK)
+        require(values is not None and values.dtype == np.int8 and values.shape == out.shape, "not a vector of int8")
+        rows = -(-out.size // self._BLOCK)
         require(exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,), "no scales")
         scale = _powers(np.asarray(exponents), self._LEAST, self._MOST)
-        blocks = _in_rows(np.asarray(values).astype(np.float32), self._BLOCK)
-        blocks *= scale[:, None]
-        return blocks.reshape(-1)[:size]
+        whole = out.size // self._BLOCK
+        for part, _ in in_slabs(self, whole * self._BLOCK, _SLAB):
+            rows_ = slice(part.start // self._BLOCK, part.stop // self._BLOCK)
+            out[part] = np.asarray(values)[part]
+            blocks = out[part].reshape(-1, self._BLOCK)
+            blocks *= scale[rows_, None]
+        rest = slice(whole * self._BLOCK, out.size)
+        np.multiply(np.asarray(values)[rest], scale[whole:], out=out[rest], dtype=np.float32)
 
 
 def _in_rows(vector: Vector, width: int) -> npt.NDArray[np.float32]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from sync.codec._contract import Codec, Tensors
 from sync.codec._dense import Float32, require
-from sync.codec._slabs import Slab, apart
+from sync.codec._slabs import Slab, apart, decode_into
 from sync.layout import Vector
 
 __all__ = ["MIXED", "Mixed"]
@@ -38,7 +38,12 @@ class Mixed:
         yield slice(min(self._trained, size), size), Mixed(self._bulk, 0)
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
-        require("state" in tensors and size >= self._trained, "no state")
+        out = np.empty(size, np.float32)
+        self.decode_into(tensors, out)
+        return out
+
+    def decode_into(self, tensors: Tensors, out: Vector) -> None:
+        require("state" in tensors and out.size >= self._trained, "no state")
         rest = {name: array for name, array in tensors.items() if name != "state"}
-        state = self._state.decode({"delta": tensors["state"]}, size - self._trained)
-        return np.concatenate([self._bulk.decode(rest, self._trained), state])
+        decode_into(self._bulk, rest, out[: self._trained])
+        decode_into(self._state, {"delta": tensors["state"]}, out[self._trained :])

@@ -8,8 +8,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from sync.codec._contract import Codec, Tensors
+from sync.layout import Vector
 
-__all__ = ["Slab", "apart", "in_slabs", "joined"]
+__all__ = ["Slab", "apart", "decode_into", "decoded", "in_slabs", "joined"]
 
 Slab = tuple[slice, Codec]
 """Coordinates, and what codes them."""
@@ -26,6 +27,28 @@ class Apart(Protocol):
 def apart(codec: Codec, size: int) -> Iterator[Slab]:
     """Slabs of a vector of ``size``; a single one for a codec that must see the whole."""
     return codec.apart(size) if isinstance(codec, Apart) else iter([(slice(0, size), codec)])
+
+
+@runtime_checkable
+class Into(Protocol):
+    """A codec that decodes into memory that is there already: fresh memory can cost more than the arithmetic."""
+
+    def decode_into(self, tensors: Tensors, out: Vector) -> None:
+        """As `Codec.decode`, shape (n,)."""
+
+
+def decoded(codec: Codec, tensors: Tensors, size: int, room: Vector | None = None) -> Vector:
+    """As `Codec.decode`; in ``room``, where that has the size and the codec has a use for it."""
+    if room is None or room.size != size or not isinstance(codec, Into):
+        return codec.decode(tensors, size)
+    codec.decode_into(tensors, room)
+    return room
+
+
+def decode_into(codec: Codec, tensors: Tensors, out: Vector) -> None:
+    """Decode a vector of the size of ``out`` into it, whatever the codec."""
+    if (vector := decoded(codec, tensors, out.size, out)) is not out:
+        out[...] = vector
 
 
 def in_slabs(codec: Codec, size: int, slab: int) -> Iterator[Slab]:

@@ -60,24 +60,29 @@ class Ternary:
         return {"trits": packed.astype(np.uint8), "exponents": exponents}
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
+        out = np.empty(size, np.float32)
+        self.decode_into(tensors, out)
+        return out
+
+    def decode_into(self, tensors: Tensors, out: Vector) -> None:
         trits, exponents = tensors.get("trits"), tensors.get("exponents")
-        fives, rows = -(-size // 5), -(-size // self._BLOCK)
+        fives, rows = -(-out.size // 5), -(-out.size // self._BLOCK)
         require(trits is not None and trits.dtype == np.uint8 and trits.shape == (fives,), "not a vector of trits")
         require(exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,), "no scales")
         packed = np.asarray(trits, np.uint8)
         require(packed.size == 0 or packed.max() < 243, "a byte holds more than five trits")
         scales = _powers(np.asarray(exponents), _LEAST, _MOST)
-        # Whole rows of fives and of blocks: the last of each may be partly filled.
-        out = np.empty(max(5 * fives, self._BLOCK * rows), np.float32)
-        out[5 * fives :] = 0.0
-        for part, _ in self.apart(size):
-            bytes_ = slice(part.start // 5, -(-part.stop // 5))
-            coordinates = out[5 * bytes_.start : 5 * bytes_.stop].reshape(-1, 5)
-            np.take(_VALUES, packed[bytes_], axis=0, out=coordinates, mode="clip")
-            blocks = slice(part.start // self._BLOCK, -(-part.stop // self._BLOCK))
-            scaled = out[self._BLOCK * blocks.start : self._BLOCK * blocks.stop].reshape(-1, self._BLOCK)
-            scaled *= scales[blocks, None]
-        return out[:size]
+        for part, _ in self.apart(out.size):
+            bytes_ = packed[part.start // 5 : -(-part.stop // 5)]
+            scale = scales[part.start // self._BLOCK : -(-part.stop // self._BLOCK), None]
+            # Of the last slab the last byte and the last block may be partly filled.
+            filled = part.stop - part.start == _SLAB
+            room = out[part] if filled else np.zeros(max(5 * bytes_.size, self._BLOCK * len(scale)), np.float32)
+            np.take(_VALUES, bytes_, axis=0, out=room[: 5 * bytes_.size].reshape(-1, 5), mode="clip")
+            blocks = room[: self._BLOCK * len(scale)].reshape(-1, self._BLOCK)
+            blocks *= scale
+            if not filled:
+                out[part] = room[: part.stop - part.start]
 
 
 def _squares(blocks: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:

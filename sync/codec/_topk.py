@@ -54,6 +54,12 @@ class ChunkedTopK:
         return sent.sum(axis=1).astype(np.uint8), places[sent].astype(np.uint16), levels[sent], exponents
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
+        out = np.empty(size, np.float32)
+        self.decode_into(tensors, out)
+        return out
+
+    def decode_into(self, tensors: Tensors, out: Vector) -> None:
+        size = out.size
         rows = -(-size // self._CHUNK)
         counts, exponents = tensors.get("counts"), tensors.get("exponents")
         require(counts is not None and counts.dtype == np.uint8 and counts.shape == (rows,), "no counts")
@@ -66,9 +72,8 @@ class ChunkedTopK:
         require(total == 0 or (at[-1] < size and (np.diff(at) > 0).all()), "places are not in order")
         unit = np.repeat(_powers(np.asarray(exponents), _LEAST, _MOST), number)
         value = unit * np.where(levels & 1, np.float32(3), np.float32(1))
-        out = np.zeros(size, np.float32)
+        out[...] = 0.0
         out[at] = np.where(levels & 2, -value, value)
-        return out
 
 
 def _pack12(values: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint8]:

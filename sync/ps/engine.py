@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from geofed_pb.errors import GeofedError
 from sync.codec import codec_named
-from sync.layout import Layout
+from sync.layout import Layout, Vector
 from sync.ps.attendance import Punctuality
 from sync.ps.background import Background
 from sync.ps.events import (
@@ -182,11 +182,11 @@ class Engine:
 
     def _steer(self, sequence: int) -> None:
         """Let the controller see the round, and do as it says from the next one on."""
-        machine, model = self.machine, self.works.model
-        if not self.steering.active or not isinstance(machine, Background) or model is None:
+        machine, layout = self.machine, self.storage.layout
+        if not self.steering.active or not isinstance(machine, Background) or layout is None:
             return
         coding = self.works.coding_bytes_per_second
-        self.steering.round_over(sequence, machine.step_seconds, model.nbytes, self.links(), coding)
+        self.steering.round_over(sequence, machine.step_seconds, 4 * layout.size, self.links(), coding)
         machine.stretch = -(-self.steering.interval_steps // self.works.setup.steps_per_round)
         self.works.codec_wanted = codec_named(self.steering.codec)
 
@@ -202,6 +202,10 @@ class Engine:
 
     async def keep_layout(self, layout: Layout) -> None:
         await asyncio.get_running_loop().run_in_executor(self._disk, self.storage.keep_layout, layout)
+
+    async def model(self) -> Vector | None:
+        """A copy of the model as of now; None: not even the first is there."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk, self.works.copy_of_model)
 
     async def close(self) -> None:
         """Let what was begun end, then stop the thread."""

@@ -17,8 +17,8 @@ stable for every r above -1/2, at a distance of at most two thirds of s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,8 @@ __all__ = ["Made", "Numbers", "Replica", "expanded", "fragment"]
 _GUARD = "guard/"
 _WHOLE, _SINCE = "view/whole", "view/rounds"
 _LEAST_PRESENT = 1e-3
+_BLOCK = 1 << 16
+"""Coordinates that are worked on together: what arises on the way stays in the cache."""
 _PULL = np.float32(0.5)
 """The part of the way to the view that a correction leads, where updates are averaged."""
 
@@ -75,6 +77,10 @@ class Replica:
         self._feedback = ErrorFeedback(codec, numbers.residual)
         self._model, self._memory = numbers.model, dict(numbers.memory)
         self._start = numbers.start
+        self._begun: Vector | None = None
+        """Where workers went on from; its memory is used again for where they go on from next."""
+        self._models: list[Vector] = []
+        """The same for models: at most two."""
         self._whole = self._memory.pop(_WHOLE, None)
         """The model when it last held all updates of all merged rounds; None: it does."""
         since, present = self._memory.pop(_SINCE, np.array([0, 1], np.float32))
@@ -94,7 +100,7 @@ class Replica:
 
     @property
     def model(self) -> Vector:
-        """What all updates merged so far make, shape (n,)."""
+        """What all updates merged so far make, shape (n,); its memory is used again two merges later."""
         return self._model
 
     @property
@@ -109,7 +115,7 @@ class Replica:
 
     @property
     def start(self) -> Vector:
-        """What the workers began the open round from."""
+        """What the workers began the open round from; its memory is used again."""
         return self._start
 
     @property
@@ -123,8 +129,11 @@ class Replica:
 
     # Our own changes
 
-    def own(self, end: Vector, sequence: int, *, last: bool = False) -> Made:
-        """The update of a round that ended with the model ``end``; the last one holds back as little as it can."""
+    def own(self, end: Vector, sequence: int, *, last: bool = False, room: Vector | None = None) -> Made:
+        """The update of a round that ended with the model ``end``; the last one holds back as little as it can.
+
+        ``room``: memory for what it says, of its size.
+        """
         exchange, codec = self._exchange, self._feedback.codec
         part = slice(None) if last else fragment(sequence, int(exchange.fragments), end.size)
         keep = None
@@ -140,7 +149,7 @@ class Replica:
         begin, stop, _ = part.indices(end.size)
         used = with_state(used, self.trained - begin, stop - begin)
         self._feedback.codec = used
-        tensors, sent = self._feedback.encode(end, part, keep, since=self._start)
+        tensors, sent = self._feedback.encode(end, part, keep, self._start, room)
         self._feedback.codec = codec
         return Made(tensors, used, part, sent)
 
@@ -154,7 +163,13 @@ class Replica:
 
     def go_on(self, end: Vector, correction: Vector | None) -> None:
         """The workers begin a round from where they ended the last, plus a correction that they were given."""
-        self._start = end if correction is None else end + correction
+        if self._begun is None:
+            self._begun = np.empty_like(self._model)
+        if correction is None:
+            self._begun[...] = end
+        else:
+            np.add(end, correction, out=self._begun)
+        self._start = self._begun
 
     def restart(self) -> None:
         """The workers begin the round from the view."""
@@ -165,15 +180,18 @@ class Replica:
             self._feedback.settle(jump, np.zeros_like(jump))
         self._start = self.view
 
-    def correction(self) -> Vector:
-        """What leads from the workers' beginning of the open round towards the view; their own statistics stay theirs.
+    def correction(self, room: Vector | None = None) -> Vector:
+        """What leads from the workers' beginning of the open round towards the view, in ``room`` where there is one;
+        their own statistics stay theirs.
 
         A running mean forgets what it was given, so a correction that comes rounds later would be made twice. Left
         alone, a region's changes of it add up to its present value, and the model's is the mean of all regions'.
         """
-        correction = self.view - self._start
-        if self._policy.averages:
-            correction *= _PULL
+        view, correction = self.view, np.empty_like(self._model) if room is None else room
+        for block in _blocks(view.size):
+            np.subtract(view[block], self._start[block], out=correction[block])
+            if self._policy.averages:
+                correction[block] *= _PULL
         correction[self.trained :] = 0.0
         return correction
 
@@ -216,12 +234,37 @@ class Replica:
         memory = {name: v for name, v in self._memory.items() if not name.startswith(_GUARD)}
         norms = {name: v for name, v in self._memory.items() if name.startswith(_GUARD)}
         if passed:
-            policy = StateAveraged(self._policy, self.trained) if self.trained < self._model.size else self._policy
-            outer = policy.merge(self._model, passed, memory, total)
-            self._model, memory = outer.model, dict(outer.memory)
+            self._model, memory = self._merged(passed, memory, total)
         self._memory = {**memory, **norms, **judged}
         self._count(before, rounds, lacking)
         return tuple(refused)
+
+    def _merged(
+        self, passed: Sequence[Contribution], memory: Mapping[str, Vector], total: float | None
+    ) -> tuple[Vector, dict[str, Vector]]:
+        """The policy's next model and memory, block by block: it is elementwise, and a block stays in the cache."""
+        out, made = self._model_room(), dict[str, Vector]()
+        for block in _blocks(out.size):
+            trained = max(0, min(self.trained, block.stop) - block.start)
+            head = slice(block.start, block.start + trained)
+            policy = self._policy if head == block else StateAveraged(self._policy, trained)
+            parts = [
+                replace(c, delta=c.delta[block], drift=None if c.drift is None else c.drift[block]) for c in passed
+            ]
+            known = {name: vector[head] for name, vector in memory.items()}
+            outer = policy.merge(self._model[block], parts, known, total)
+            out[block] = outer.model
+            for name, vector in outer.memory.items():
+                made.setdefault(name, np.empty(min(self.trained, out.size), np.float32))[head] = vector
+        return out, made
+
+    def _model_room(self) -> Vector:
+        used = (self._model, self._start, self._whole)
+        for model in self._models:
+            if not any(model is one for one in used):
+                return model
+        self._models = [*self._models[-1:], np.empty_like(self._model)]
+        return self._models[-1]
 
     def _count(self, before: Vector, rounds: int, lacking: float) -> None:
         """Note how much of the rounds merged since the model was last whole is there."""
@@ -232,6 +275,11 @@ class Replica:
             self._whole = before
         self._since += rounds
         self._present = np.float32(max(1.0 - lacking / max(self._since, 1), _LEAST_PRESENT))
+
+
+def _blocks(size: int) -> Iterator[slice]:
+    for at in range(0, size, _BLOCK):
+        yield slice(at, min(at + _BLOCK, size))
 
 
 def expanded(delta: Vector, part: slice, size: int) -> Vector:

@@ -192,7 +192,8 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
         self, request: sync_pb2.PsModelRequest, context: _Context
     ) -> AsyncIterator[common_pb2.BlobChunk]:
         self._check(context)
-        layout, model, progress = self._engine.storage.layout, self._engine.works.model, self._engine.machine.progress
+        model = await self._engine.model()
+        layout, progress = self._engine.storage.layout, self._engine.machine.progress
         if model is None or layout is None:
             raise GeofedError("MODEL_NOT_FOUND", "there is no model yet")
         facts = {"job": self._config.job, "round": str(progress.sequence), "flat_digest": progress.model_digest}

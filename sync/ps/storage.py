@@ -181,7 +181,7 @@ class Storage:
 
         ``ended``: the last round that has ended, with background exchange.
         """
-        model = np.array(numbers.model)
+        model = np.ascontiguousarray(numbers.model)
         digest = framing.digest_of([model.data.cast("B")])
         name = f"checkpoint-{apply.version}-{digest.removeprefix('sha256:')}.frame"
         rest: dict[str, framing.Array] = {f"{_MEMORY}{name}": vector for name, vector in numbers.memory.items()}

@@ -12,7 +12,7 @@ import numpy as np
 from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.channel import Channel
-from sync.codec import Codec, Float32, codec_of
+from sync.codec import Codec, Float32, codec_of, decoded
 from sync.collective import weighted_mean
 from sync.layout import Vector
 from sync.ps.events import (
@@ -75,6 +75,10 @@ class Works:
         self._shares = shares or dict.fromkeys(setup.regions, equal)
         self.replica: Replica | None = None
         self._corrections: dict[str, Vector] = {}
+        self._made: tuple[str, Vector, slice] | None = None
+        """Digest, decoded values and place of the update that was made last; the values' memory is used again."""
+        self._rooms: dict[int, Vector] = {}
+        """Memory that updates are decoded into, again and again; as many as there are regions."""
         self._ended: Log | None = None
         self._ends: dict[int, str] = {}
         """Channel keys of models that a replay of the log would need, by sequence."""
@@ -86,10 +90,9 @@ class Works:
         self.coding_bytes_per_second = 0.0
         """float32 bytes that became our last update in a second, making it durable included; 0: not known."""
 
-    @property
-    def model(self) -> Vector | None:
-        """What the updates merged so far make; None: not even the first is there."""
-        return self.replica.model if self.replica is not None else None
+    def copy_of_model(self) -> Vector | None:
+        """What the updates merged so far make; None: not even the first is there. Called where `do` is."""
+        return self.replica.model.copy() if self.replica is not None else None
 
     @property
     def codec_name(self) -> str:
@@ -215,18 +218,20 @@ class Works:
     def _prepare(self, action: Prepare) -> Prepared:
         begun = time.monotonic()
         end = self._vector(action.model_key, "model")
-        if not np.isfinite(end).all():
+        if not _finite(end):
             text = f"the model is not finite after round {action.sequence}"
             raise GeofedError("TASK_FAILED", text, hint="training diverged: lower the learning rate")
         facts = {"sequence": action.sequence, "weight": action.weight}
         if self.replica is None:
             # The model that all begin with travels whole.
             codec: Codec = Float32()
-            tensors = codec.encode(end)
+            tensors, sent = codec.encode(end), None
         else:
             self.replica.codec = self.codec_wanted
-            made = self._replica().own(end, action.sequence, last=action.last)
+            room, self._made = self._made[1] if self._made is not None else None, None
+            made = self._replica().own(end, action.sequence, last=action.last, room=room)
             tensors, codec = made.tensors, made.codec
+            sent = made.sent, made.part
             if made.part != slice(None):
                 facts |= {"from": made.part.start, "to": made.part.stop}
             residual = self.replica.numbers.residual
@@ -248,6 +253,7 @@ class Works:
             action.stretch,
         )
         self.storage.keep_update(manifest, pieces)
+        self._made = None if sent is None else (digest, *sent)
         if self.setup.background and self.replica is not None:
             self.replica.go_on(end, self._corrections.get(action.correction_key))
         self.coding_bytes_per_second = end.nbytes / max(time.monotonic() - begun, 1e-6)
@@ -278,7 +284,8 @@ class Works:
     def _merge_updates(self, action: Apply) -> tuple[tuple[str, str], ...]:
         replica = self._replica()
         stale = action.staleness or (0,) * len(action.manifests)
-        contributions = [self._contribution(m, s) for m, s in zip(action.manifests, stale, strict=True)]
+        pairs = zip(action.manifests, stale, strict=True)
+        contributions = [self._contribution(m, s, number) for number, (m, s) in enumerate(pairs)]
         total = 1.0 if self.setup.background else None
         rounds = sum(1 for manifest in action.manifests if manifest.region == self.setup.region)
         refused = replica.merge(
@@ -287,7 +294,7 @@ class Works:
         for region, why in refused:
             _log.warning("an update of %s was not merged: %s", region, why)
         if self._exchange.compensation:
-            self._history[action.sequence] = replica.model
+            self._history[action.sequence] = replica.model.copy()
             while len(self._history) > _HISTORY:
                 self._history.popitem(last=False)
         return refused
@@ -300,8 +307,14 @@ class Works:
         to_come = [region for region in self.setup.others if region not in action.lasts]
         return sum(self._shares[region] * max(0, action.sequence - marks[region]) for region in to_come)
 
-    def _contribution(self, manifest: Manifest, staleness: int) -> Contribution:
-        delta, part = self._decoded(manifest)
+    def _contribution(self, manifest: Manifest, staleness: int, number: int) -> Contribution:
+        """``number``: of those that are merged together; no two of them share their memory."""
+        if self._made is not None and self._made[0] == manifest.digest:
+            _, delta, part = self._made
+        else:
+            delta, part = self._decoded(manifest, self._rooms.get(number))
+            if number < len(self.setup.regions) and delta.flags.owndata:
+                self._rooms[number] = delta
         replica = self._replica()
         whole = expanded(delta, part, replica.model.size)
         background = self.setup.background
@@ -312,8 +325,8 @@ class Works:
             drift = None if then is None else replica.model - then
         return Contribution(manifest.region, weight, whole, staleness, drift)
 
-    def _decoded(self, manifest: Manifest) -> tuple[Vector, slice]:
-        """What an update says, and for which coordinates."""
+    def _decoded(self, manifest: Manifest, room: Vector | None = None) -> tuple[Vector, slice]:
+        """What an update says, in ``room`` where that fits, and for which coordinates."""
         frame = framing.decode(self.storage.update(manifest))
         facts = frame.facts
         # The first model may arrive before the first worker has said what it looks like.
@@ -326,7 +339,7 @@ class Works:
             size = part.stop - part.start
         trained = self.storage.layout.trainable_size if self.storage.layout else None
         codec = codec_of(int(facts.get("codec", -1)), None if trained is None else trained - (part.start or 0))
-        return codec.decode(frame.tensors, size), part
+        return decoded(codec, frame.tensors, size, room), part
 
     def _checkpoint(self, action: Apply) -> str:
         """Make the numbers durable, unless the log is enough for now; returns the model's digest, "" if not made."""
@@ -366,10 +379,11 @@ class Works:
     def _keep_correction(self, version: int) -> str:
         """Remember what leads the workers to the model, and what they were given last; no other is asked for again."""
         key, given = correction_key(version), self._ended.correction_key if self._ended is not None else ""
+        room = None
         for old in [old for old in self._corrections if old != given]:
-            del self._corrections[old]
+            room = self._corrections.pop(old)
             self.channel.delete(old)
-        self._corrections[key] = self._replica().correction()
+        self._corrections[key] = self._replica().correction(room)
         return key
 
     def _publish_correction(self, version: int) -> str:
@@ -391,6 +405,12 @@ class Works:
                     self.channel.delete_tree(f"{kind}/{old}")
             self.channel.delete(f"start/{old}")
         self._cleared_attempts = max(self._cleared_attempts, attempt - 1)
+
+
+def _finite(vector: Vector) -> bool:
+    # A sum of squares that is finite has no other terms; one that is not may have overflown.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(np.dot(vector, vector)) or np.isfinite(vector).all())
 
 
 def _vector(value: memoryview, name: str) -> Vector:
