@@ -99,6 +99,7 @@ def plan_text(plan: Data) -> str:
     estimate = plan["estimate"]
     head = fields(
         [
+            *(("beware", text) for text in plan.get("warnings", [])),
             ("waits", plan.get("waits_for", "")),
             ("rounds", f"{plan['rounds']}, one after {plan['interval']} local steps"),
             ("merge", f"{_collective(plan)}, {plan['wan_policy']} between regions, {plan['codec']}"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from calendar import monthrange
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 
 from control_plane.core import JobState, Partition
 from control_plane.pki import utc_now
@@ -15,6 +17,9 @@ from control_plane.spec import JobSpec, to_demand
 from control_plane.store import RunRow
 from geofed_pb.errors import GeofedError
 from scheduler import Declined, Plan, Snapshot
+
+STALE_DAYS = 90
+"""Clouds change their lists a few times a year."""
 
 
 def task_key(spec: JobSpec) -> str:
@@ -57,9 +62,35 @@ def workers_now(job: JobEntry) -> dict[str, int]:
     return {part.region: part.workers for part in job.plan.partitions} | asked
 
 
-def plan_json(answer: Plan | Declined, waits_for: str = "") -> str:
-    """The scheduler's answer as JSON, with what a job would wait for first."""
-    return to_json(asdict(answer) | ({"waits_for": waits_for} if waits_for else {}))
+def plan_json(answer: Plan | Declined, waits_for: str = "", warnings: Sequence[str] = ()) -> str:
+    """The scheduler's answer as JSON, with what a job would wait for first, and what to beware of."""
+    more = {"waits_for": waits_for, "warnings": list(warnings)}
+    return to_json(asdict(answer) | {name: told for name, told in more.items() if told})
+
+
+def warnings_of(chosen: Plan, regions: Mapping[str, RegionEntry], at: float) -> tuple[str, ...]:
+    """Prices that a plan rests on and that may not hold any more."""
+    told = []
+    for part in chosen.partitions:
+        entry = regions.get(part.region)
+        prices = entry.catalogue.prices if entry is not None and entry.catalogue is not None else None
+        days = _days_since(prices.as_of, at) if prices is not None else None
+        if prices is not None and days is not None and days > STALE_DAYS:
+            told.append(f"the prices of {part.region} are {days:.0f} days old (as of {prices.as_of}, {prices.source})")
+    return tuple(told)
+
+
+def _days_since(as_of: str, at: float) -> float | None:
+    """A month without a day counts from its last; None: it is no date."""
+    try:
+        if len(as_of) == len("2026-01"):
+            year, month = (int(part) for part in as_of.split("-"))
+            moment = datetime(year, month, monthrange(year, month)[1], tzinfo=UTC)
+        else:
+            moment = datetime.fromisoformat(as_of).replace(tzinfo=UTC)
+    except ValueError:
+        return None
+    return (utc_now(at) - moment).total_seconds() / 86_400
 
 
 def declined_error(declined: Declined) -> GeofedError:

@@ -14,6 +14,7 @@ from control_plane.service._planning import (
     plan_json,
     snapshot_of,
     task_key,
+    warnings_of,
     workers_now,
 )
 from control_plane.service._queue import decide
@@ -31,7 +32,8 @@ async def answer_plan(federation: Federation, spec: JobSpec) -> tuple[str, bool]
     if isinstance(answer, Declined):
         return plan_json(answer), False
     chosen, waits_for = answer
-    return plan_json(chosen, waits_for), True
+    warnings = warnings_of(chosen, federation.regions, federation.clock())
+    return plan_json(chosen, waits_for, warnings), True
 
 
 async def submit(federation: Federation, request: control_pb2.SubmitRequest) -> tuple[JobEntry, bool]:
