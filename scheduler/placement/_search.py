@@ -63,7 +63,8 @@ class Search:
         current = self.choices[job]
         sites = (wish.sites if wish is not None else []) + (current.sites if current is not None else [])
         others = sorted({other for site in sites for other in self._there[site]} - {job})
-        leaving = [job, *draw.sample(others, min(len(others), draw.randint(1, MOST_LEAVING)))]
+        most = MOST_LEAVING if current is not None else 2 * MOST_LEAVING
+        leaving = [job, *draw.sample(others, min(len(others), draw.randint(1, most)))]
         before = {member: self.choices[member] for member in leaving}
         usd = sum(self._usd(member) for member in leaving)
         for member in leaving:
@@ -71,8 +72,10 @@ class Search:
         if draw.random() < 0.5:
             draw.shuffle(leaving)
         weight = draw.choice((0.0, 0.5, 1.0))
+        # Who is slow takes less room, which a job that found none may need.
+        slow = current is None and draw.random() < 0.7
         for member in leaving:
-            self._place(member, scarcity * weight)
+            self._place(member, scarcity * weight, slow=slow)
         if sum(self._usd(member) for member in leaving) > usd * (1 + 1e-12):
             for member in leaving:
                 self._take(member)
@@ -80,8 +83,9 @@ class Search:
                 if choice is not None:
                     self._put(member, choice)
 
-    def _place(self, job: int, scarcity: Floats) -> None:
-        choice = cheapest(self._sites, self._needs[job], self.left, scarcity)
+    def _place(self, job: int, scarcity: Floats, slow: bool = False) -> None:
+        paces = self._needs[job][:1] if slow else self._needs[job]
+        choice = cheapest(self._sites, paces, self.left, scarcity)
         if choice is not None and choice.usd <= self._penalties[job]:
             self._put(job, choice)
 
