@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scheduler.deadline._fill import Book, Wish, fill, wish_of
+from scheduler.deadline._book import Book, Wish
+from scheduler.deadline._fill import fill, wish_of
 from scheduler.deadline._model import Capacity, Job, Refusal, Reservation, Rules
 from scheduler.deadline._spread import still_until
 

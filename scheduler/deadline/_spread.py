@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from scheduler.deadline._book import Book
 from scheduler.deadline._curve import Curve
-from scheduler.deadline._fill import Book
 from scheduler.deadline._model import Job, Rules
 
 _STICKY = 1.2

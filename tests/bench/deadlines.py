@@ -63,8 +63,10 @@ ALL = [
     *(("cluster01", nodes, 8) for nodes in (64, 32, 16)),
     *(("cluster03", nodes, 8) for nodes in (64,)),
 ]
-SMALL = {"geofed", "elasticflow", "elasticflow-singly", "edf", "tiresias"}
-"""Policies that run on the larger traces too."""
+LARGE_JOBS = 1000
+QUICK_ENOUGH = ("geofed", "edf", "tiresias")
+SOME = ("geofed", "elasticflow", "elasticflow-singly", "edf", "tiresias")
+"""Policies for larger traces; on the largest ElasticFlow's decisions would take too long."""
 NEAR_POINTS = 3.0
 CHRONUS_STEP, CHRONUS_NODES = 4, 36
 
@@ -179,7 +181,7 @@ def _deadlines(report: Report, traces: _Traces) -> dict[str, float]:
     for trace, nodes, per_node in QUICK if report.quick else ALL:
         jobs, devices = traces.jobs(trace), nodes * per_node
         most = ceiling(jobs, devices)
-        names = [name for name in POLICIES if len(jobs) < 200 or name in SMALL]
+        names = _names(jobs, devices == largest.setdefault(trace, devices))
         print(f"\n{trace}, {len(jobs)} jobs, {devices} devices; ceiling {most.met:.1f}", end="")
         print(" (all that fit alone)" if not most.columns else f" (of {most.alone} that fit alone)")
         print(f"  {'policy':<20}{'met':>6}{'ratio %':>9}{'of ceiling %':>14}{'promised':>10}{'broken':>8}{'CPU s':>8}")
@@ -194,10 +196,18 @@ def _deadlines(report: Report, traces: _Traces) -> dict[str, float]:
             ratios[f"{trace}@{devices} {name}"] = run.ratio
             if name == "geofed":
                 broken += run.broken
-                part = largest.setdefault(trace, devices) // devices
+                part = largest[trace] // devices
                 _deadline_bars(report, trace, devices, run, most.met, part)
     report.bars.append(Bar.at_most("admitted and missed with exact curves, all runs", broken, "jobs", 0))
     return ratios
+
+
+def _names(jobs: Sequence[TraceJob], at_full_size: bool) -> Sequence[str]:
+    if len(jobs) < 200:
+        return tuple(POLICIES)
+    if len(jobs) < LARGE_JOBS:
+        return SOME
+    return (*QUICK_ENOUGH, "elasticflow") if at_full_size and len(jobs) < 2 * LARGE_JOBS else QUICK_ENOUGH
 
 
 def _deadline_bars(report: Report, trace: str, devices: int, run: Run, most: float, part: int) -> None:

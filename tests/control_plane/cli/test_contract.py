@@ -65,6 +65,7 @@ CONTRACTS = {
     "version": Contract(remote=False),
     "completion": Contract(remote=False, formats=NONE),
     "serve": Contract(remote=False, formats=NONE),
+    "simulate": Contract("{trace} --cluster 1x4", remote=False),
 }
 OURS = ("control_plane.spec", "control_plane.client", "control_plane.server", "scheduler")
 SDKS = ("boto3", "botocore", "libcloud", "tencentcloud")
@@ -132,7 +133,10 @@ def jobs(federation: Federation, store: str, tmp_path_factory: pytest.TempPathFa
     running = told("submit", file, "-o", "name", "--set", "train.workers=1", *HOLD)
     prices = folder / "prices.csv"
     prices.write_text("cloud,region,instance_type,purchase,usd_per_hour\naws,r,t,on_demand,0.5\n")
-    given = {"file": file, "running": running, "prices": str(prices), "store": store}
+    trace = folder / "trace.csv"
+    heads = "job_id,user,num_gpu,submit_time,iterations,model_name,duration,expect_time_list,expect_value_list,job_type"
+    trace.write_text(f"{heads}\n0,u,1,5,100,m,50,90-120,10-5,soft\n")
+    given = {"file": file, "running": running, "prices": str(prices), "store": store, "trace": str(trace)}
     return {"job": told("submit", file, "--wait", "-o", "name"), "cancelled": held, **given}
 
 

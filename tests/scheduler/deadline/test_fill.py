@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.deadline import Capacity, Curve, Job, Overhead, Rules, admit, least_device_seconds
-from scheduler.deadline._fill import Book, Holding
+from scheduler.deadline._book import Book, Holding
 
 R = "r"
 FREE_CHANGES = Rules(Overhead(0.0, 0.0), margin=0.0, kept_margin=0.0)
@@ -42,7 +43,7 @@ def done_by(held: Holding, curve: Curve, now: float, until_s: float) -> float:
     """Steps that a holding makes, by its shares at every instant at which they may change."""
     points = [now, held.switch_s, held.end_s, until_s, *([] if held.times is None else held.times.tolist())]
     times = sorted({at for at in points if now <= at <= until_s and math.isfinite(at)})
-    return sum((b - a) * curve.rate(held.share_at((a + b) / 2)) for a, b in zip(times, times[1:], strict=False))
+    return sum((b - a) * curve.rate(held.share_at((a + b) / 2)) for a, b in pairwise(times))
 
 
 def check(book: Book, capacity: Capacity, jobs: list[Job]) -> None:

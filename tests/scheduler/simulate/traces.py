@@ -25,17 +25,9 @@ def generated(count: int = 60, seed: int = 1, every_s: float = 120.0) -> list[Tr
         asked = draw.choice((1, 1, 2, 4))
         duration_s = draw.lognormvariate(6.5, 1.0)
         deadline_s = at + draw.uniform(0.6, 2.0) * duration_s
-        jobs.append(
-            TraceJob(
-                f"j{number}",
-                at,
-                duration_s * table[asked],
-                ((deadline_s, 1.0),),
-                asked,
-                duration_s,
-                curve,
-                table,
-                user=draw.choice("ab"),
-            )  # fmt: skip
-        )
+        job = TraceJob(
+            f"j{number}", at, duration_s * table[asked], ((deadline_s, 1.0),), asked, duration_s, curve, table,
+            user=draw.choice("ab"),
+        )  # fmt: skip
+        jobs.append(job)
     return jobs
