@@ -113,7 +113,9 @@ def _jobs(trace: Path, speeds: Path) -> list[TraceJob]:
     except UnicodeDecodeError:
         raise GeofedError("CONFIG_INVALID", f"{trace} is no text in UTF-8", hint="name a CSV file") from None
     except OSError as error:
-        raise GeofedError("USAGE", f"cannot read {error.filename or trace}: {error.strerror}", hint="name a file") from None
+        raise GeofedError(
+            "USAGE", f"cannot read {error.filename or trace}: {error.strerror}", hint="name a file"
+        ) from None
     if not jobs:
         raise GeofedError("CONFIG_INVALID", f"{trace} holds no jobs", hint="a trace has a row for each job")
     return jobs
