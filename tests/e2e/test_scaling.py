@@ -89,6 +89,7 @@ def test_what_cannot_be_is_refused(running: Running) -> None:
         assert code in told.stderr
     running.federation.control_plane("cancel", job, "--yes")
 
+
 THROTTLED = """
 
 _loss, _dataset, _slow = loss, dataset, False
