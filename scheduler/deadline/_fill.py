@@ -8,8 +8,10 @@ stays free for those who come. Everything that a change of shares takes is charg
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
 
 from scheduler.deadline._book import Book, Wish
 from scheduler.deadline._curve import Curve
@@ -17,6 +19,8 @@ from scheduler.deadline._model import Capacity, Job, Rules
 
 _AS_CHEAP = 1.2
 """A running job keeps its share where that takes at most so many times the least device time: changes disturb."""
+_MANY = 1500
+"""With more jobs, instants are put onto a grid of about so many points."""
 _ORDERS = 4
 """Orders in which a region is filled at most, until everybody fits."""
 _PAUSES_AHEAD = 2
@@ -24,6 +28,12 @@ _PAUSES_AHEAD = 2
 _SOON, _SOON_S = 0.02, 5.0
 """A rise within this part of the window, or this time, comes at once: a plan that is drawn up anew at every event would
 otherwise put it off for ever, by less and less."""
+
+
+def _window(job: Job, now: float, rules: Rules, margin: float, reserve_s: float) -> float:
+    """Time until a job's deadline, less what is kept free of it."""
+    window = job.deadline_s - now
+    return window - margin * max(0.0, window - rules.grace_s) - reserve_s
 
 
 def wish_of(
@@ -35,8 +45,7 @@ def wish_of(
     larger one already keeps it first, and changes once instead of twice; as does one whose promise is in danger: it
     shall be done `soon`.
     """
-    window = job.deadline_s - now
-    window -= margin * max(0.0, window - rules.grace_s) + reserve_s
+    window = _window(job, now, rules, margin, reserve_s)
     levels, rates = curve.ladder
     pause = max(rules.change_pause_s, job.ready_s - now, 0.0)
     wish = Wish(curve, now + max(window, 0.0), job.work, job.share, index=len(levels))
@@ -138,7 +147,10 @@ def _wishes(now: float, region: str, jobs: Sequence[Job], rules: Rules, new: Col
         (rules.margin, rules.reserve_s) if job.name in new else (rules.kept_margin, rules.kept_reserve_s)
         for job in jobs
     ]
-    wishes = [wish_of(job, job.curves[region], now, rules, *care) for job, care in zip(jobs, cares, strict=True)]
+    if len(jobs) > _MANY:
+        wishes = _on_a_grid(now, region, jobs, rules, cares)
+    else:
+        wishes = [wish_of(job, job.curves[region], now, rules, *care) for job, care in zip(jobs, cares, strict=True)]
     if not rules.overhead.everyone:
         return wishes
     rises = sorted(wish.switch_s for wish in wishes if wish.switch_s > now and not wish.stay_s)
@@ -146,6 +158,35 @@ def _wishes(now: float, region: str, jobs: Sequence[Job], rules: Rules, new: Col
         pauses_s = rules.overhead.base_s * bisect_left(rises, wishes[index].deadline_s)
         if pauses_s:
             wishes[index] = wish_of(job, job.curves[region], now, rules, margin, reserve_s + pauses_s)
+    return wishes
+
+
+def _on_a_grid(
+    now: float, region: str, jobs: Sequence[Job], rules: Rules, cares: Sequence[tuple[float, float]]
+) -> list[Wish]:
+    """Wishes whose instants lie on a common grid, on the safe side: filling takes time by the number of instants.
+
+    The grid is as fine as the deadlines are near each other; a job holds a little more than it needs.
+    """
+    ends = [now + max(0.0, _window(job, now, rules, *care)) for job, care in zip(jobs, cares, strict=True)]
+    instants = np.unique(ends)
+    grid = np.append(instants[:: max(1, len(instants) // _MANY)], instants[-1])
+    before = grid[grid.searchsorted(ends, side="right") - 1].tolist()
+    points = grid.tolist()
+    wishes = []
+    for job, (margin, reserve_s), end_s, grid_s in zip(jobs, cares, ends, before, strict=True):
+        wish = wish_of(job, job.curves[region], now, rules, margin, reserve_s + end_s - grid_s)
+        wish.deadline_s = grid_s
+        if wish.switch_s > now:
+            if wish.second > wish.first:
+                at = bisect_right(points, wish.switch_s) - 1
+                wish.switch_s = points[at] if at >= 0 else now
+                wish.first = wish.first if wish.switch_s > now else wish.second
+            else:
+                wish.switch_s = min(grid_s, points[bisect_left(points, wish.switch_s)])
+        if wish.stay_s:
+            wish.stay_s = min(grid_s, points[min(bisect_left(points, wish.stay_s), len(points) - 1)])
+        wishes.append(wish)
     return wishes
 
 

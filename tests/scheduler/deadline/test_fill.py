@@ -138,6 +138,22 @@ def test_capacity_that_will_go_is_not_promised() -> None:
     assert not admit(0.0, {R: Capacity(4, ((50.0, 1),))}, (), [job], FREE_CHANGES).promised
 
 
+def test_many_jobs_on_a_grid_of_instants_are_covered_too() -> None:
+    draw = np.random.default_rng(4)
+    curve = Curve((1, 2, 4, 8), (1.0, 1.9, 3.4, 5.0))
+    windows = draw.lognormal(8.0, 1.0, 1800) + 30.0
+    parts, levels = draw.uniform(0.3, 0.9, 1800), draw.choice(curve.levels[:3], 1800)
+    jobs = [
+        Job(f"j{i}", {R: curve}, float(part * window * curve.rate(int(level))), float(window), R, int(draw.integers(2)))
+        for i, (window, part, level) in enumerate(zip(windows, parts, levels, strict=True))
+    ]
+    capacity = Capacity(4500, ((1e9, 4500),))
+    book = admit(0.0, {R: capacity}, jobs, (), Rules()).books[R]
+    assert not book.uneasy
+    assert len(book.times) < 3000, "a grid"
+    check(book, capacity, jobs)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_giving_back_undoes_taking(seed: int) -> None:
     draw = np.random.default_rng(seed)
