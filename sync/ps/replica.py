@@ -106,11 +106,24 @@ class Replica:
     @property
     def view(self) -> Vector:
         """What the workers are led to, shape (n,)."""
-        if self._whole is None or not self._policy.averages or self._present >= 1.0:
+        if not self._apart:
             return self._model
-        view = self._model.copy()
-        head = slice(self.trained)
-        view[head] += (1 / self._present - 1) * (self._model[head] - self._whole[head])
+        view = np.empty_like(self._model)
+        for block in _blocks(view.size):
+            view[block] = self._view(block)
+        return view
+
+    @property
+    def _apart(self) -> bool:
+        """Whether the view is another than the model."""
+        return self._whole is not None and self._policy.averages and bool(self._present < 1.0)
+
+    def _view(self, block: slice) -> Vector:
+        model = self._model[block]
+        if self._whole is None or not self._apart:
+            return model
+        view, trained = model.copy(), max(0, self.trained - block.start)
+        view[:trained] += (1 / self._present - 1) * (model[:trained] - self._whole[block][:trained])
         return view
 
     @property
@@ -187,9 +200,9 @@ class Replica:
         A running mean forgets what it was given, so a correction that comes rounds later would be made twice. Left
         alone, a region's changes of it add up to its present value, and the model's is the mean of all regions'.
         """
-        view, correction = self.view, np.empty_like(self._model) if room is None else room
-        for block in _blocks(view.size):
-            np.subtract(view[block], self._start[block], out=correction[block])
+        correction = np.empty_like(self._model) if room is None else room
+        for block in _blocks(correction.size):
+            np.subtract(self._view(block), self._start[block], out=correction[block])
             if self._policy.averages:
                 correction[block] *= _PULL
         correction[self.trained :] = 0.0
