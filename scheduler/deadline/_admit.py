@@ -260,6 +260,22 @@ class _Desk:
             return Refusal(job.name, "", "none of its regions has capacity", math.inf, math.inf, 0.0)
         return min(options, key=lambda refusal: refusal.earliest_s)
 
+    def _proven(self, job: Job, region: str, extra: int, most: int) -> float:
+        """The first number of devices from `extra` on, by doubling, with which everybody fits; infinite: not shown."""
+        if len(self.old[region]) + len(self.new[region]) > _FEW:
+            return extra
+        jobs = sorted([*self.old[region], *self.new[region], job], key=lambda each: each.deadline_s)
+        names = {job.name, *(new.name for new in self.new[region])}
+        capacity = self.capacities[region]
+        while extra <= most:
+            larger = Capacity(
+                capacity.devices + extra, tuple((at, devices + extra) for at, devices in capacity.changes)
+            )
+            if fill(self.now, larger, region, jobs, self.rules, names, self.uneasy[region])[1] is None:
+                return extra
+            extra *= 2
+        return math.inf
+
     def _refusal(self, job: Job, region: str) -> Refusal:
         book, curve, margin = self.books[region], job.curves[region], self.rules.margin
         wish = wish_of(job, curve, self.now, self.rules, margin, self.rules.reserve_s)
@@ -287,7 +303,8 @@ class _Desk:
             middle = (few + many) // 2
             enough = float(spans[within] @ curve.rate_by_free[np.minimum(free + middle, most)]) >= wish.need
             few, many = (few, middle) if enough else (middle, many)
+        short = self._proven(job, region, many, 2 * most)
         reason = f"too few devices are free before its deadline in {region}"
         if job.user in self.rules.quotas:
             reason += f", or the quota of {job.user} is used up"
-        return Refusal(job.name, region, reason, earliest_s, many, min(possible, job.work))
+        return Refusal(job.name, region, reason, earliest_s, short, min(possible, job.work))
