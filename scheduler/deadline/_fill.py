@@ -19,7 +19,7 @@ from scheduler.deadline._model import Capacity, Job, Rules
 
 _AS_CHEAP = 1.2
 """A running job keeps its share where that takes at most so many times the least device time: changes disturb."""
-_MANY = 1500
+_MANY = 1000
 """With more jobs, instants are put onto a grid of about so many points."""
 _ORDERS = 4
 """Orders in which a region is filled at most, until everybody fits."""

@@ -123,6 +123,6 @@ class Refusal:
     earliest_s: float
     """The earliest deadline that could be promised instead; infinite: none."""
     devices_short: float
-    """So many more devices in the region from now on, and all would fit, quotas and prices aside; infinite: none helps."""
+    """With so many more devices in the region from now on all would fit, quotas and prices aside; infinite: none."""
     work_possible: float
     """Steps that could be promised by the deadline."""
