@@ -105,6 +105,7 @@ class Partition:
         self.machine = PartitionMachine(start.region, workers, epoch=start.epoch, attempt=row.attempt)
         self._folder = around.state_dir / "jobs" / start.job
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._opening_channel = asyncio.Lock()
         self._worker_channel = ""
         """Address of the channel for the workers; empty: not made yet."""
         self._costs: dict[str, float] = {}
@@ -425,8 +426,10 @@ class Partition:
 
     async def _invocation(self, action: Invoke) -> bytes:
         around = self._around
-        if not self._worker_channel:
-            self._worker_channel = await asyncio.to_thread(around.channel.worker_address, self.job)
+        async with self._opening_channel:
+            # Once for all: each time the workers' user gets another password.
+            if not self._worker_channel:
+                self._worker_channel = await asyncio.to_thread(around.channel.worker_address, self.job)
         told = Told(
             around.identity, around.config.server, self._row, self._splits, around.channel.kind, self._worker_channel,
             self._costs,

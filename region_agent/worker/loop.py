@@ -307,15 +307,16 @@ class WorkerLoop:
             raise GeofedError("TASK_FAILED", text, hint="training diverged: lower the learning rate")
         self._merging.step(server, step, samples, value)
         self._step = step
-        if self._call.worker == 0 and not self._merging.server_knows and time.monotonic() - self._told > _NEWS_SECONDS:
-            self._told = time.monotonic()
-            server.stepped(worker_pb2.SteppedRequest(step=step, loss=value))
         self._round.samples += samples
         self._round.loss_sum += value * samples
         self._round.compute_seconds += seconds
         self._outcome_steps += 1
         self._outcome_samples += samples
         self._compute_seconds += seconds
+        if self._call.worker == 0 and not self._merging.server_knows and time.monotonic() - self._told > _NEWS_SECONDS:
+            # Last, as it may be told that the attempt is over: the step is made by then, with all that counts it.
+            self._told = time.monotonic()
+            server.stepped(worker_pb2.SteppedRequest(step=step, loss=value))
 
     def _evaluate(self, server: PsClient) -> None:
         samples, metrics = 0, {}

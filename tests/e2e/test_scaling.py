@@ -109,9 +109,13 @@ def loss(model, batch):
 """
 
 
+def _throttled() -> str:
+    """Steps take as long as they sleep, on any machine."""
+    return (TEMPLATES / "image-classification" / "task.py").read_text() + THROTTLED
+
+
 def test_a_region_that_is_slower_than_planned_has_the_others_give_up_workers_that_wait(running: Running) -> None:
-    task = (TEMPLATES / "image-classification" / "task.py").read_text() + THROTTLED
-    job = running.submit("train.end.epochs=60", "wan.interval=10", "train.evaluateEvery=0", task=task)
+    job = running.submit("train.end.epochs=60", "wan.interval=10", "train.evaluateEvery=0", task=_throttled())
     planned = {part["region"]: part["workers"] for part in running.describe(job)["plan"]["partitions"]}
     assert planned["virginia"] == 4
     ended = running.wait_end(job)
@@ -126,7 +130,7 @@ def test_a_region_that_is_slower_than_planned_has_the_others_give_up_workers_tha
 
 
 def test_a_second_job_gets_workers_of_the_first_and_both_come_to_their_end(running: Running) -> None:
-    first = running.submit("train.end.epochs=60", "wan.interval=10", "train.evaluateEvery=0")
+    first = running.submit("train.end.epochs=60", "wan.interval=10", "train.evaluateEvery=0", task=_throttled())
     running.wait_round(first, 1)
     held = {part["region"]: part["workers"] for part in running.describe(first)["partitions"]}
     assert held["virginia"] == 4
@@ -146,7 +150,7 @@ def test_a_second_job_gets_workers_of_the_first_and_both_come_to_their_end(runni
 
 
 def test_a_job_pauses_for_one_with_a_deadline_and_both_come_to_their_end(running: Running) -> None:
-    first = running.submit("train.end.epochs=40", "wan.interval=10", "train.evaluateEvery=0")
+    first = running.submit("train.end.epochs=60", "wan.interval=10", "train.evaluateEvery=0", task=_throttled())
     running.wait_round(first, 1)
     urgent = ("train.workers=4", "train.end.epochs=10", "train.evaluateEvery=0", "objective.deadline=30m")
     second = running.submit(*urgent)
