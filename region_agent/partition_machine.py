@@ -136,8 +136,8 @@ class PartitionMachine:
         self._blob_digest = ""
         self._preparing = False
         self._pauses = 0
-        self._replicas = workers
-        """That the function platform was asked for."""
+        self._replicas: int | None = workers
+        """That the function platform was asked for; None: not known."""
 
     @property
     def over(self) -> bool:
@@ -292,6 +292,9 @@ class PartitionMachine:
             # Where some are done the others are about to be.
             return []
         before, self.workers = self.workers, event.workers
+        if self._preparing:
+            # Whether the function is deployed with the number of before or of now is not known.
+            self._replicas = None
         self.condition = f"paused: {event.reason or 'no workers'}" if not event.workers else ""
         words = f"{before} → {event.workers} workers" + (f": {event.reason}" if event.reason else "")
         data: dict[str, object] = {"before": before, "workers": event.workers, "reason": event.reason}

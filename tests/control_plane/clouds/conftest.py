@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tests.control_plane.clouds.recorded import AWS_OFFERS, Site, aws, serving
 
 
 @pytest.fixture(autouse=True)
-def _nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """No credentials and no settings of whoever runs the tests."""
     for name in ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION"):
         monkeypatch.delenv(name, raising=False)
@@ -25,6 +26,9 @@ def _nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    yield
+    # urllib keeps the proxies that it finds at its first call; a test's own must not outlive it.
+    urllib.request.install_opener(None)
 
 
 @pytest.fixture

@@ -146,15 +146,15 @@ def test_a_profile_that_is_none_and_an_address_that_is_none(aws_keys: None) -> N
 def test_shards_are_listed_page_by_page(cloud: Cloud, aws_site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "2")
     client = boto3.client("s3", endpoint_url=aws_site.url, region_name=FRANKFURT)
-    client.create_bucket(Bucket="shards", CreateBucketConfiguration={"LocationConstraint": FRANKFURT})
+    client.create_bucket(Bucket="aws-shards", CreateBucketConfiguration={"LocationConstraint": FRANKFURT})
     for index in range(5):
-        client.put_object(Bucket="shards", Key=f"digits/train-{index}.npz", Body=b"x" * (index + 1))
-    client.put_object(Bucket="shards", Key="digits/", Body=b"")
-    client.put_object(Bucket="shards", Key="other/train.npz", Body=b"x")
-    found = cloud.shards("shards", "digits/")
+        client.put_object(Bucket="aws-shards", Key=f"digits/train-{index}.npz", Body=b"x" * (index + 1))
+    client.put_object(Bucket="aws-shards", Key="digits/", Body=b"")
+    client.put_object(Bucket="aws-shards", Key="other/train.npz", Body=b"x")
+    found = cloud.shards("aws-shards", "digits/")
     assert found.shards == tuple(Shard(f"digits/train-{index}.npz", index + 1) for index in range(5))
     assert (found.region, found.total_bytes) == (FRANKFURT, 15)
-    assert cloud.shards("shards", "nothing/").shards == ()
+    assert cloud.shards("aws-shards", "nothing/").shards == ()
 
 
 def test_a_bucket_of_the_first_region_and_one_that_is_none(cloud: Cloud, aws_site: Site) -> None:
