@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from control_plane.clouds._contract import FunctionPrices, Price, ShardList, StorePrices, not_told
 from geofed_pb.errors import GeofedError
 
 
-class MachinesOnly:
+class MachinesOnly(ABC):
     """Answers the rest of the contract by saying that it is not told."""
 
     name: str
     """Of the cloud."""
 
     @property
+    @abstractmethod
     def asked(self) -> str:
         """Who answers, for messages."""
-        raise NotImplementedError
 
     def function_prices(self, region: str) -> FunctionPrices:
         raise not_told(self.asked, f"what functions cost in {region}")

@@ -25,17 +25,7 @@ class TimeSlices:
             in_turn = bool(job.share) and self.turn_ends_s.get(job.name, 0.0) > now
             return (not in_turn, job.run_s, job.spec.submit_s)
 
-        shares, free = {}, devices
-        for job in sorted(active, key=place):
-            want = min(job.spec.devices, devices)
-            if want <= free:
-                shares[job.name] = want
-                free -= want
-                if not job.share or self.turn_ends_s.get(job.name, 0.0) <= now:
-                    self.turn_ends_s[job.name] = now + self.turn_s
-        waits = len(shares) < len(active)
-        wake_s = min((self.turn_ends_s[name] for name in shares), default=now) if waits else float("inf")
-        return Decision(shares, wake_s=wake_s)
+        return _granted(now, devices, sorted(active, key=place), self.turn_ends_s, self.turn_s)
 
 
 class FinishTimeFairness:
@@ -63,17 +53,7 @@ class FinishTimeFairness:
         def place(job: Running) -> tuple[bool, float]:
             return (not (job.share and self.lease_ends_s.get(job.name, 0.0) > now), -rho(job))
 
-        shares, free = {}, devices
-        for job in sorted(active, key=place):
-            want = min(job.spec.devices, devices)
-            if want <= free:
-                shares[job.name] = want
-                free -= want
-                if not job.share or self.lease_ends_s.get(job.name, 0.0) <= now:
-                    self.lease_ends_s[job.name] = now + self.lease_s
-        waits = len(shares) < len(active)
-        wake_s = min((self.lease_ends_s[name] for name in shares), default=now) if waits else float("inf")
-        return Decision(shares, wake_s=wake_s)
+        return _granted(now, devices, sorted(active, key=place), self.lease_ends_s, self.lease_s)
 
 
 class Speedups:
@@ -114,3 +94,18 @@ class Speedups:
                 shares[name] = level
                 offer(job)
         return Decision(shares)
+
+
+def _granted(now: float, devices: int, order: Sequence[Running], ends_s: dict[str, float], lasts_s: float) -> Decision:
+    """What each asked for, as long as it fits; who begins, or whose time is over, has it for so long from now."""
+    shares, free = {}, devices
+    for job in order:
+        want = min(job.spec.devices, devices)
+        if want <= free:
+            shares[job.name] = want
+            free -= want
+            if not job.share or ends_s.get(job.name, 0.0) <= now:
+                ends_s[job.name] = now + lasts_s
+    waits = len(shares) < len(order)
+    wake_s = min((ends_s[name] for name in shares), default=now) if waits else float("inf")
+    return Decision(shares, wake_s=wake_s)
