@@ -1,4 +1,4 @@
-"""Between a torch module and its flat vector. The only module of this room, beside the workers, that needs torch."""
+"""Between a torch module and its flat vector. With `sync.pipeline` all of this room that needs torch."""
 
 from __future__ import annotations
 

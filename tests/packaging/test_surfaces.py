@@ -207,6 +207,18 @@ SURFACES = {
     "sync.flat": {"FlatModel"},
     "sync.framing": {"Array", "Buffer", "Frame", "decode", "digest_of", "encode"},
     "sync.layout": {"Layout", "Slot", "Vector"},
+    "sync.pipeline": {
+        "LayerMeasure",
+        "Layers",
+        "Operation",
+        "Pipeline",
+        "Position",
+        "dependencies",
+        "live_micro_batches",
+        "measure_layers",
+        "operations",
+    },
+    "sync.seeding": {"seed_all", "seed_torch"},
     "sync.wan": {
         "Bounds",
         "Contribution",

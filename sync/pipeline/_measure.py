@@ -1,0 +1,164 @@
+"""What each layer of a model takes: memory and time, measured with one layer in memory at a time.
+
+The planner of pipelines needs these numbers (FuncPipe, section 4.3 of the paper's profiler: parameters, activations,
+outputs, and times that are linear in the micro-batch).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from geofed_pb.errors import GeofedError
+from sync.pipeline._carried import Carried, as_tuple, like, requiring
+from sync.pipeline._layers import Layers
+
+__all__ = ["LayerMeasure", "measure_layers"]
+
+_ROUNDS = 5
+"""Of which the first is not counted: it takes memory and makes plans."""
+
+
+@dataclass(frozen=True)
+class LayerMeasure:
+    """One layer. A micro-batch of ``n`` samples takes ``alpha + beta * n`` seconds."""
+
+    name: str
+    """As the whole model calls it."""
+    kind: str
+    """The module's class, for people."""
+    parameter_bytes: int
+    """Of what gradients train."""
+    state_bytes: int
+    """Of what they do not: frozen parameters and buffers."""
+    activation_bytes: float
+    """Per sample: what the forward pass keeps for the backward pass. The layer's input counts here, unless the layer
+    before has kept it as its output; so the sum over layers is what a stage keeps."""
+    output_bytes: float
+    """Per sample."""
+    forward_alpha_seconds: float
+    forward_beta_seconds: float
+    """Per sample."""
+    backward_alpha_seconds: float
+    backward_beta_seconds: float
+    """Per sample."""
+
+    def forward_seconds(self, samples: int) -> float:
+        """Of a micro-batch."""
+        return self.forward_alpha_seconds + self.forward_beta_seconds * samples
+
+    def backward_seconds(self, samples: int) -> float:
+        """Of a micro-batch."""
+        return self.backward_alpha_seconds + self.backward_beta_seconds * samples
+
+
+def measure_layers(
+    layers: Layers | Sequence[Callable[[], nn.Module]],
+    batch: Any,
+    micro_batches: Sequence[int],
+    *,
+    rounds: int = _ROUNDS,
+) -> list[LayerMeasure]:
+    """Measure every layer on this machine; layers are made, measured and let go of one after the other.
+
+    ``layers``: a model's, or functions that make one each. ``batch``: what the first layer is given, a tensor or a
+    tuple of tensors whose first dimension counts samples; at least as many as the largest of ``micro_batches``, for
+    which times are taken (median of ``rounds`` - 1) and fitted. The threads are those that torch is set to.
+
+    Raises ``GeofedError``: ``CONFIG_INVALID`` for micro-batches that the batch does not hold, ``TASK_INVALID`` for
+    layers that cannot be made or that pass on something else than tensors.
+    """
+    chain = layers if isinstance(layers, Layers) else Layers.declared(layers, seed=0)
+    sizes = sorted(set(micro_batches))
+    given = as_tuple(batch, "the batch")
+    if not sizes or sizes[0] < 1 or any(one.shape[:1] < (sizes[-1],) for one in given):
+        raise GeofedError("CONFIG_INVALID", f"micro-batches of {sizes} samples cannot be cut out of the batch")
+    carried = like(batch, tuple(one[: sizes[-1]] for one in given))
+    kept: set[int] = set()
+    measures = []
+    for number, name in enumerate(chain.names):
+        measure, carried, kept = _measure(chain.make(number).train(), name, carried, kept, sizes, rounds)
+        measures.append(measure)
+    return measures
+
+
+def _measure(
+    layer: nn.Module, name: str, given: Carried, kept_before: set[int], sizes: Sequence[int], rounds: int
+) -> tuple[LayerMeasure, Carried, set[int]]:
+    """Also what the layer passes on, and which memory of it the layer has kept itself."""
+    largest = sizes[-1]
+    inputs = requiring(as_tuple(given, "the batch"))
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *layer.buffers())}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = layer(like(given, inputs))
+    outputs = as_tuple(output, f"the output of layer {name}")
+    held = {one.untyped_storage().data_ptr() for one in outputs} & set(saved)
+    activations = sum(size for at, size in saved.items() if at not in kept_before)
+    forward, backward = [], []
+    for size in sizes:
+        times = [_timed(layer, given, size) for _ in range(rounds)][1 if rounds > 1 else 0 :]
+        forward.append(statistics.median(there for there, _ in times))
+        backward.append(statistics.median(back for _, back in times))
+    ahead, back = _line(sizes, forward), _line(sizes, backward)
+    trained = [one for one in layer.parameters() if one.requires_grad]
+    rest = [*(one for one in layer.parameters() if not one.requires_grad), *layer.buffers()]
+    measure = LayerMeasure(
+        name=name,
+        kind=type(layer).__name__,
+        parameter_bytes=sum(one.nbytes for one in trained),
+        state_bytes=sum(one.nbytes for one in rest),
+        activation_bytes=activations / largest,
+        output_bytes=sum(one.nbytes for one in outputs) / largest,
+        forward_alpha_seconds=ahead[0],
+        forward_beta_seconds=ahead[1],
+        backward_alpha_seconds=back[0],
+        backward_beta_seconds=back[1],
+    )
+    return measure, like(output, tuple(one.detach() for one in outputs)), held
+
+
+def _timed(layer: nn.Module, given: Carried, samples: int) -> tuple[float, float]:
+    """Seconds of one forward and one backward pass."""
+    inputs = requiring(tuple(one[:samples] for one in as_tuple(given, "the batch")))
+    layer.zero_grad(set_to_none=True)
+    begun = time.perf_counter()
+    outputs = as_tuple(layer(like(given, inputs)), "the output")
+    there = time.perf_counter() - begun
+    asking = [one for one in outputs if one.requires_grad]
+    if not asking:
+        return there, 0.0
+    gradients = [torch.ones_like(one) for one in asking]
+    begun = time.perf_counter()
+    torch.autograd.backward(asking, gradients)
+    return there, time.perf_counter() - begun
+
+
+def _line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Constant and slope, both at least 0, that fit best in relative terms."""
+    if len(sizes) == 1:
+        return 0.0, seconds[0] / sizes[0]
+    x, y = np.array(sizes, float), np.maximum(np.array(seconds), 1e-9)
+    rows = np.stack([1 / y, x / y], axis=1)
+    (alpha, beta), *_ = np.linalg.lstsq(rows, np.ones_like(y), rcond=None)
+    if alpha < 0:
+        column = rows[:, 1]
+        return 0.0, float(column.sum() / (column @ column))
+    if beta < 0:
+        column = rows[:, 0]
+        return float(column.sum() / (column @ column)), 0.0
+    return float(alpha), float(beta)

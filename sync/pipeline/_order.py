@@ -1,0 +1,63 @@
+"""In which order a stage does its part of a step, as pure functions; no clock, no tensors.
+
+A step's samples are cut into micro-batches. Each runs forward through all stages and then backward through them. GPipe
+(Huang et al. 2019, section 2.2) makes all forwards first and the backwards in reverse; 1F1B (PipeDream, Narayanan et
+al. 2019, section 3.2; flushed at the end of a step as in Megatron-LM, 2021, section 2.2) makes each backward as soon as
+it can, so that a stage keeps the activations of fewer micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from geofed_pb.errors import GeofedError
+
+__all__ = ["Kind", "Operation", "Order", "dependencies", "live_micro_batches", "operations"]
+
+Kind = Literal["forward", "backward"]
+Order = Literal["gpipe", "1f1b"]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One micro-batch through one stage, one way."""
+
+    kind: Kind
+    micro_batch: int
+    """From 0, within the step."""
+
+
+def operations(order: str, stage: int, stages: int, micro_batches: int) -> tuple[Operation, ...]:
+    """What a stage does in a step, one after the other; raises ``GeofedError("CONFIG_INVALID")``."""
+    if not 0 <= stage < stages or micro_batches < 1:
+        raise GeofedError("CONFIG_INVALID", f"stage {stage} of {stages} with {micro_batches} micro-batches")
+    forwards = [Operation("forward", number) for number in range(micro_batches)]
+    if order == "gpipe":
+        return (*forwards, *(Operation("backward", number) for number in reversed(range(micro_batches))))
+    if order != "1f1b":
+        raise GeofedError("CONFIG_INVALID", f"unknown order {order!r}", hint="known: gpipe, 1f1b")
+    ahead = min(stages - stage - 1, micro_batches)
+    done = forwards[:ahead]
+    for number in range(micro_batches):
+        done += forwards[ahead + number : ahead + number + 1]
+        done.append(Operation("backward", number))
+    return tuple(done)
+
+
+def live_micro_batches(order: str, stage: int, stages: int, micro_batches: int) -> int:
+    """Of how many micro-batches a stage keeps activations at the most."""
+    live = most = 0
+    for operation in operations(order, stage, stages, micro_batches):
+        live += 1 if operation.kind == "forward" else -1
+        most = max(most, live)
+    return most
+
+
+def dependencies(operation: Operation, stage: int, stages: int) -> tuple[tuple[int, Operation], ...]:
+    """What must be done before, each with its stage."""
+    number = operation.micro_batch
+    if operation.kind == "forward":
+        return ((stage - 1, operation),) if stage else ()
+    own = (stage, Operation("forward", number))
+    return (own, (stage + 1, operation)) if stage < stages - 1 else (own,)
