@@ -160,6 +160,8 @@ def worker_main(worker: int, conn: Connection) -> None:
                 answer = None
             case "merge", name, step, begin, checked:
                 answer = _merged(*ones[name], vector, worker, step, begin, checked)
+            case "iterate", name, begin, steps, compute:
+                answer = _iterated(ones[name][1], vector, worker, begin, steps, compute)
             case "close", name:
                 ones.pop(name)[1].close()
                 answer = None
@@ -213,6 +215,23 @@ def _merged(
         usage = channel.usage
     used = Usage(*(after - was for after, was in zip(_counts(usage), _counts(before), strict=True)))
     return over, cpu, used, zlib.crc32(merged.vector.data) if checked else 0
+
+
+def _iterated(
+    one: Reducing, vector: Any, worker: int, begin: float, steps: int, compute: float
+) -> list[tuple[float, float]]:
+    """A chain of iterations; of each the seconds that it computed, as it came out, and when it was over."""
+    driver: Any = one._driver
+    told = []
+    time.sleep(max(0.0, begin - time.monotonic()))
+    for step in range(1, steps + 1):
+        began = time.monotonic()
+        time.sleep(compute)
+        computed = time.monotonic() - began
+        one.merge(step, vector, float(worker + 1))
+        told.append((computed, driver.over if isinstance(driver, AsPublished) else time.monotonic()))
+    driver.drain()
+    return told
 
 
 _PAUSES = {

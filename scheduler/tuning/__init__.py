@@ -1,0 +1,73 @@
+"""FasDL's performance model, mended and extended, and the search for the best configuration of a partition."""
+
+from scheduler.tuning._baselines import as_published, fasdl_batch, fasdl_heuristic, lambdaml
+from scheduler.tuning._fit import (
+    MergePoint,
+    StepPoint,
+    error_of,
+    fit_compute,
+    fit_correction,
+    fit_memory,
+    least_squares,
+)
+from scheduler.tuning._merge import Merged, Merges, merged
+from scheduler.tuning._model import (
+    COLLECTIVES,
+    TERMS,
+    Channel,
+    Compute,
+    Configuration,
+    Correction,
+    Limits,
+    Memory,
+    Platform,
+    Prediction,
+    Progress,
+    Space,
+    Task,
+)
+from scheduler.tuning._predict import iterations, needed_mb, predict, step_seconds
+from scheduler.tuning._progress import NormPair, RunPoint, fit_progress, noise_scale
+from scheduler.tuning._search import cheapest, configurations, fastest, front
+
+__all__ = [
+    "COLLECTIVES",
+    "TERMS",
+    "Channel",
+    "Compute",
+    "Configuration",
+    "Correction",
+    "Limits",
+    "Memory",
+    "MergePoint",
+    "Merged",
+    "Merges",
+    "NormPair",
+    "Platform",
+    "Prediction",
+    "Progress",
+    "RunPoint",
+    "Space",
+    "StepPoint",
+    "Task",
+    "as_published",
+    "cheapest",
+    "configurations",
+    "error_of",
+    "fasdl_batch",
+    "fasdl_heuristic",
+    "fastest",
+    "fit_compute",
+    "fit_correction",
+    "fit_memory",
+    "fit_progress",
+    "front",
+    "iterations",
+    "lambdaml",
+    "least_squares",
+    "merged",
+    "needed_mb",
+    "noise_scale",
+    "predict",
+    "step_seconds",
+]

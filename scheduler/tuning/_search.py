@@ -1,0 +1,151 @@
+"""The best configuration of all that there are: every dimension at once, exactly.
+
+FasDL's search fixes the number of workers and the memory before it looks at K, and so misses what only the three
+together make possible; `fasdl_heuristic` is that search. Here all combinations are weighed. A merge depends on
+memory only through bandwidth, so that its closed form is computed once for each (collective, workers, K, share) and
+then combined with every memory and batch in arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.tuning._merge import Merged, Merges, merged
+from scheduler.tuning._model import COLLECTIVES, Configuration, Limits, Prediction, Space, Task
+from scheduler.tuning._predict import Grid, Outcomes, outcomes, prediction, share_of
+
+_MUCH = 1e-9
+"""Of two that differ relatively by less, the one that is better otherwise."""
+
+
+@dataclass(frozen=True)
+class _Weighed:
+    """All configurations of one channel with what they take; only those that fit."""
+
+    grid: Grid
+    told: Outcomes
+    at: npt.NDArray[np.int64]
+    """Places of the grid that fit."""
+
+
+def configurations(task: Task, space: Space) -> Iterator[Configuration]:
+    """All of them, whether they fit or not."""
+    for channel in _channels(task, space):
+        for collective, workers, chunks in _merges(space):
+            for memory_mb in space.memories_mb:
+                for batch in space.batches:
+                    yield Configuration(memory_mb, workers, batch, collective, chunks, channel)
+
+
+def cheapest(task: Task, space: Space, limits: Limits = Limits()) -> Prediction | None:  # noqa: B008 - frozen
+    """The cheapest configuration that keeps the limits, of equals the fastest; None: there is none."""
+    return _best(task, space, limits, by_cost=True)
+
+
+def fastest(task: Task, space: Space, limits: Limits = Limits()) -> Prediction | None:  # noqa: B008 - frozen
+    """The fastest configuration that keeps the limits, of equals the cheapest; None: there is none."""
+    return _best(task, space, limits, by_cost=False)
+
+
+def front(task: Task, space: Space, limits: Limits = Limits()) -> tuple[Prediction, ...]:  # noqa: B008 - frozen
+    """The Pareto front of time and money, the fastest first: nothing else is better than one of these in both."""
+    found: list[tuple[float, float, _Weighed, int]] = []
+    for weighed in _weigh(task, space):
+        seconds, usd = weighed.told.seconds[weighed.at], weighed.told.usd[weighed.at]
+        keep = (seconds <= limits.deadline_seconds) & (usd <= limits.budget_usd)
+        found += [
+            (float(weighed.told.seconds[at]), float(weighed.told.usd[at]), weighed, int(at))
+            for at in weighed.at[keep][_undominated(seconds[keep], usd[keep])]
+        ]
+    told: list[Prediction] = []
+    for _, usd_of_one, weighed, at in sorted(found, key=lambda one: one[:2]):
+        if not told or usd_of_one < told[-1].usd:
+            told.append(prediction(_named(weighed, at), weighed.told, at))
+    return tuple(told)
+
+
+def _best(task: Task, space: Space, limits: Limits, *, by_cost: bool) -> Prediction | None:
+    best: tuple[float, float, _Weighed, int] | None = None
+    for weighed in _weigh(task, space):
+        seconds, usd = weighed.told.seconds[weighed.at], weighed.told.usd[weighed.at]
+        keep = (seconds <= limits.deadline_seconds) & (usd <= limits.budget_usd)
+        if not keep.any():
+            continue
+        first, then = (usd, seconds) if by_cost else (seconds, usd)
+        least = first[keep].min()
+        as_good = keep & (first <= least * (1 + _MUCH))
+        at = np.flatnonzero(as_good)[np.argmin(then[as_good])]
+        one = (float(first[at]), float(then[at]), weighed, int(weighed.at[at]))
+        if best is None or one[:2] < best[:2]:
+            best = one
+    return None if best is None else prediction(_named(best[2], best[3]), best[2].told, best[3])
+
+
+def _weigh(task: Task, space: Space) -> Iterator[_Weighed]:
+    for name in _channels(task, space):
+        grid, told = _grid(task, space, name)
+        weighed = outcomes(task, grid, told)
+        yield _Weighed(grid, weighed, np.flatnonzero(weighed.fits))
+
+
+def _grid(task: Task, space: Space, name: str) -> tuple[Grid, Merged]:
+    """Every combination for one channel, with the terms of its merge."""
+    channel = next(one for one in task.channels if one.name == name)
+    shares = [share_of(memory_mb, channel.full_rate_mb) for memory_mb in space.memories_mb]
+    kinds = list(dict.fromkeys(shares))
+    ways = _merges(space)
+    once = Merges.of([(*way, share) for share in kinds for way in ways])
+    told = merged(once, task.model_bytes, channel, faithful=task.faithful)
+    memory, batch, way = (
+        axis.ravel()
+        for axis in np.meshgrid(
+            np.arange(len(space.memories_mb)), np.arange(len(space.batches)), np.arange(len(ways)), indexing="ij"
+        )
+    )
+    at = np.array([kinds.index(share) for share in shares])[memory] * len(ways) + way
+    merges = Merges(once.collective[at], once.workers[at], once.chunks[at], once.share[at])
+    grid = Grid(name, np.array(space.memories_mb, float)[memory], np.array(space.batches, float)[batch], merges)
+    return grid, Merged(told.terms[at], told.puts[at], told.gets[at], told.polls[at])
+
+
+def _merges(space: Space) -> list[tuple[str, int, int]]:
+    """Every (collective, workers, K), those that are the same merge once."""
+    ways: dict[tuple[str, int, int], None] = {}
+    for workers in space.workers:
+        for collective in space.collectives:
+            if collective == "k-reduce":
+                chunks = space.chunks or tuple(range(1, workers + 1))
+                ways.update(dict.fromkeys((collective, workers, k) for k in chunks if k <= workers))
+            else:
+                ways[collective, workers, 1 if collective == "all-reduce" else workers] = None
+    return list(ways)
+
+
+def _channels(task: Task, space: Space) -> tuple[str, ...]:
+    known = tuple(channel.name for channel in task.channels)
+    return known if space.channels is None else tuple(name for name in known if name in space.channels)
+
+
+def _undominated(seconds: npt.NDArray[np.float64], usd: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """Places that no other beats in both."""
+    order = np.lexsort((usd, seconds))
+    if not len(order):
+        return order
+    cheapest_before = np.minimum.accumulate(np.concatenate(([np.inf], usd[order][:-1])))
+    return order[usd[order] < cheapest_before]
+
+
+def _named(weighed: _Weighed, at: int) -> Configuration:
+    grid, merges = weighed.grid, weighed.grid.merges
+    return Configuration(
+        memory_mb=int(grid.memories_mb[at]),
+        workers=int(merges.workers[at]),
+        batch=int(grid.batches[at]),
+        collective=COLLECTIVES[int(merges.collective[at])],
+        chunks=int(merges.chunks[at]),
+        channel=grid.channel,
+    )

@@ -1,0 +1,95 @@
+"""The search, held against trying everything."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tuning_draws import drawn_limits, drawn_space, drawn_task, enumerated
+
+from scheduler.tuning import Limits, cheapest, fasdl_heuristic, fastest, front
+
+seeds = st.integers(0, 2**32)
+
+
+def kept(one: object, limits: Limits) -> bool:
+    return one.seconds <= limits.deadline_seconds and one.usd <= limits.budget_usd  # type: ignore[attr-defined, no-any-return]
+
+
+@settings(max_examples=120, deadline=None)
+@given(seeds)
+def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
+    rng = random.Random(seed)
+    task, space = drawn_task(rng), drawn_space(rng)
+    every = enumerated(task, space)
+    limits = drawn_limits(rng, every)
+    feasible = [one for one in every if kept(one, limits)]
+    by_cost, by_time = cheapest(task, space, limits), fastest(task, space, limits)
+    if not feasible:
+        assert by_cost is None
+        assert by_time is None
+        return
+    # What one configuration just keeps is never called infeasible.
+    assert by_cost is not None
+    assert by_time is not None
+    assert kept(by_cost, limits)
+    assert kept(by_time, limits)
+    assert by_cost.usd == pytest.approx(min(one.usd for one in feasible), rel=1e-8)
+    assert by_time.seconds == pytest.approx(min(one.seconds for one in feasible), rel=1e-8)
+    assert {by_cost, by_time} <= set(every)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds)
+def test_nothing_is_better_than_the_front_and_nothing_on_it_is_worse(seed: int) -> None:
+    rng = random.Random(seed)
+    task, space = drawn_task(rng), drawn_space(rng, 6)
+    every, told = enumerated(task, space), front(task, space)
+    assert bool(told) == bool(every)
+    for one, after in itertools.pairwise(told):
+        assert one.seconds < after.seconds
+        assert one.usd > after.usd
+    for one in every:
+        assert any(best.seconds <= one.seconds and best.usd <= one.usd for best in told)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds)
+def test_the_published_search_is_never_cheaper_and_sometimes_finds_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    task = replace(drawn_task(rng))
+    space = replace(drawn_space(rng), collectives=("k-reduce",))
+    limits = Limits(drawn_limits(rng, enumerated(task, space)).deadline_seconds)
+    theirs = fasdl_heuristic(task, space, limits, "near")
+    ours = cheapest(task, replace(space, channels=("near",)), limits)
+    if theirs is not None:
+        assert ours is not None
+        assert ours.usd <= theirs.usd * (1 + 1e-8)
+        assert kept(theirs, limits)
+
+
+def test_the_published_search_misses_a_plan_that_needs_few_chunks() -> None:
+    """W and M are fixed with K = W, where the requests of a slow store cost the deadline; K = 1 would keep it."""
+    rng = random.Random(1)
+    while True:
+        task, space = drawn_task(rng), replace(drawn_space(rng), collectives=("k-reduce",))
+        every = [one for one in enumerated(task, space) if one.configuration.channel == "near"]
+        if not every:
+            continue
+        limits = Limits(min(one.seconds for one in every))
+        if fasdl_heuristic(task, space, limits, "near") is None:
+            break
+    assert cheapest(task, space, limits) is not None
+
+
+def test_a_looser_limit_never_costs_more() -> None:
+    rng = random.Random(5)
+    for _ in range(20):
+        task, space = drawn_task(rng), drawn_space(rng)
+        told = front(task, space)
+        costs = [cheapest(task, space, Limits(one.seconds)) for one in told]
+        assert [one and one.usd for one in costs] == sorted((one.usd for one in told), reverse=True)

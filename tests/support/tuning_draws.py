@@ -1,0 +1,97 @@
+"""Random tasks and what may be chosen for them, and the search that tries everything one by one."""
+
+from __future__ import annotations
+
+import random
+
+from scheduler.tuning import (
+    COLLECTIVES,
+    Channel,
+    Compute,
+    Correction,
+    Limits,
+    Memory,
+    Platform,
+    Prediction,
+    Progress,
+    Space,
+    Task,
+    configurations,
+    predict,
+)
+
+
+def drawn_task(rng: random.Random) -> Task:
+    """Anything between a laptop's shared memory and an object store far away."""
+    channels = tuple(_channel(rng, name) for name in ("near", "far")[: rng.randint(1, 2)])
+    epochs = rng.random() < 0.5
+    progress = Progress(
+        samples=float(rng.randint(100, 200_000)) if epochs else None,
+        least_steps=0.0 if epochs else 10 ** rng.uniform(1, 4),
+        noise_samples=10 ** rng.uniform(1, 4),
+        rho=rng.choice([0.0, rng.uniform(0, 2)]),
+        staleness=rng.randint(0, 2),
+        most_batch=rng.choice([float("inf"), float(rng.randint(64, 4096))]),
+    )
+    return Task(
+        model_bytes=10 ** rng.uniform(4.5, 8.3),
+        compute=Compute(10 ** rng.uniform(-3, 0), 10 ** rng.uniform(-5, -1), rng.choice([0.0, 1769.0])),
+        memory=Memory(rng.uniform(100, 900), rng.uniform(0, 8)),
+        progress=progress,
+        platform=Platform(
+            1.66667e-5, rng.choice([0.0, 2e-7]), rng.choice([0.0, 0.08]), rng.choice([5.0, 30.0, 600.0]),
+            rng.uniform(0, 10), rng.uniform(0, 2),
+        ),
+        channels=channels,
+        corrections={"near": Correction(*(rng.uniform(0.5, 1.5) for _ in range(4)))} if rng.random() < 0.5 else {},
+        faithful=rng.random() < 0.2,
+    )  # fmt: skip
+
+
+def _channel(rng: random.Random, name: str) -> Channel:
+    priced = rng.random() < 0.5
+    return Channel(
+        name,
+        10 ** rng.uniform(-3.5, -0.7),
+        10 ** rng.uniform(-3.5, -1),
+        10 ** rng.uniform(6.5, 9),
+        10 ** rng.uniform(6.5, 9),
+        poll_seconds=rng.choice([0.0, rng.uniform(0.001, 0.1)]),
+        list_seconds=rng.uniform(0, 0.05),
+        parallel=rng.choice([1, 8, 16]),
+        put_usd=10 ** rng.uniform(-7, -5) if priced else 0.0,
+        get_usd=10 ** rng.uniform(-8, -6) if priced else 0.0,
+        list_usd=5e-6 if priced else 0.0,
+        usd_per_hour=rng.choice([0.0, 0.068]),
+        merge_seconds_per_byte=rng.choice([0.0, 3e-10]),
+        request_cpu_seconds=rng.choice([0.0, 2e-4]),
+        cores=rng.choice([0.0, 0.0, 2.0]),
+        jitter=rng.choice([0.0, 0.15]),
+        full_rate_mb=rng.choice([0.0, 1024.0]),
+    )
+
+
+def drawn_space(rng: random.Random, most_workers: int = 8) -> Space:
+    """Small enough that everything can be tried."""
+    memories = sorted(rng.sample([256, 512, 768, 1024, 1536, 1769, 2048, 3008], rng.randint(1, 4)))
+    workers = sorted(rng.sample(range(1, most_workers + 1), rng.randint(1, min(5, most_workers))))
+    collectives = tuple(sorted(rng.sample(COLLECTIVES, rng.randint(1, len(COLLECTIVES))), key=COLLECTIVES.index))
+    batches = sorted(rng.sample([8, 16, 32, 64, 128], rng.randint(1, 3)))
+    return Space(tuple(memories), tuple(workers), tuple(batches), collectives)
+
+
+def drawn_limits(rng: random.Random, every: list[Prediction]) -> Limits:
+    """Limits that some of the configurations keep, that one just keeps, or that none does."""
+    if not every:
+        return Limits(rng.uniform(1, 1000))
+    some = rng.choice(every)
+    return Limits(
+        rng.choice([float("inf"), some.seconds, some.seconds * rng.uniform(0.3, 2)]),
+        rng.choice([float("inf"), some.usd, some.usd * rng.uniform(0.3, 2)]),
+    )
+
+
+def enumerated(task: Task, space: Space) -> list[Prediction]:
+    """Every configuration that fits, each by itself."""
+    told = predict(task, list(configurations(task, space)))
+    return [one for one in told if one is not None]
