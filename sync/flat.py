@@ -12,8 +12,11 @@ from sync.layout import Layout, Slot, Vector
 
 __all__ = ["FlatModel"]
 
-# Vectors out of frames are read-only, which torch has no notion of; nothing here writes to them.
-warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+# Vectors out of frames are read-only, which torch has no notion of; nothing here writes to them. It warns of that once
+# in a process: now, so that whoever turns warnings into errors does not meet it in the middle of a step.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.from_numpy(np.frombuffer(b"\0", np.uint8))
 
 _EXACT_INTEGERS = 1 << 24
 """Above this, float32 does not hold every integer."""
@@ -76,6 +79,14 @@ class FlatModel:
                 part.zero_() if parameter.grad is None else part.copy_(parameter.grad.reshape(-1))
                 at += parameter.numel()
             self._copy_out(flat, at, self._all[len(self._trained) :])
+        return out
+
+    def rest(self) -> Vector:
+        """A copy of what gradients do not train: the tail of `vector`."""
+        tensors = self._all[len(self._trained) :]
+        out = np.empty(sum(tensor.numel() for tensor in tensors), np.float32)
+        with torch.no_grad():
+            self._copy_out(torch.from_numpy(out), 0, tensors)
         return out
 
     def load_gradient(self, vector: Vector) -> None:

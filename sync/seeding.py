@@ -9,7 +9,7 @@ import struct
 import numpy as np
 import torch
 
-__all__ = ["seed_all", "seed_torch"]
+__all__ = ["reseed", "seed_all"]
 
 
 def seed_all(*numbers: int) -> None:
@@ -20,11 +20,13 @@ def seed_all(*numbers: int) -> None:
     torch.manual_seed(mixed)
 
 
-def seed_torch(*numbers: int) -> None:
-    """Seed torch's generators only, in some microseconds: what layers draw from while they run."""
+def reseed(*numbers: int) -> None:
+    """The same generators, other values, in some microseconds: for what is seeded many times in a step."""
     digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8).digest()
-    mixed = int.from_bytes(digest, "little") >> 1
+    mixed = int.from_bytes(digest, "little")
+    random.seed(mixed)
+    np.random.seed(mixed & 0xFFFFFFFF)
     # Not torch.manual_seed: it notes the caller's stack for a CUDA that may come, and takes longer than a small layer.
-    torch.default_generator.manual_seed(mixed)
+    torch.default_generator.manual_seed(mixed >> 1)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(mixed)
+        torch.cuda.manual_seed_all(mixed >> 1)

@@ -1,0 +1,133 @@
+"""A model in stages is evaluated: forward only, batch after batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from geofed_pb.errors import GeofedError
+from sync.channel import Channel
+from sync.pipeline._carried import Carried
+from sync.pipeline._contract import Answering, model_input
+from sync.pipeline._lanes import Lanes
+from sync.pipeline._stage import Stage
+
+if TYPE_CHECKING:
+    from sync.pipeline._runner import StageRunner
+
+__all__ = ["Metrics", "evaluate"]
+
+Metrics = Callable[[nn.Module, Iterable[Any]], dict[str, float]]
+
+_WINDOW = 8
+"""Batches: a stage is at most two windows ahead of the next one, so that the channel holds no whole test set."""
+_COUNT = "count"
+"""Fact of a frame: how many there are."""
+
+
+class _Hop:
+    """What one stage receives from the one before it, and sends to the one after it."""
+
+    def __init__(self, runner: StageRunner, lanes: Lanes, channel: Channel, place: str) -> None:
+        self._runner, self._lanes, self._channel, self._place = runner, lanes, channel, place
+
+    def receive(self, number: int) -> tuple[Carried | None, int]:
+        """The activations of a batch, and how many batches there are; with none, nothing comes but that."""
+        key = self._key("a", self._runner.position.stage, number)
+        self._lanes.expect((key,))
+        value, facts = self._runner.decoded(self._lanes.take(key))
+        count = int(facts[_COUNT])
+        window, at = divmod(number + 1, _WINDOW)
+        if at == 0 and (window + 1) * _WINDOW < count:
+            self._lanes.send(self._key("w", self._runner.position.stage, window - 1), [b"taken"])
+        return value, count
+
+    def send(self, number: int, value: Carried | None, count: int) -> None:
+        into = self._runner.position.stage + 1
+        window, at = divmod(number, _WINDOW)
+        if at == 0 and window >= 2:
+            taken = self._key("w", into, window - 2)
+            self._lanes.expect((taken,))
+            self._lanes.take(taken)
+        self._lanes.send(self._key("a", into, number), self._runner.encoded(value, {_COUNT: count}))
+
+    def _key(self, kind: str, into: int, number: int) -> str:
+        return f"{self._place}/{kind}{into}-{self._runner.position.replica}-{number}"
+
+
+def evaluate(
+    runner: StageRunner,
+    stage: Stage,
+    lanes: Lanes,
+    channel: Channel,
+    place: str,
+    batches: Iterable[Any],
+    count: int,
+    metrics: Metrics,
+) -> dict[str, float]:
+    """This stage's part; see `StageRunner.evaluate`."""
+    stage.layers.eval()
+    hop = _Hop(runner, lanes, channel, place)
+    told: dict[str, float] = {}
+    if runner.is_first and runner.is_last:
+        told = metrics(stage.layers, batches) if count else {}
+    elif runner.is_first:
+        _begin(hop, stage, batches, count, metrics)
+    elif runner.is_last:
+        told = _end(hop, stage, batches, count, metrics)
+    else:
+        _pass_on(hop, stage)
+    lanes.flush()
+    lanes.drain()
+    return told
+
+
+def _begin(hop: _Hop, stage: Stage, batches: Iterable[Any], count: int, metrics: Metrics) -> None:
+    for number, batch in enumerate(batches):
+        given = model_input(lambda model, one: metrics(model, iter([one])), batch, training=False)
+        hop.send(number, stage.evaluate(given), count)
+    if not count:
+        hop.send(0, None, 0)
+
+
+def _pass_on(hop: _Hop, stage: Stage) -> None:
+    for number in itertools.count():
+        value, count = hop.receive(number)
+        hop.send(number, None if value is None else stage.evaluate(value), count)
+        if number + 1 >= count:
+            return
+
+
+def _end(hop: _Hop, stage: Stage, batches: Iterable[Any], count: int, metrics: Metrics) -> dict[str, float]:
+    received = 0
+
+    def answer() -> Carried:
+        nonlocal received
+        if received >= max(count, 1):
+            text = f"the task's metrics call the model more than {count} times for {count} batches"
+            raise GeofedError("TASK_INVALID", text, hint="call model(x) once for every batch")
+        value, _ = hop.receive(received)
+        received += 1
+        if value is None:
+            raise GeofedError("INTERNAL", "a batch came without activations")
+        return stage.evaluate(value)
+
+    def one_by_one() -> Iterator[Any]:
+        for number, batch in enumerate(batches):
+            if received != number:
+                text = f"the task's metrics have called the model {received} times for {number} batches"
+                raise GeofedError("TASK_INVALID", text, hint="call model(x) once for every batch")
+            yield batch
+
+    if not count:
+        hop.receive(0)
+        return {}
+    told = metrics(Answering(answer).eval(), one_by_one())
+    while received < count:
+        # What was not asked for must be taken all the same: the stage before waits for that.
+        hop.receive(received)
+        received += 1
+    return told

@@ -1,0 +1,204 @@
+"""The computing of one stage: micro-batches through its layers, there and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from geofed_pb.errors import GeofedError
+from sync.pipeline._carried import Carried, as_tuple, like
+from sync.pipeline._contract import Answering, Loss, model_input
+from sync.seeding import reseed
+
+__all__ = ["Stage"]
+
+
+@dataclass
+class _Arrived:
+    """What a micro-batch came with, and the gradients of that."""
+
+    value: Carried
+    gradients: tuple[torch.Tensor | None, ...] = ()
+
+
+@dataclass
+class _Live:
+    """A micro-batch between its forward and its backward pass."""
+
+    arrived: _Arrived | None
+    """None in the first stage."""
+    batch: Any
+    """In the first and in the last stage."""
+    output: Carried | None
+    """With its graph; None where it will be made again."""
+
+
+class _Gate(torch.autograd.Function):
+    """Where activations enter a stage's graph: what comes back through it are the gradients to send on.
+
+    Not leaves, since a layer may work in place on what it is given.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, root: torch.Tensor, arrived: _Arrived, again: bool) -> tuple[torch.Tensor, ...]:
+        ctx.arrived = arrived
+        tensors = as_tuple(arrived.value, "what the stage before passes on")
+        # Other objects than those that came: these will hold on to the graph, and the graph to what came.
+        passed = tuple(one.clone() if again else one.detach() for one in tensors)
+        ctx.mark_non_differentiable(*(one for one in passed if not one.is_floating_point()))
+        return passed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
+        ctx.arrived.gradients = gradients
+        return None, None, None
+
+
+class Stage:
+    """Layers of one stage and the micro-batches on their way through them. Not for several threads."""
+
+    def __init__(
+        self, layers: nn.Sequential, loss: Loss, *, first_layer: int, is_first: bool, is_last: bool, rematerialise: bool
+    ) -> None:
+        """``first_layer``: its number in the whole model; ``loss``: of the first and of the last stage."""
+        self.layers, self._loss, self._first_layer = layers, loss, first_layer
+        self.is_first, self.is_last, self._again = is_first, is_last, rematerialise
+        self._live: dict[int, _Live] = {}
+        self._draws: tuple[int, ...] = ()
+        self._number = 0
+        """Of the micro-batch that runs."""
+        for at, layer in enumerate(layers, first_layer):
+            layer.register_forward_pre_hook(lambda module, _, at=at: self._seed(module, at))
+        self.loss_sum = 0.0
+        """Of the open step, in the last stage: the mean over the samples so far, by their shares."""
+
+    @property
+    def live(self) -> int:
+        """Micro-batches between their forward and their backward pass."""
+        return len(self._live)
+
+    def begin(self, draws: tuple[int, ...]) -> None:
+        """Begin a step; what layers draw at random follows from these numbers, the micro-batch and the layer alone, so
+        that it is the same for every cut and order, and when a layer runs again."""
+        self._live.clear()
+        self._draws, self.loss_sum = draws, 0.0
+        self.layers.train()
+        self.layers.zero_grad(set_to_none=True)
+
+    def forward(self, number: int, given: Carried | None, batch: Any) -> Carried | None:
+        """One micro-batch; what to pass on, None in the last stage. ``given``: None in the first."""
+        arrived = None if self.is_first else _Arrived(_there(given))
+        if self.is_first and not self.is_last:
+            # From here on only what the model is called with counts.
+            reseed(*self._draws, number, -1)
+            batch = model_input(self._loss, batch)
+        self._live[number] = live = _Live(arrived, batch, None)
+        if not self._again:
+            live.output = self._through(number, live)
+            return None if self.is_last else _apart(live.output)
+        if self.is_last:
+            # Its loss is made together with the gradients; with GPipe running statistics then count in that order.
+            return None
+        with torch.no_grad():
+            return self._through(number, live)
+
+    def backward(self, number: int, gradients: tuple[torch.Tensor, ...], share: float) -> tuple[torch.Tensor, ...]:
+        """Back through one micro-batch; gradients to pass on, none in the first stage.
+
+        ``share``: of the step's samples, those of this micro-batch. ``gradients``: of those of the output's tensors
+        that hold floating-point numbers; none in the last stage.
+        """
+        live = self._live.pop(number)
+        output, counted = live.output, {}
+        if output is None:
+            if not self.is_last:
+                # Running statistics have counted this micro-batch already, and will count it again.
+                counted = {name: buffer.clone() for name, buffer in self.layers.named_buffers()}
+            output = self._through(number, live)
+        if self.is_last:
+            (loss,) = as_tuple(output, "the loss")
+            self.loss_sum += float(loss.detach()) * share
+            (loss * share).backward()  # type: ignore[no-untyped-call]
+        else:
+            _back_through(output, gradients)
+        if counted:
+            _put_back(self.layers, counted)
+        return () if live.arrived is None else _filled(live.arrived)
+
+    def evaluate(self, value: Carried) -> Carried:
+        """Forward only, as it is when a model is used."""
+        with torch.no_grad():
+            out: Carried = self.layers(value)
+        return out
+
+    def _through(self, number: int, live: _Live) -> Carried:
+        """The stage's output, or, in the last stage, the loss."""
+        self._number = number
+        if live.arrived is not None:
+            root = torch.zeros((), requires_grad=True)
+            tensors = _Gate.apply(root, live.arrived, self._again)  # type: ignore[no-untyped-call]
+            value = like(live.arrived.value, tensors)
+            return self._value(value, live.batch) if self.is_last else self._run(value)
+        if self.is_last:
+            reseed(*self._draws, number, -1)
+            loss: torch.Tensor = self._loss(self.layers, live.batch)
+            return loss
+        value = live.batch
+        if self._again:
+            value = like(value, tuple(one.clone() for one in as_tuple(value, "what the task hands to the model")))
+        return self._run(value)
+
+    def _value(self, value: Carried, batch: Any) -> torch.Tensor:
+        reseed(*self._draws, self._number, -1)
+        model = Answering(lambda: self._run(value))
+        loss: torch.Tensor = self._loss(model, batch)
+        if model.calls != 1:
+            text = f"the task's loss calls the model {model.calls} times; in stages it is called once"
+            raise GeofedError("TASK_INVALID", text)
+        return loss
+
+    def _run(self, value: Carried) -> Carried:
+        out: Carried = self.layers(value)
+        return out
+
+    def _seed(self, module: nn.Module, layer: int) -> None:
+        if module.training:
+            reseed(*self._draws, self._number, layer)
+
+
+def _there(given: Carried | None) -> Carried:
+    if given is None:
+        raise GeofedError("INTERNAL", "a micro-batch came without activations")
+    return given
+
+
+def _apart(value: Carried) -> Carried:
+    """Without its graph."""
+    return like(value, tuple(one.detach() for one in as_tuple(value, "the output of a stage")))
+
+
+def _back_through(output: Carried, gradients: tuple[torch.Tensor, ...]) -> None:
+    floating = [one for one in as_tuple(output, "the output of a stage") if one.is_floating_point()]
+    pairs = [(one, grad) for one, grad in zip(floating, gradients, strict=True) if one.requires_grad]
+    if pairs:
+        torch.autograd.backward([one for one, _ in pairs], [grad.to(one.dtype) for one, grad in pairs])
+
+
+def _filled(arrived: _Arrived) -> tuple[torch.Tensor, ...]:
+    """Gradients of what floats; zero for what the loss does not depend on."""
+    tensors = as_tuple(arrived.value, "what the stage before passes on")
+    gradients = arrived.gradients or (None,) * len(tensors)
+    return tuple(
+        torch.zeros_like(one) if gradient is None else gradient
+        for one, gradient in zip(tensors, gradients, strict=True)
+        if one.is_floating_point()
+    )
+
+
+def _put_back(module: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name])
