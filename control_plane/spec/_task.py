@@ -7,12 +7,15 @@ from pathlib import Path
 
 from geofed_pb.errors import GeofedError
 
-_REQUIRED = {"model": 1, "dataset": 3, "loss": 2}
-"""The functions every task module defines, and with how many positional arguments they are called."""
+_CALLED = {"model": 1, "layers": 1, "dataset": 3, "loss": 2}
+"""With how many positional arguments the functions of a task module are called."""
+_REQUIRED = (("model", "layers"), ("dataset",), ("loss",))
+"""What every task module defines: one of each."""
 
 
 def check_task(folder: Path, module: str) -> None:
-    """See that the module parses and defines `model`, `dataset` and `loss`. Raises ``GeofedError`` TASK_INVALID."""
+    """See that the module parses and defines `model` or `layers`, `dataset` and `loss`. Raises ``GeofedError``
+    TASK_INVALID."""
     path = folder / module
     try:
         tree = ast.parse(path.read_bytes(), filename=module)
@@ -22,11 +25,12 @@ def check_task(folder: Path, module: str) -> None:
         line = getattr(error, "lineno", None) or 1
         raise GeofedError("TASK_INVALID", f"{module}:{line}: {getattr(error, 'msg', None) or error}") from None
     defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    missing = [name for name in _REQUIRED if name not in defined and name not in _bound(tree)]
+    there = {*defined, *_bound(tree)}
+    missing = [names[0] for names in _REQUIRED if there.isdisjoint(names)]
     if missing:
         last = max((node.end_lineno or 1 for node in tree.body), default=1)
         raise GeofedError("TASK_INVALID", f"{module}:{last}: defines no {', no '.join(missing)}")
-    for name, count in _REQUIRED.items():
+    for name, count in _CALLED.items():
         node = defined.get(name)
         if isinstance(node, ast.FunctionDef) and not _takes(node.args, count):
             raise GeofedError(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from geofed_pb.errors import GeofedError
+from sync.pipeline import Layers
 
 __all__ = ["Task", "load_task", "task_errors", "unpack"]
 
@@ -36,12 +37,26 @@ class Task:
     config: dict[str, Any]
     _functions: Mapping[str, Callable[..., Any]]
 
-    def model(self) -> torch.nn.Module:
+    def model(self, seed: int = 0) -> torch.nn.Module:
+        """The whole model. A task that declares layers has it made of them, with values that follow from the seed;
+        otherwise they are drawn from the generators as they stand."""
+        if "model" not in self._functions:
+            layers = self.layers(seed)
+            with task_errors(self.folder, "layers"):
+                return layers.stage(0, len(layers) - 1)
         with task_errors(self.folder, "model"):
             module = self._functions["model"](dict(self.config))
         if not isinstance(module, torch.nn.Module):
             raise GeofedError("TASK_INVALID", f"model(config) returned {type(module).__name__}, not a torch.nn.Module")
         return module
+
+    def layers(self, seed: int) -> Layers:
+        """The model as layers that are made one by one; raises ``GeofedError("TASK_INVALID")`` where it cannot be."""
+        if "layers" not in self._functions:
+            with task_errors(self.folder, "model"):
+                return Layers.of(lambda: self._functions["model"](dict(self.config)), seed)
+        with task_errors(self.folder, "layers"):
+            return Layers.declared(self._functions["layers"](dict(self.config)), seed)
 
     def dataset(self, path: str, split: str) -> Any:
         with task_errors(self.folder, "dataset"):
@@ -130,10 +145,12 @@ def load_task(folder: Path, module: str, config: dict[str, Any]) -> Task:
         spec.loader.exec_module(loaded)
     functions = {
         name: function
-        for name in ("model", "dataset", "loss", "metrics", "optimizer")
+        for name in ("model", "layers", "dataset", "loss", "metrics", "optimizer")
         if callable(function := getattr(loaded, name, None))
     }
-    missing = [name for name in ("model", "dataset", "loss") if name not in functions]
+    missing = [name for name in ("dataset", "loss") if name not in functions]
+    if "model" not in functions and "layers" not in functions:
+        missing.insert(0, "model")
     if missing:
         raise GeofedError("TASK_INVALID", f"{module} does not define {', '.join(missing)}")
     return Task(folder, config, functions)

@@ -32,6 +32,8 @@ class PsConfig(BaseModel):
     """What each region contributes to the mean where not all updates come together; their sum is 1. Empty: equal."""
     neighbours: tuple[tuple[str, str], ...] = ()
     """Pairs of regions that exchange directly; empty: all do."""
+    part_elements: int = Field(default=0, ge=0)
+    """The workers hold stages of the model: what they read is put in parts of so many elements. 0: they hold all."""
     codec: str = "fp32"
     """Of our updates; each update says in its frame which one it was made with."""
     channel: str

@@ -160,6 +160,8 @@ class BoundaryArrived:
     samples: float
     loss: float
     compute_seconds: float = 0.0
+    group: int = 0
+    """Workers of one group hold the same: a stage of the model, or, all being in group 0, the model."""
 
 
 @dataclass(frozen=True)

@@ -378,7 +378,8 @@ class Machine(abc.ABC):
         if self._sequence > NO_MODEL:
             return actions + self._answer_attached()
         first = self.setup.region == self.setup.regions[0]
-        if first and self.ledger.own(0) is None and not self._boundary.preparing:
+        # Of a model in stages, one worker hands over what all have made.
+        if first and event.initial_key and self.ledger.own(0) is None and not self._boundary.preparing:
             self._boundary.preparing = True
             actions.append(Prepare(0, self.epoch, event.initial_key, "", 1.0, 0, last=self.setup.rounds == 0))
         return actions
@@ -408,7 +409,8 @@ class Machine(abc.ABC):
     def _agreed(self) -> tuple[BoundaryArrived, float] | Failed:
         """What the workers say together at the end of a round, and the samples behind it."""
         ends = [end for _, end in sorted(self._boundary.arrived.items())]
-        if len({(end.digest, end.step) for end in ends}) > 1:
+        groups = {end.group for end in ends}
+        if len({(end.group, end.digest) for end in ends}) > len(groups) or len({end.step for end in ends}) > 1:
             return Failed("INTERNAL", f"workers hold different models at the end of round {ends[0].sequence}")
         self._loss = mean_loss(ends)
         self._live_step = ends[0].step

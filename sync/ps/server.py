@@ -128,6 +128,7 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
                 samples=request.samples,
                 loss=request.loss,
                 compute_seconds=request.compute_seconds,
+                group=request.group,
             )
 
         answer = await self._engine.ask(arrived, PATIENCE_SECONDS)

@@ -155,9 +155,9 @@ class Storage:
         write_durably(self._folder / "outbox" / f"{manifest.sequence}.frame", pieces)
         self._keep_manifest(self._folder / "outbox" / f"{manifest.sequence}.json", manifest)
 
-    def keep_state(self, sequence: int, state: framing.Buffer) -> None:
+    def keep_state(self, sequence: int, state: Sequence[framing.Buffer]) -> None:
         """Make the optimiser state at the end of a round durable."""
-        write_durably(self._folder / f"state-{sequence}.frame", [state])
+        write_durably(self._folder / f"state-{sequence}.frame", state)
 
     def newest_state(self, sequence: int) -> bytes | None:
         """Optimiser state at the end of a round, or of the last one before it that was kept."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from geofed_pb.errors import GeofedError
-from sync import framing
+from sync import framing, parted
 from sync.channel import Channel
 from sync.codec import Codec, Float32, codec_of, decoded
 from sync.collective import weighted_mean
@@ -41,7 +41,7 @@ from sync.wan import Contribution, ExchangeSettings, Policy
 __all__ = ["Works", "merged_key"]
 
 _log = logging.getLogger("geofed.ps")
-_ATTEMPT_KINDS = ("init", "g", "b", "w", "c")
+_ATTEMPT_KINDS = ("init", "g", "b", "w", "c", "p")
 """Channel folders whose next part is the attempt."""
 _CHECKPOINT_SHARE = 0.1
 """Of the time may go into checkpoints where the log makes them dispensable."""
@@ -66,8 +66,12 @@ class Works:
         codec: Codec,
         exchange: ExchangeSettings | None = None,
         shares: dict[str, float] | None = None,
+        part_elements: int = 0,
     ) -> None:
+        """``part_elements``: what workers read is put in parts of so many; 0: whole, as workers that hold all of the
+        model read it."""
         self.setup, self.storage, self.channel = setup, storage, channel
+        self._part_elements = part_elements
         self._policy, self._exchange = policy, exchange or ExchangeSettings()
         # A region alone sends nothing, so it has nothing to gain from a lossy codec.
         self._codec = codec if len(setup.regions) > 1 else Float32()
@@ -160,7 +164,8 @@ class Works:
             if isinstance(entry, Restart):
                 self._replica().restart()
                 continue
-            manifest, end = outbox.get(entry.sequence), self.channel.get(entry.model_key)
+            manifest = outbox.get(entry.sequence)
+            end = parted.read_vector(self.channel, entry.model_key, "model")
             if manifest is None and end is None:
                 _log.warning("round %d was not sent, and its model has gone from the channel", entry.sequence)
                 lost += 1
@@ -168,9 +173,8 @@ class Works:
             self._ended, self._ends[entry.sequence] = entry, entry.model_key
             recovered = replace(recovered, ended=entry)
             if manifest is not None:
-                vector = None if end is None else _vector(end, "model")
-                self._account(entry, manifest, vector)
-                lost += vector is None
+                self._account(entry, manifest, end)
+                lost += end is None
         if lost:
             _log.warning("what was held back of %d rounds is lost; the open round begins anew", lost)
             self._replica().restart()
@@ -200,10 +204,10 @@ class Works:
         return Merged(action.attempt, action.step, key, sum(weights))
 
     def _vector(self, key: str, name: str) -> Vector:
-        value = self.channel.get(key)
-        if value is None:
+        vector = parted.read_vector(self.channel, key, name)
+        if vector is None:
             raise GeofedError("INTERNAL", f"{key} has gone from the channel")
-        return _vector(value, name)
+        return vector
 
     def _replica(self) -> Replica:
         if self.replica is None:
@@ -238,8 +242,8 @@ class Works:
             if residual is not None and not self.setup.background:
                 self.storage.keep_residual(action.sequence, residual)
         pieces = framing.encode(tensors, {**facts, "codec": codec.mark})
-        if action.state_key and (state := self.channel.get(action.state_key)) is not None:
-            self.storage.keep_state(action.sequence, state)
+        if action.state_key and (state := parted.read_state(self.channel, action.state_key)) is not None:
+            self.storage.keep_state(action.sequence, framing.encode(state.tensors, state.facts))
         total, digest = sum(piece.nbytes for piece in pieces), framing.digest_of(pieces)
         manifest = Manifest(
             self.setup.region,
@@ -357,7 +361,7 @@ class Works:
         replica = self._replica()
         self.storage.log(action)
         replica.restart()
-        self.channel.put(f"start/{action.attempt}", framing.encode({"model": replica.start}))
+        self._put(f"start/{action.attempt}", "model", replica.start)
         sequence = self._ended.sequence if self._ended is not None else 0
         return Restarted(action.attempt, f"start/{action.attempt}", self._publish_state(sequence))
 
@@ -365,7 +369,7 @@ class Works:
 
     def _publish(self, sequence: int, model: Vector) -> tuple[str, str]:
         key = f"model/{sequence}"
-        self.channel.put(key, framing.encode({"model": model}))
+        self._put(key, "model", model)
         return key, self._publish_state(sequence)
 
     def _publish_state(self, sequence: int) -> str:
@@ -373,8 +377,20 @@ class Works:
         if state is None:
             return ""
         key = f"state/{sequence}"
-        self.channel.put(key, [state])
+        if self._part_elements:
+            parted.put_state(self.channel, key, framing.decode(state), 4 * self._part_elements)
+        else:
+            self.channel.put(key, [state])
         return key
+
+    def _put(self, key: str, name: str, vector: Vector) -> None:
+        parted.put_vector(self.channel, key, name, vector, self._part_elements)
+
+    def _delete(self, key: str) -> None:
+        if self._part_elements:
+            parted.forget(self.channel, key)
+        else:
+            self.channel.delete(key)
 
     def _keep_correction(self, version: int) -> str:
         """Remember what leads the workers to the model, and what they were given last; no other is asked for again."""
@@ -382,28 +398,28 @@ class Works:
         room = None
         for old in [old for old in self._corrections if old != given]:
             room = self._corrections.pop(old)
-            self.channel.delete(old)
+            self._delete(old)
         self._corrections[key] = self._replica().correction(room)
         return key
 
     def _publish_correction(self, version: int) -> str:
         key = self._keep_correction(version)
-        self.channel.put(key, framing.encode({"correction": self._corrections[key]}))
+        self._put(key, "correction", self._corrections[key])
         return key
 
     def _clear_channel(self, sequence: int, attempt: int) -> None:
         """Forget what no worker reads any more: older models, and all that fenced attempts have left."""
         for kind in ("model", "state"):
-            self.channel.delete(f"{kind}/{sequence - 2}")
+            self._delete(f"{kind}/{sequence - 2}")
         if self.setup.background:
             durable = self.storage.durable_sequence()
             for old in [old for old in self._ends if old <= durable]:
-                self.channel.delete(self._ends.pop(old))
+                self._delete(self._ends.pop(old))
         for old in range(self._cleared_attempts + 1, attempt):
             for kind in _ATTEMPT_KINDS:
                 if not (kind == "b" and any(key.startswith(f"b/{old}/") for key in self._ends.values())):
                     self.channel.delete_tree(f"{kind}/{old}")
-            self.channel.delete(f"start/{old}")
+            self._delete(f"start/{old}")
         self._cleared_attempts = max(self._cleared_attempts, attempt - 1)
 
 
@@ -411,10 +427,6 @@ def _finite(vector: Vector) -> bool:
     # A sum of squares that is finite has no other terms; one that is not may have overflown.
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(np.dot(vector, vector)) or np.isfinite(vector).all())
-
-
-def _vector(value: memoryview, name: str) -> Vector:
-    return np.asarray(framing.decode(value).tensors[name], np.float32)
 
 
 def _after(recovered: Recovered, entry: Apply) -> Recovered:

@@ -261,6 +261,17 @@ SURFACES = {
     "sync.flat": {"FlatModel"},
     "sync.framing": {"Array", "Buffer", "Frame", "decode", "digest_of", "encode"},
     "sync.layout": {"Layout", "Slot", "Vector"},
+    "sync.parted": {
+        "Span",
+        "forget",
+        "part_key",
+        "put_index",
+        "put_state",
+        "put_vector",
+        "read_slices",
+        "read_state",
+        "read_vector",
+    },
     "sync.pipeline": {
         "GroupMerge",
         "LayerMeasure",

@@ -75,7 +75,7 @@ class SteppedReply(_message.Message):
     def __init__(self) -> None: ...
 
 class BoundaryRequest(_message.Message):
-    __slots__ = ("round", "step", "digest", "model_key", "state_key", "samples", "loss", "compute_seconds")
+    __slots__ = ("round", "step", "digest", "model_key", "state_key", "samples", "loss", "compute_seconds", "group")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,7 @@ class BoundaryRequest(_message.Message):
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     round: int
     step: int
     digest: str
@@ -92,7 +93,8 @@ class BoundaryRequest(_message.Message):
     samples: float
     loss: float
     compute_seconds: float
-    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[str] = ..., model_key: _Optional[str] = ..., state_key: _Optional[str] = ..., samples: _Optional[float] = ..., loss: _Optional[float] = ..., compute_seconds: _Optional[float] = ...) -> None: ...
+    group: int
+    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[str] = ..., model_key: _Optional[str] = ..., state_key: _Optional[str] = ..., samples: _Optional[float] = ..., loss: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., group: _Optional[int] = ...) -> None: ...
 
 class BoundaryReply(_message.Message):
     __slots__ = ("pending", "round", "model_key", "evaluate", "finished", "state_key", "until_step", "correction_key")

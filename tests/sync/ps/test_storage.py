@@ -62,7 +62,7 @@ def _live(storage: Storage, recovered: Recovered, model: Vector) -> None:
                 continue
             manifest, data = _update(region, sequence)
             if region == "a":
-                storage.keep_state(sequence, b"optimiser state of round %d" % sequence)
+                storage.keep_state(sequence, [b"optimiser state of round %d" % sequence])
                 storage.keep_update(manifest, [data])
                 continue
             arrival = Arrival(manifest, storage.update_path(region, sequence))
