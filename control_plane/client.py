@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -98,6 +98,17 @@ class ControlClient:
         with _mapped():
             reply: control_pb2.SubmitReply = await self._stub.Submit(request, **self._options())
         return reply
+
+    async def profile(
+        self, spec_json: str, bundle_digest: str, request_id: str, memories_mb: Sequence[int] = ()
+    ) -> AsyncIterator[control_pb2.ProfileNews]:
+        """Have a task measured; what goes on, and last the result. The same request id is the same profile."""
+        request = control_pb2.ProfileRequest(
+            request_id=request_id, spec_json=spec_json, bundle_digest=bundle_digest, memories_mb=memories_mb
+        )
+        with _mapped():
+            async for news in self._stub.Profile(request, metadata=self._metadata):
+                yield news
 
     async def job(self, job: str) -> control_pb2.Job:
         """A job, by id or name."""

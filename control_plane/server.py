@@ -27,7 +27,7 @@ from control_plane._files import write_whole
 from control_plane._web import Web
 from control_plane.blobs import BlobStore
 from control_plane.pki import REGION_LIFE, Authority, hash_secret, new_secret, utc_now
-from control_plane.service import AgentHubService, ControlService, Door, EnrolmentService, Federation, Meter
+from control_plane.service import AgentHubService, ControlService, Door, EnrolmentService, Federation, Meter, Profiling
 from control_plane.store import Store, open_store
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import server_options
@@ -125,7 +125,8 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     """Bind all ports before the first is answered, since what one says depends on the others."""
     federation, authority = state.federation, state.authority
     meter = Meter(federation)
-    users = ControlService(federation, Door(state.token_hash, authority.ca_pem, ""))
+    profiling = Profiling(federation)
+    users = ControlService(federation, profiling, Door(state.token_hash, authority.ca_pem, ""))
     enrolment = EnrolmentService(federation, authority, config.region_certificate_life)
     checks = health.aio.HealthServicer()
     control = grpc.aio.server(interceptors=[meter], options=server_options())
@@ -133,7 +134,7 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     control_pb2_grpc.add_EnrolmentServicer_to_server(enrolment, control)
     health_pb2_grpc.add_HealthServicer_to_server(checks, control)
     agents = grpc.aio.server(interceptors=[meter], options=server_options())
-    hub = AgentHubService(federation, authority, config.region_certificate_life)
+    hub = AgentHubService(federation, profiling, authority, config.region_certificate_life)
     agent_pb2_grpc.add_AgentHubServicer_to_server(hub, agents)
 
     pair = [(state.key.read_bytes(), state.certificate.read_bytes())]

@@ -28,6 +28,7 @@ from region_agent.identity import Identity
 from region_agent.partition import Partition, Surroundings
 from region_agent.partition_events import Happened, PublishAsked, Stopped
 from region_agent.policy import check_partition, most_workers
+from region_agent.profiling import Profiler
 from region_agent.ps_process import PsProcess
 from region_agent.region_channel import RegionChannel
 from region_agent.store import AgentStore, PartitionRow
@@ -76,6 +77,7 @@ class Agent:
         self._partitions: dict[str, Partition] = {}
         self._gateway: EmbeddedGatewayProcess | None = None
         self._around: Surroundings | None = None
+        self._profiler: Profiler | None = None
         self._lines: list[agent_pb2.LogRecord] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._full = False
@@ -86,6 +88,7 @@ class Agent:
         self._charge_interrupted()
         client = await self._open_gateway()
         self._around = self._surroundings(client)
+        self._profiler = Profiler(self._around, self._hub.tell_profile)
         tasks = [asyncio.create_task(work) for work in self._duties()]
         if self._gateway is not None:
             tasks.append(asyncio.create_task(self._watch_gateway(self._gateway)))
@@ -109,6 +112,7 @@ class Agent:
                 task.cancel()
             await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
             await asyncio.gather(*(partition.close() for partition in self._partitions.values()))
+            await self._profiler.close()
             await client.aclose()
             if self._gateway is not None:
                 await self._gateway.stop()
@@ -334,6 +338,10 @@ class Agent:
         self._store.took_publish(seq, command.job)
         if command.job in self._partitions:
             self._partitions[command.job].feed(PublishAsked())
+
+    def profile(self, command: agent_pb2.ProfileTask) -> None:
+        if self._profiler is not None:
+            self._profiler.ask(command)
 
     def stop(self, seq: int, command: agent_pb2.StopPartition) -> None:
         self._store.took_stop(seq, command.job, discard=command.discard)

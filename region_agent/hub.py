@@ -39,6 +39,8 @@ class Commands(Protocol):
     def stop(self, seq: int, command: agent_pb2.StopPartition) -> None: ...
     def scale(self, seq: int, command: agent_pb2.ScalePartition) -> None: ...
     def publish(self, seq: int, command: agent_pb2.PublishModel) -> None: ...
+    def profile(self, command: agent_pb2.ProfileTask) -> None:
+        """Not stored: whoever waits for it asks again."""
 
 
 class Hub:
@@ -73,6 +75,11 @@ class Hub:
             self._passing.pop(key, None)
         if not durable or not stored:
             self._passing[key] = agent_pb2.FromAgent(partition=message)
+        self._news.set()
+
+    def tell_profile(self, report: agent_pb2.ProfileReport) -> None:
+        """Tell how far a profile is; only its newest word is kept."""
+        self._passing[f"profile {report.id}"] = agent_pb2.FromAgent(profile=report)
         self._news.set()
 
     def send_durably(self, message: agent_pb2.FromAgent) -> None:
@@ -187,6 +194,8 @@ class Hub:
                 commands.scale(message.seq, message.scale)
             case "publish":
                 commands.publish(message.seq, message.publish)
+            case "profile":
+                commands.profile(message.profile)
 
     async def _send(self, call: Any, cursor: int) -> None:
         heartbeat_due = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -92,7 +93,9 @@ class RegionChannel:
         """What requests take from here, measured; and what measuring took."""
         channel = self.open(job)
         try:
-            return probe(channel, "probe"), channel.usage
+            # In the memory of one machine all workers share its cores.
+            cores = float(os.cpu_count() or 1) if channel.in_memory else 0.0
+            return probe(channel, "probe", cores=cores), channel.usage
         finally:
             channel.close()
 

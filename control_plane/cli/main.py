@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from control_plane.cli import catalogue, export, history, jobs, meta, region, serve, simulate, submit, template
+from control_plane.cli import catalogue, export, history, jobs, meta, profile, region, serve, simulate, submit, template
 from control_plane.cli._output import emit_error
 from control_plane.cli._settings import settings
 from geofed_pb.errors import Exit, GeofedError
@@ -33,6 +33,7 @@ def _options(
 app.command("submit")(submit.submit)
 app.command("explain")(submit.explain)
 app.command("validate")(submit.validate)
+app.command("profile")(profile.profile)
 app.command("status")(jobs.status)
 app.command("list")(jobs.list_jobs)
 app.command("describe")(jobs.describe)

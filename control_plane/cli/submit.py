@@ -41,7 +41,7 @@ def submit(
     output: Output = Format.TABLE,
 ) -> None:
     """Run a job, or with --dry-run show what it would take."""
-    loaded, bundle = _read(job_file, overrides, name)
+    loaded, bundle = read_job(job_file, overrides, name)
     if dry_run:
         _show_plan(ask_control_plane(context, lambda client: client.plan(loaded.json)))
         return
@@ -67,7 +67,7 @@ def explain(
     output: Output = Format.TABLE,
 ) -> None:
     """Say where a job would run, what it would take and cost, and why so; run nothing."""
-    loaded, _ = _read(job_file, overrides, name)
+    loaded, _ = read_job(job_file, overrides, name)
     plan = _show_plan(ask_control_plane(context, lambda client: client.plan(loaded.json)))
     if plot is not None:
         from control_plane.cli._picture import plan_picture
@@ -83,7 +83,7 @@ def validate(
     job_file: JobFile, overrides: Overrides = None, name: JobName = None, output: Output = Format.TABLE
 ) -> None:
     """Check a job file and its task module, without a control plane."""
-    loaded, (content, digest) = _read(job_file, overrides, name)
+    loaded, (content, digest) = read_job(job_file, overrides, name)
     facts = {
         "name": loaded.spec.metadata.name,
         "file": str(job_file),
@@ -119,7 +119,10 @@ class _Order:
         return job_view(reply.job) | {"created": reply.created, "request_id": self.request_id}
 
 
-def _read(job_file: Path, overrides: list[str] | None, name: str | None) -> tuple[LoadedSpec, tuple[bytes, str]]:
+def read_job(
+    job_file: Path, overrides: list[str] | None, name: str | None = None
+) -> tuple[LoadedSpec, tuple[bytes, str]]:
+    """A job file, and its packed code with the digest."""
     from control_plane.spec import check_task, load, pack
 
     named = [f"metadata.name={json.dumps(name)}"] if name is not None else []

@@ -17,6 +17,7 @@ from control_plane.core import Heard, Reported
 from control_plane.pki import Authority, serial_of, utc_now
 from control_plane.service._draft import Draft
 from control_plane.service._federation import Federation
+from control_plane.service._profiling import Profiling
 from control_plane.service._session import AgentSession
 from control_plane.service._wire import log_rows, report_of
 from geofed_pb.errors import GeofedError
@@ -31,8 +32,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class AgentHubService(agent_pb2_grpc.AgentHubServicer):
     """Who speaks is known from the certificate; nothing in a message can claim another region."""
 
-    def __init__(self, federation: Federation, authority: Authority, region_life: timedelta) -> None:
+    def __init__(
+        self, federation: Federation, profiling: Profiling, authority: Authority, region_life: timedelta
+    ) -> None:
         self._federation = federation
+        self._profiling = profiling
         self._authority = authority
         self._region_life = region_life
         self._closing: set[asyncio.Task[None]] = set()
@@ -79,7 +83,8 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
     async def FetchBlob(self, request: common_pb2.BlobRequest, context: Context) -> AsyncIterator[common_pb2.BlobChunk]:
         """Give out the code of a job, to the regions that run it."""
         region = self._identify(context)
-        if not self._federation.may_fetch(region, request.digest):
+        may = self._federation.may_fetch(region, request.digest) or self._profiling.may_fetch(region, request.digest)
+        if not may:
             raise GeofedError("FORBIDDEN", f"no job that runs in {region} is made of {request.digest}")
         async for chunk in self._federation.blobs.send(request.digest, request.offset):
             yield chunk
@@ -156,6 +161,8 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
         elif message.seq or kind == "partition":
             await self._apply(session, message)
             return
+        elif kind == "profile":
+            self._profiling.heard(session.region, message.profile)
         elif kind != "heartbeat":
             raise GeofedError("FRAME_INVALID", f"{kind or 'an empty message'} must be numbered")
         await federation.heard(session)

@@ -18,6 +18,7 @@ from control_plane.service._bell import Bell
 from control_plane.service._draft import RegionEntry
 from control_plane.service._enrolment import unseen_region
 from control_plane.service._federation import Federation
+from control_plane.service._profiling import Profiling
 from control_plane.service._submission import answer_plan, scale, submit
 from control_plane.service._wire import event_message, log_message
 from control_plane.spec import MAX_BUNDLE_BYTES, parse_json
@@ -45,8 +46,9 @@ class Door:
 class ControlService(control_pb2_grpc.ControlServicer):
     """Every method asks for the token first."""
 
-    def __init__(self, federation: Federation, door: Door) -> None:
+    def __init__(self, federation: Federation, profiling: Profiling, door: Door) -> None:
         self._federation = federation
+        self._profiling = profiling
         self.door = door
         """Replaced once the port is known."""
 
@@ -81,6 +83,15 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self._admit(context)
         entry, created = await submit(self._federation, request)
         return control_pb2.SubmitReply(job=self._federation.describe(entry), created=created)
+
+    @streaming
+    async def Profile(
+        self, request: control_pb2.ProfileRequest, context: Context
+    ) -> AsyncIterator[control_pb2.ProfileNews]:
+        """Have a task measured where its data are; ends with what was found."""
+        self._admit(context)
+        async for news in self._profiling.run(request):
+            yield news
 
     @answering
     async def GetJob(self, request: control_pb2.JobRequest, context: Context) -> control_pb2.Job:

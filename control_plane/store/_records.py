@@ -103,7 +103,7 @@ class LogRow:
 
 @dataclass(frozen=True)
 class RunRow:
-    """What an ended run taught about a task in a region."""
+    """What an ended run, or a profile, taught about a task in a region."""
 
     job: str
     region: str
@@ -113,6 +113,8 @@ class RunRow:
     """Of one worker."""
     model_bytes: int
     start_seconds: float
+    profile_json: str = ""
+    """`scheduler.tuning.Profile`, where this was no job but a profile."""
 
 
 @dataclass(frozen=True)

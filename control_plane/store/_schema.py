@@ -110,6 +110,7 @@ runs = Table(
     Column("samples_per_second", Double, nullable=False),
     Column("model_bytes", BigInteger, nullable=False),
     Column("start_seconds", Double, nullable=False),
+    Column("profile_json", Text, nullable=False, server_default=""),
 )
 meta = Table(
     "meta",

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from geofed_pb.errors import GeofedError
 from region_agent.worker.data import fetch_split
 from region_agent.worker.invocation import Invocation, Outcome, read_invocation
 from region_agent.worker.loop import WorkerLoop
+from region_agent.worker.profile_call import ProfileCall, Profiled, is_profile_call, read_profile_call
+from region_agent.worker.profiling import profile
 from region_agent.worker.task import Task, load_task, unpack
 from sync.channel import Channel, open_channel
 
@@ -37,28 +40,45 @@ def handle(event: Event, context: object) -> dict[str, object]:
     """Run one invocation. Failures come back in the body, so that the agent sees their code; status 200 always
     means that the function itself has answered."""
     begun = time.monotonic()
+    answer = Profiled if is_profile_call(event.body) else Outcome
+    outcome: Outcome | Profiled
     try:
-        outcome = _run(read_invocation(event.body), begun)
+        if answer is Profiled:
+            outcome = _profile(read_profile_call(event.body), begun)
+        else:
+            outcome = _run(read_invocation(event.body), begun)
     except GeofedError as error:
         print(f"{error.code}: {error.message}", file=sys.stderr, flush=True)
-        outcome = Outcome(status="failed", code=error.code, message=error.message, hint=error.hint)
+        outcome = answer(status="failed", code=error.code, message=error.message, hint=error.hint)
     except MemoryError:
         text = "the worker ran out of memory"
-        outcome = Outcome(status="failed", code="FUNCTION_OUT_OF_MEMORY", message=text, hint="raise function.memoryMb")
+        outcome = answer(status="failed", code="FUNCTION_OUT_OF_MEMORY", message=text, hint="raise function.memoryMb")
     except Exception as error:  # noqa: BLE001 - the edge of the function: the agent must be told, not the platform
         traceback.print_exc(file=sys.stderr)
-        outcome = Outcome(status="failed", code="INTERNAL", message=f"{type(error).__name__}: {error}")
+        outcome = answer(status="failed", code="INTERNAL", message=f"{type(error).__name__}: {error}")
     return {"statusCode": 200, "body": outcome.model_dump_json(), "headers": {"Content-Type": "application/json"}}
 
 
-def _run(invocation: Invocation, begun: float) -> Outcome:
+def _profile(call: ProfileCall, begun: float) -> Profiled:
+    _set_threads()
+    channel = open_channel(call.channel, call.channel_address)
+    task = _task(channel, call)
+    told = profile(call, task, _data(call, task), begun)
+    return told.model_copy(update={"seconds": time.monotonic() - begun, "channel": asdict(channel.usage)})
+
+
+def _set_threads() -> None:
     torch.set_num_threads(max(1, int(os.environ.get("GEOFED_WORKER_THREADS", "1"))))
+
+
+def _run(invocation: Invocation, begun: float) -> Outcome:
+    _set_threads()
     channel = open_channel(invocation.channel, invocation.channel_address)
     task = _task(channel, invocation)
     return WorkerLoop(invocation, task, _data(invocation, task), channel, begun).run()
 
 
-def _task(channel: Channel, invocation: Invocation) -> Task:
+def _task(channel: Channel, invocation: Invocation | ProfileCall) -> Task:
     bundle = channel.get(invocation.bundle_key)
     if bundle is None:
         raise GeofedError("TASK_INVALID", f"the task folder {invocation.bundle_key} is not in the channel")
@@ -69,7 +89,7 @@ _loaded: dict[str, tuple[Any, Any]] = {}
 """Datasets by split, kept while the replica serves the same job with the same files."""
 
 
-def _data(invocation: Invocation, task: Task) -> dict[str, Any]:
+def _data(invocation: Invocation | ProfileCall, task: Task) -> dict[str, Any]:
     data = {}
     for split, files in invocation.splits.items():
         mark = (invocation.job, invocation.bundle_key, [(file.name, file.path, file.size) for file in files])

@@ -27,6 +27,7 @@ from scheduler.tuning._model import (
     Task,
 )
 from scheduler.tuning._predict import iterations, needed_mb, predict, step_seconds
+from scheduler.tuning._profile import Profile, space_of, task_of
 from scheduler.tuning._progress import NormPair, RunPoint, fit_progress, noise_scale
 from scheduler.tuning._search import cheapest, configurations, fastest, front
 
@@ -45,6 +46,7 @@ __all__ = [
     "NormPair",
     "Platform",
     "Prediction",
+    "Profile",
     "Progress",
     "RunPoint",
     "Space",
@@ -69,5 +71,7 @@ __all__ = [
     "needed_mb",
     "noise_scale",
     "predict",
+    "space_of",
     "step_seconds",
+    "task_of",
 ]

@@ -75,6 +75,25 @@ def catalogue(region: str, samples: int = 100, workers: int = 2) -> scheduler.Re
     )
 
 
+def profile_of(region: str, batch: int = 10) -> dict[str, Any]:
+    """What an agent tells of a task: a small model on a quick channel."""
+    return {
+        "region": region, "samples": 100, "batch": batch, "parameters": 25_000, "model_bytes": 100_000,
+        "steps": [
+            {"batch": size, "memory_mb": 1024, "seconds": 0.002 + 0.001 * size, "peak_mb": 200.0 + size}
+            for size in (batch // 2, batch, 2 * batch)
+        ],
+        "update_seconds": 0.001,
+        "norms": [{"small_batch": 1, "small_norm2": 11.0, "large_batch": 10, "large_norm2": 2.0}],
+        "channel": {
+            "name": "redis", "put_seconds": 0.001, "get_seconds": 0.001, "up_bytes_per_second": 1e8,
+            "down_bytes_per_second": 1e8,
+        },
+        "start_seconds": 1.5, "again_seconds": 0.05, "gb_seconds": 3.0, "usd": 3e-5,
+        "layers": [], "layers_note": "the model is one block",
+    }  # fmt: skip
+
+
 class FakeAgent:
     """One region. Keeps over connections what an agent keeps on disk: its cursor, and reports not acknowledged."""
 
@@ -161,6 +180,8 @@ class FakeAgent:
             self.cursor = message.seq
             self.commands.append(message)
             self._out.put_nowait(agent_pb2.FromAgent(command_ack=agent_pb2.CommandAck(seq=message.seq)))
+        elif kind == "profile":
+            self.commands.append(message)
         else:
             self.lease = message.lease.lease_seconds
 
@@ -190,6 +211,10 @@ class FakeAgent:
     def report(self, job: str, state: str, epoch: int = 1, **fields: Any) -> None:
         report = agent_pb2.PartitionReport(job=job, epoch=epoch, state=state, **fields)
         self.send(agent_pb2.FromAgent(partition=report))
+
+    def tell_profile(self, job: str, **fields: Any) -> None:
+        """How far a profile is, or what came of it; not durable."""
+        self.send_raw(agent_pb2.FromAgent(profile=agent_pb2.ProfileReport(id=job, **fields)))
 
     async def settled(self) -> None:
         """All that was sent is applied."""

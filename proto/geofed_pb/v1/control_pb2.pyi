@@ -51,6 +51,28 @@ class SubmitReply(_message.Message):
     created: bool
     def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., created: bool = ...) -> None: ...
 
+class ProfileRequest(_message.Message):
+    __slots__ = ("request_id", "spec_json", "bundle_digest", "memories_mb")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
+    BUNDLE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MEMORIES_MB_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    spec_json: str
+    bundle_digest: str
+    memories_mb: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., spec_json: _Optional[str] = ..., bundle_digest: _Optional[str] = ..., memories_mb: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ProfileNews(_message.Message):
+    __slots__ = ("region", "text", "result_json")
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    RESULT_JSON_FIELD_NUMBER: _ClassVar[int]
+    region: str
+    text: str
+    result_json: str
+    def __init__(self, region: _Optional[str] = ..., text: _Optional[str] = ..., result_json: _Optional[str] = ...) -> None: ...
+
 class JobRequest(_message.Message):
     __slots__ = ("job",)
     JOB_FIELD_NUMBER: _ClassVar[int]

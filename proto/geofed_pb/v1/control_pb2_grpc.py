@@ -60,6 +60,11 @@ class ControlStub(object):
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.SubmitRequest.SerializeToString,
                 response_deserializer=geofed__pb_dot_v1_dot_control__pb2.SubmitReply.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_stream(
+                '/geofed.v1.Control/Profile',
+                request_serializer=geofed__pb_dot_v1_dot_control__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_control__pb2.ProfileNews.FromString,
+                _registered_method=True)
         self.GetJob = channel.unary_unary(
                 '/geofed.v1.Control/GetJob',
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.JobRequest.SerializeToString,
@@ -139,6 +144,14 @@ class ControlServicer(object):
 
     def Submit(self, request, context):
         """"Run this job." The same request id with the same content is the same job; with another content it is a conflict.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Profile(self, request, context):
+        """"Measure what a task takes, in every region that holds its data." Ends with what follows from it. A broken call is
+        made again under the same id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -228,6 +241,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Submit,
                     request_deserializer=geofed__pb_dot_v1_dot_control__pb2.SubmitRequest.FromString,
                     response_serializer=geofed__pb_dot_v1_dot_control__pb2.SubmitReply.SerializeToString,
+            ),
+            'Profile': grpc.unary_stream_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=geofed__pb_dot_v1_dot_control__pb2.ProfileRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_control__pb2.ProfileNews.SerializeToString,
             ),
             'GetJob': grpc.unary_unary_rpc_method_handler(
                     servicer.GetJob,
@@ -410,6 +428,33 @@ class Control(object):
             '/geofed.v1.Control/Submit',
             geofed__pb_dot_v1_dot_control__pb2.SubmitRequest.SerializeToString,
             geofed__pb_dot_v1_dot_control__pb2.SubmitReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/geofed.v1.Control/Profile',
+            geofed__pb_dot_v1_dot_control__pb2.ProfileRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_control__pb2.ProfileNews.FromString,
             options,
             channel_credentials,
             insecure,

@@ -15,7 +15,7 @@ from typing import Any
 
 from control_plane.client import Context, ControlClient
 from geofed_pb.v1 import agent_pb2, common_pb2
-from tests.control_plane.fake_agent import FakeAgent, digest_of, join
+from tests.control_plane.fake_agent import FakeAgent, digest_of, join, profile_of
 
 MODEL = b"safetensors" * 1000
 OTHER = {"a": "b", "b": "a"}
@@ -65,6 +65,9 @@ async def act(agent: FakeAgent, command: agent_pb2.ToAgent, plays: dict[str, str
         await agent.put(MODEL)
         told = {"model_digest": "m", "blob_digest": digest_of(MODEL), **figures(agent.region, 2)}
         agent.report(body.job, "published", epoch=body.epoch, **told)
+    elif kind == "profile":
+        agent.tell_profile(body.id, condition="measures steps")
+        agent.tell_profile(body.id, profile_json=json.dumps(profile_of(agent.region, body.batch)))
     elif kind == "stop":
         agent.report(body.job, "stopped", epoch=body.epoch, **figures(agent.region, 1))
 

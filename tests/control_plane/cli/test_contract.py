@@ -42,6 +42,7 @@ CONTRACTS = {
     "submit": Contract("{file} --request-id contract", mutating=True, streaming=True),
     "explain": Contract("{file}"),
     "validate": Contract("{file}", remote=False),
+    "profile": Contract("{file}"),
     "status": Contract("{job}", streaming=True),
     "list": Contract("--all"),
     "describe": Contract("{job}"),

@@ -1,0 +1,14 @@
+"""Runs that were profiles."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "2026_11_21_profiles"
+down_revision = "2026_11_21_first"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Let a run hold what a profile has measured."""
+    op.add_column("runs", sa.Column("profile_json", sa.Text, nullable=False, server_default=""))

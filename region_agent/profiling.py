@@ -1,0 +1,261 @@
+"""Profiles of tasks: the agent's part. One at a time, so that they do not disturb each other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from pydantic import ValidationError
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import to_proto
+from geofed_pb.v1 import agent_pb2
+from region_agent.billing import bill, invocation_amounts
+from region_agent.gateway import FunctionSpec, fixed_scale_labels, timeout_env
+from region_agent.partition import Surroundings
+from region_agent.partition_calls import bundle_key
+from region_agent.policy import check_partition
+from region_agent.region_channel import usage_meters
+from region_agent.shards import shard_files
+from region_agent.worker.profile_call import ProfileCall, Profiled
+from sync.channel import Usage
+
+__all__ = ["Profiler"]
+
+_log = logging.getLogger("geofed.profile")
+_FUNCTION = "geofed-profile"
+_READY = timedelta(seconds=60)
+_GRACE = timedelta(seconds=60)
+"""Beyond its limit an invocation may finish what it measures, and what must be known."""
+_KEPT = 8
+"""Profiles of which the answer is kept, should the command come again."""
+_MARK = "profiling"
+"""A file in the state directory, while there is something to clear away."""
+
+
+@dataclass
+class _Meters:
+    """What measuring takes."""
+
+    amounts: dict[str, float] = field(default_factory=dict)
+
+    def add(self, amounts: dict[str, float]) -> None:
+        for name, value in amounts.items():
+            self.amounts[name] = self.amounts.get(name, 0.0) + value
+
+    def add_usage(self, usage: Usage | dict[str, int]) -> None:
+        counts = usage if isinstance(usage, dict) else asdict(usage)
+        self.add(usage_meters(counts))
+
+
+class Profiler:
+    """Measures tasks on request and tells how far it is. Lives on the event loop."""
+
+    def __init__(self, around: Surroundings, tell: Callable[[agent_pb2.ProfileReport], None]) -> None:
+        self._around, self._tell = around, tell
+        self._turn = asyncio.Lock()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._answers: dict[str, agent_pb2.ProfileReport] = {}
+        """The last word on each, for a command that comes again."""
+        self._clearing: asyncio.Task[None] | None = None
+        if (around.state_dir / _MARK).exists():
+            self._clearing = asyncio.create_task(self._clear_up_after_a_crash())
+
+    def ask(self, command: agent_pb2.ProfileTask) -> None:
+        """Measure, unless that is done or going on; then only tell."""
+        if command.id in self._answers:
+            self._tell(self._answers[command.id])
+        if command.id not in self._tasks and command.id not in self._answers:
+            task = asyncio.create_task(self._answer(command))
+            self._tasks[command.id] = task
+            task.add_done_callback(lambda _: self._tasks.pop(command.id, None))
+
+    async def close(self) -> None:
+        """Break off what goes on, and clear it away."""
+        tasks = [*self._tasks.values(), *([self._clearing] if self._clearing else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # Inside
+
+    async def _answer(self, command: agent_pb2.ProfileTask) -> None:
+        report = agent_pb2.ProfileReport(id=command.id)
+        try:
+            if self._turn.locked():
+                self._say(command, "waits for another profile to end")
+            async with self._turn:
+                report.profile_json = json.dumps(await self._measured(command))
+        except GeofedError as error:
+            report.error.CopyFrom(to_proto(error))
+        except Exception as error:  # noqa: BLE001 - the task's edge: whoever waits must be told
+            _log.exception("profile %s", command.id)
+            report.error.CopyFrom(to_proto(GeofedError("INTERNAL", f"{type(error).__name__}: {error}")))
+        while len(self._answers) >= _KEPT:
+            del self._answers[next(iter(self._answers))]
+        self._answers[command.id] = report
+        self._tell(report)
+
+    def _say(self, command: agent_pb2.ProfileTask, condition: str) -> None:
+        self._tell(agent_pb2.ProfileReport(id=command.id, condition=condition))
+
+    async def _measured(self, command: agent_pb2.ProfileTask) -> dict[str, Any]:
+        around, start = self._around, _as_partition(command)
+        check_partition(around.config, start)
+        if around.config.prices is None:
+            text = f"region {command.region} states no prices"
+            raise GeofedError("PRICE_UNKNOWN", text, hint="add `prices` to its configuration")
+        begun, meters = time.monotonic(), _Meters()
+        mark = around.state_dir / _MARK
+        mark.write_text(command.id)
+        try:
+            self._say(command, "fetches the task")
+            bundle = await around.fetch_bundle(command.task.bundle_digest)
+            dataset = around.config.datasets[command.task.dataset]
+            splits = await asyncio.to_thread(shard_files, dataset, around.config.stores)
+            await asyncio.to_thread(self._put_bundle, start, bundle, meters)
+            address = await asyncio.to_thread(around.channel.worker_address, command.id)
+            body = ProfileCall(
+                job=command.id, region=command.region, channel=around.channel.kind, channel_address=address,
+                bundle_key=bundle_key(start), module=command.task.module,
+                config=json.loads(command.task.config_json or "{}"), splits=splits, batch=command.batch,
+                seed=command.seed, limit_seconds=command.limit_seconds,
+            )  # fmt: skip
+            told = [await self._at_memory(command, memory, body, meters) for memory in command.memories_mb]
+            cold = told[0].ready_seconds + time.monotonic() - begun - sum(one.seconds for one in told)
+            self._say(command, f"measures the channel ({around.channel.kind})")
+            costs, usage = await asyncio.to_thread(around.channel.costs, command.id)
+            meters.add_usage(usage)
+            return self._numbers(command, told, cold, asdict(costs), meters)
+        finally:
+            await self._clear_up(command.id)
+            mark.unlink(missing_ok=True)
+
+    def _put_bundle(self, start: agent_pb2.StartPartition, bundle: bytes, meters: _Meters) -> None:
+        channel = self._around.channel.open(start.job)
+        try:
+            channel.put(bundle_key(start), [bundle])
+        finally:
+            meters.add_usage(channel.usage)
+            channel.close()
+
+    async def _at_memory(
+        self, command: agent_pb2.ProfileTask, memory_mb: int, body: ProfileCall, meters: _Meters
+    ) -> _Told:
+        """Deploy one replica of so much memory, and have it measure, and once more make ready."""
+        around, begun = self._around, time.monotonic()
+        limit = timedelta(seconds=command.limit_seconds) + _GRACE
+        self._say(command, f"starts a function of {memory_mb} MB")
+        await around.gateway.deploy(
+            FunctionSpec(
+                service=_FUNCTION,
+                image=around.image,
+                labels=fixed_scale_labels(1),
+                env_vars={**timeout_env(limit), **around.channel.worker_env()},
+                limits={"memory": f"{memory_mb}Mi"},
+            )
+        )
+        await around.gateway.scale(_FUNCTION, 1)
+        await around.gateway.wait_ready(_FUNCTION, 1, _READY)
+        deployed = time.monotonic() - begun
+        self._say(command, f"measures steps with {memory_mb} MB")
+        measured, _ = await self._call(body, memory_mb, limit, meters)
+        _, again = await self._call(body.model_copy(update={"measure": False}), memory_mb, limit, meters)
+        return _Told(memory_mb, measured, deployed + measured.loaded_seconds, again, time.monotonic() - begun)
+
+    async def _call(
+        self, body: ProfileCall, memory_mb: int, limit: timedelta, meters: _Meters
+    ) -> tuple[Profiled, float]:
+        """The answer, and the seconds that it took."""
+        begun = time.monotonic()
+        try:
+            answer = await self._around.gateway.invoke(_FUNCTION, body.model_dump_json().encode(), timeout=limit)
+        finally:
+            took = time.monotonic() - begun
+            meters.add(invocation_amounts(took, memory_mb))
+        try:
+            told = Profiled.model_validate_json(answer.body)
+        except ValidationError:
+            raise GeofedError("FUNCTION_FAILED", f"the function answered {answer.body[:200]!r}") from None
+        meters.add_usage(told.channel)
+        if told.status == "failed":
+            raise GeofedError(told.code or "FUNCTION_FAILED", told.message, hint=told.hint or None)
+        return told, took
+
+    def _numbers(
+        self, command: agent_pb2.ProfileTask, told: list[_Told], cold: float, costs: dict[str, Any], meters: _Meters
+    ) -> dict[str, Any]:
+        """The fields of `scheduler.tuning.Profile`."""
+        config, first = self._around.config, told[0].numbers
+        prices = config.channel.prices
+        channel = {"name": self._around.channel.kind, **costs}
+        if prices is not None:
+            channel |= {
+                "put_usd": prices.usd_per_put, "list_usd": prices.usd_per_put, "get_usd": prices.usd_per_get,
+                "usd_per_hour": prices.usd_per_hour,
+            }  # fmt: skip
+        items = bill(meters.amounts, config.prices, prices) if config.prices is not None else []
+        return {
+            "region": command.region,
+            "samples": first.samples,
+            "batch": command.batch,
+            "parameters": first.parameters,
+            "model_bytes": first.model_bytes,
+            "steps": [{**step.model_dump(), "memory_mb": one.memory_mb} for one in told for step in one.numbers.steps],
+            "update_seconds": first.update_seconds,
+            "norms": [pair.model_dump() for pair in first.norms],
+            "channel": channel,
+            "start_seconds": cold,
+            "again_seconds": min(one.again_seconds for one in told),
+            "gb_seconds": meters.amounts.get("gb_seconds", 0.0),
+            "usd": sum(item.usd for item in items),
+            "layers": [layer.model_dump() for layer in first.layers],
+            "layers_note": first.layers_note,
+        }
+
+    async def _clear_up(self, job: str) -> None:
+        with contextlib.suppress(GeofedError):
+            await self._around.gateway.delete(_FUNCTION)
+        with contextlib.suppress(GeofedError):
+            await asyncio.to_thread(self._around.channel.discard, job)
+
+    async def _clear_up_after_a_crash(self) -> None:
+        mark = self._around.state_dir / _MARK
+        async with self._turn:
+            await self._clear_up(mark.read_text())
+            mark.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What one memory has come to."""
+
+    memory_mb: int
+    numbers: Profiled
+    ready_seconds: float
+    """Until its first step could be made."""
+    again_seconds: float
+    seconds: float
+    """Of all that was done with this memory."""
+
+
+def _as_partition(command: agent_pb2.ProfileTask) -> agent_pb2.StartPartition:
+    """A partition of one worker that would do the same: what it may not do, a profile may not either."""
+    return agent_pb2.StartPartition(
+        job=command.id,
+        region=command.region,
+        task=command.task,
+        plan=agent_pb2.PartitionPlan(
+            workers=1,
+            batch=command.batch,
+            slice_seconds=command.limit_seconds,
+            memory_mb=max(command.memories_mb, default=0),
+        ),
+    )

@@ -1,0 +1,184 @@
+"""The profile mode of the worker function: what a task takes, measured on the region's own data.
+
+Nothing of the data leaves: what goes out are sizes, seconds and norms of gradients.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from geofed_pb.errors import GeofedError
+from region_agent.worker.data import BatchStream, move
+from region_agent.worker.profile_call import LayerNumbers, NormNumbers, ProfileCall, Profiled, StepNumbers
+from region_agent.worker.task import Task, task_errors
+from sync.flat import FlatModel
+from sync.pipeline import Layers, measure_layers
+from sync.seeding import seed_all
+
+__all__ = ["profile"]
+
+_REPEATS = 5
+"""Of a step of each batch, the first not counted."""
+_SMALL_BATCHES = 8
+"""Into which a large one is cut for the noise scale."""
+_NORM_STEPS = 12
+"""Steps of training along which gradients are looked at: at its very start they are not what they become."""
+
+
+@dataclass
+class _Bench:
+    """A model and data, ready to make steps."""
+
+    call: ProfileCall
+    task: Task
+    module: torch.nn.Module
+    flat: FlatModel
+    optimizer: torch.optim.Optimizer
+    data: Any
+    device: torch.device
+    ends: float
+    """When no new measurement may begin (monotonic seconds)."""
+
+    def batch(self, size: int, step: int) -> Any:
+        stream = BatchStream(self.data, self.call.seed, self.call.region, 0, 1, size)
+        with task_errors(self.task.folder, "dataset"):
+            return move(stream.batch(step), self.device)
+
+    def gradient(self, batch: Any) -> float:
+        """Forward and backward pass; the loss."""
+        self.module.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.task.loss(self.module, batch)
+        with task_errors(self.task.folder, "the backward pass"):
+            loss.backward()  # type: ignore[no-untyped-call]
+        value = float(loss.detach())
+        if not np.isfinite(value):
+            raise GeofedError("TASK_FAILED", f"the loss is {value}", hint="lower the learning rate")
+        return value
+
+
+def profile(call: ProfileCall, task: Task, data: dict[str, Any], begun: float) -> Profiled:
+    """Measure; ``begun``: when the invocation did (monotonic seconds)."""
+    seed_all(call.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    module = task.model().to(device)
+    with task_errors(task.folder, "model"):
+        flat = FlatModel(module)
+    optimizer = task.optimizer(module.parameters())
+    bench = _Bench(call, task, module, flat, optimizer, data["train"], device, begun + call.limit_seconds)
+    if not len(bench.data):
+        raise GeofedError("SHARD_UNREADABLE", "the training split is empty")
+    loaded = time.monotonic() - begun
+    steps = list(_steps(bench)) if call.measure else []
+    update = _update_seconds(bench) if call.measure else 0.0
+    norms = list(_norms(bench)) if call.measure else []
+    layers, note = _layers(bench) if call.measure else ((), "")
+    return Profiled(
+        status="done",
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        model_bytes=4 * flat.layout.size,
+        samples=len(bench.data),
+        loaded_seconds=loaded,
+        steps=tuple(steps),
+        update_seconds=update,
+        norms=tuple(norms),
+        layers=layers,
+        layers_note=note,
+    )
+
+
+def _steps(bench: _Bench) -> Iterator[StepNumbers]:
+    """Small batches first, so that each one's peak of memory is its own."""
+    wanted = bench.call.batch
+    sizes = sorted({min(len(bench.data), max(1, size)) for size in (wanted // 4, wanted // 2, wanted, 2 * wanted)})
+    for size in sizes:
+        if time.monotonic() > bench.ends and size > wanted:
+            return
+        _forget_peak()
+        took = []
+        for repeat in range(_REPEATS):
+            seed_all(bench.call.seed, size, repeat)
+            begun = time.monotonic()
+            bench.gradient(bench.batch(size, repeat + 1))
+            took.append(time.monotonic() - begun)
+            if time.monotonic() > bench.ends and repeat:
+                break
+        yield StepNumbers(batch=size, seconds=statistics.median(took[1:] or took), peak_mb=_peak_mb())
+
+
+def _update_seconds(bench: _Bench) -> float:
+    """Of the optimiser's step; the first one makes its state."""
+    took = []
+    for _ in range(3):
+        begun = time.monotonic()
+        with task_errors(bench.task.folder, "the optimiser's step"):
+            bench.optimizer.step()
+        took.append(time.monotonic() - begun)
+    return statistics.median(took[1:])
+
+
+def _norms(bench: _Bench) -> Iterator[NormNumbers]:
+    """Squared norms of the mean gradient of a batch, and of its parts, at a few models along the first steps."""
+    large = min(len(bench.data), bench.call.batch)
+    small = max(1, large // _SMALL_BATCHES)
+    parts = large // small
+    if parts < 2:
+        return
+    trained = bench.flat.layout.trainable_size
+    for step in range(1, _NORM_STEPS + 1):
+        mean, norms = np.zeros(trained, np.float64), []
+        for part in range(parts):
+            bench.gradient(bench.batch(small, (step - 1) * parts + part + 1))
+            one = bench.flat.gradient()[:trained].astype(np.float64)
+            norms.append(float(one @ one))
+            mean += one / parts
+        yield NormNumbers(
+            small_batch=small, small_norm2=statistics.fmean(norms), large_batch=small * parts,
+            large_norm2=float(mean @ mean),
+        )  # fmt: skip
+        vector = bench.flat.gradient()
+        vector[:trained] = mean
+        bench.flat.load_gradient(vector)
+        with task_errors(bench.task.folder, "the optimiser's step"):
+            bench.optimizer.step()
+        if time.monotonic() > bench.ends:
+            return
+
+
+def _layers(bench: _Bench) -> tuple[tuple[LayerNumbers, ...], str]:
+    """Of a model that can be made layer by layer; else why it cannot."""
+    sizes = sorted({min(len(bench.data), max(1, size)) for size in (bench.call.batch // 4, bench.call.batch)})
+    batch = bench.batch(sizes[-1], 1)
+    try:
+        given = batch[0] if isinstance(batch, list | tuple) else batch
+        measured = measure_layers(Layers.of(bench.task.model, bench.call.seed), given, sizes)
+    except GeofedError as error:
+        return (), error.message
+    except Exception as error:  # noqa: BLE001 - the task's model was not written to be run so; the rest stays valid
+        return (), f"{type(error).__name__}: {error}"[:200]
+    return tuple(LayerNumbers(**asdict(one)) for one in measured), ""
+
+
+def _forget_peak() -> None:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        # The peak then is that of all steps so far, which grow with the batch.
+        return
+
+
+def _peak_mb() -> float:
+    """Largest resident memory of this process; 0: the system does not tell."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), 0.0)

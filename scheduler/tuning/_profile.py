@@ -1,0 +1,127 @@
+"""What a profile run tells of a task in one region, and the coefficients that follow from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from scheduler.tuning._fit import MergePoint, StepPoint, fit_compute, fit_correction, fit_memory
+from scheduler.tuning._model import Channel, Correction, Platform, Progress, Space, Task
+from scheduler.tuning._progress import NormPair, noise_scale
+
+_MEMORIES_MB = (128, 256, 512, 768, 1024, 1536, 1769, 2048, 3008, 4096, 6144, 8192, 10240)
+"""Steps in which memory is chosen; clouds sell it by the megabyte, and cost hardly differs between."""
+_MOST_WORKERS = 64
+"""Beyond it every second number of workers, and so on, is tried: they differ by little."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured in one region by one worker. Numbers alone: nothing of the data is in here."""
+
+    region: str
+    samples: int
+    """In the region's training split."""
+    batch: int
+    """Of the job file."""
+    parameters: int
+    model_bytes: int
+    """Of the flat vector that workers merge: parameters and buffers, in float32."""
+    steps: tuple[StepPoint, ...]
+    """Forward and backward pass, by batch and memory."""
+    update_seconds: float
+    """Of the optimiser's step."""
+    norms: tuple[NormPair, ...]
+    """Of gradients along the first steps of training."""
+    channel: Channel
+    start_seconds: float
+    """From the command to a worker that is ready to make its first step."""
+    again_seconds: float
+    """Of an invocation of a worker that is there already, besides its steps."""
+    gb_seconds: float
+    """That measuring took."""
+    usd: float
+    layers: tuple[dict[str, float | str], ...] = ()
+    """By layer, as the room of pipelines measures them; empty where the model is not made of layers."""
+    layers_note: str = ""
+    """Why there are none."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Forward and backward pass of the job's batch, of the batches that were tried the nearest below."""
+        near = [point for point in self.steps if point.batch <= self.batch] or list(self.steps)
+        point = max(near, key=lambda point: (point.batch, point.memory_mb))
+        return point.seconds * self.batch / point.batch
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of one worker that computes."""
+        return self.batch / self.step_seconds
+
+    @property
+    def noise_samples(self) -> float | None:
+        """The gradient noise scale; None: the gradients did not tell it."""
+        try:
+            scale = noise_scale(self.norms)
+        except ValueError:
+            return None
+        return scale if math.isfinite(scale) else None
+
+
+def task_of(
+    profile: Profile,
+    platform: Platform,
+    *,
+    epochs: float | None,
+    steps: int | None,
+    staleness: int = 0,
+    samples_per_second: float | None = None,
+    merges: Sequence[MergePoint] = (),
+) -> Task:
+    """Coefficients of a task that makes so many epochs, or so many steps of the job's batch by one worker.
+
+    ``samples_per_second``: of a worker of a later run, which counts more than the profile. ``merges``: of earlier runs,
+    which mend the closed form. Raises ``ValueError`` where the profile has no steps.
+    """
+    compute = fit_compute(profile.steps)
+    if samples_per_second:
+        slower = profile.samples_per_second / samples_per_second
+        compute = replace(
+            compute,
+            fixed_seconds=compute.fixed_seconds * slower,
+            seconds_per_sample=compute.seconds_per_sample * slower,
+        )
+    compute = replace(compute, fixed_seconds=compute.fixed_seconds + profile.update_seconds)
+    samples = profile.samples * epochs if epochs is not None else float((steps or 1) * profile.batch)
+    corrections: dict[str, Correction] = {}
+    if merges:
+        corrections[profile.channel.name] = fit_correction(merges, profile.channel)
+    return Task(
+        model_bytes=profile.model_bytes,
+        compute=compute,
+        memory=fit_memory(profile.steps),
+        progress=Progress(samples=samples, noise_samples=profile.noise_samples or 0.0, staleness=staleness),
+        platform=replace(platform, start_seconds=profile.start_seconds, again_seconds=profile.again_seconds),
+        channels=(profile.channel,),
+        corrections=corrections,
+    )
+
+
+def space_of(
+    profile: Profile, *, most_workers: int, most_memory_mb: int, batch: int, collective: str | None = None,
+    chunks: int | None = None, workers: int | None = None, memory_mb: int | None = None,
+) -> Space:  # fmt: skip
+    """What may be chosen in a region; what the job file names is fixed."""
+    stride = max(1, math.ceil(most_workers / _MOST_WORKERS))
+    counts = sorted({*range(1, most_workers + 1, stride), most_workers})
+    enough = max(1, profile.samples // batch)
+    memories = [mb for mb in _MEMORIES_MB if mb < most_memory_mb] + [most_memory_mb]
+    chosen = ("server-reduce", "all-reduce", "pipelined-scatter-reduce", "k-reduce")
+    return Space(
+        memories_mb=tuple(memories) if memory_mb is None else (memory_mb,),
+        workers=tuple(count for count in counts if count <= enough) if workers is None else (workers,),
+        batches=(batch,),
+        collectives=chosen if collective is None else (collective,),
+        chunks=None if chunks is None else (chunks,),
+    )

@@ -1,0 +1,128 @@
+"""Profiles: asked over the stream, told again after a break, kept for later plans."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from control_plane.server import ServeConfig
+from control_plane.spec import load, pack
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import common_pb2
+from tests.control_plane.conftest import Stage, staged
+from tests.control_plane.fake_agent import profile_of
+
+
+def on_a_loop(test: Callable[[ServeConfig, Path], Coroutine[Any, Any, None]]) -> Callable[[ServeConfig, Path], None]:
+    @functools.wraps(test)
+    def run(serve_config: ServeConfig, job_file: Path) -> None:
+        asyncio.run(test(serve_config, job_file))
+
+    return run
+
+
+async def profiled(stage: Stage, job_file: Path, request_id: str = "p1", overrides: tuple[str, ...] = ()) -> Any:
+    """All that was told, the result last."""
+    loaded = load(job_file, overrides)
+    content, digest = pack(loaded.folder, loaded.spec.task.module)
+    await stage.client.put_bundle(content, digest)
+    return [news async for news in stage.client.profile(loaded.json, digest, request_id)]
+
+
+async def plan(stage: Stage, job_file: Path) -> Any:
+    return json.loads((await stage.client.plan(load(job_file).json)).plan_json)
+
+
+@on_a_loop
+async def test_a_plan_after_a_profile_rests_on_what_was_measured(serve_config: ServeConfig, job_file: Path) -> None:
+    async with staged(serve_config) as stage, await stage.agent("a") as agent:
+        assert (await plan(stage, job_file))["estimate"]["basis"] == "stated"
+        asked = asyncio.create_task(profiled(stage, job_file))
+        command = await agent.command("profile")
+        assert (command.region, command.batch, list(command.memories_mb)) == ("a", 10, [1024])
+        # Its code may be fetched as long as it is measured.
+        assert await agent.fetch(command.task.bundle_digest)
+        agent.tell_profile(command.id, condition="measures steps")
+        agent.tell_profile(command.id, profile_json=json.dumps(profile_of("a")))
+        told = await asked
+        assert [news.text for news in told[:-1]] == ["measures steps", "measured"]
+        result = json.loads(told[-1].result_json)["regions"]["a"]
+        assert result["samples_per_second"] == pytest.approx(10 / 0.012)
+        assert result["chosen"] in result["front"]
+        seconds = [one["seconds"] for one in result["front"]]
+        assert seconds == sorted(seconds)
+        with pytest.raises(GeofedError, match="FORBIDDEN"):
+            await agent.fetch(command.task.bundle_digest)
+        after = await plan(stage, job_file)
+        assert after["estimate"]["basis"] == "measured"
+        assert after["partitions"][0]["samples_per_second"] == pytest.approx(10 / 0.012)
+    async with staged(serve_config) as stage, await stage.agent("a"):
+        assert (await plan(stage, job_file))["estimate"]["basis"] == "measured"
+
+
+@on_a_loop
+async def test_an_agent_that_comes_back_is_asked_again_under_the_same_id(
+    serve_config: ServeConfig, job_file: Path
+) -> None:
+    async with staged(serve_config) as stage, await stage.agent("a") as agent:
+        asked = asyncio.create_task(profiled(stage, job_file))
+        first = await agent.command("profile")
+        await agent.close()
+        await agent.connect()
+        again = await agent.command("profile", 2)
+        assert again == first
+        agent.tell_profile(first.id, profile_json=json.dumps(profile_of("a")))
+        assert json.loads((await asked)[-1].result_json)["regions"].keys() == {"a"}
+
+
+@on_a_loop
+async def test_one_region_that_fails_does_not_take_the_others_along(serve_config: ServeConfig, job_file: Path) -> None:
+    async with staged(serve_config) as stage, await stage.agent("a") as one, await stage.agent("b") as two:
+        asked = asyncio.create_task(profiled(stage, job_file))
+        command = await one.command("profile")
+        # One region after the other.
+        assert not two.commands
+        one.tell_profile(command.id, error=common_pb2.Error(code="TASK_FAILED", message="loss raised", hint="mend it"))
+        command = await two.command("profile")
+        two.tell_profile(command.id, profile_json=json.dumps(profile_of("b")))
+        result = json.loads((await asked)[-1].result_json)
+        assert result["regions"].keys() == {"b"}
+        assert result["failed"]["a"]["code"] == "TASK_FAILED"
+        assert result["failed"]["a"]["hint"] == "mend it"
+
+
+@on_a_loop
+async def test_where_all_regions_fail_the_call_does(serve_config: ServeConfig, job_file: Path) -> None:
+    async with staged(serve_config) as stage, await stage.agent("a") as agent:
+        asked = asyncio.create_task(profiled(stage, job_file))
+        command = await agent.command("profile")
+        agent.tell_profile(command.id, profile_json='{"region": "b"}')
+        with pytest.raises(GeofedError, match="FRAME_INVALID: the profile of region a"):
+            await asked
+        # Nothing was kept.
+        assert (await plan(stage, job_file))["estimate"]["basis"] == "stated"
+
+
+@on_a_loop
+async def test_without_data_or_agents_it_says_so(serve_config: ServeConfig, job_file: Path) -> None:
+    async with staged(serve_config) as stage:
+        with pytest.raises(GeofedError, match="DATASET_UNKNOWN"):
+            await profiled(stage, job_file)
+        async with await stage.agent("a"):
+            with pytest.raises(GeofedError, match="DATASET_UNKNOWN"):
+                await profiled(stage, job_file, overrides=("data.dataset=other",))
+            with pytest.raises(GeofedError, match="DATASET_UNKNOWN"):
+                await profiled(stage, job_file, overrides=("regions.avoid=[a]",))
+
+        async def away() -> bool:
+            return not await stage.phase_is("a", "live")
+
+        await stage.until(away)
+        with pytest.raises(GeofedError, match="INADMISSIBLE: no agent of a region that holds digits is connected"):
+            await profiled(stage, job_file)

@@ -1,0 +1,44 @@
+"""`control-plane profile` through the real daemons, and the plan that follows it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.running import Running, digits_sites
+from support.stores import redis_server
+
+from deploy.local import LocalFederation
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+REGIONS = ("frankfurt", "virginia")
+PRICES = {"source": "test", "asOf": "2026-01", "usdPerHour": 0.02, "usdPerPut": 5e-6, "usdPerGet": 4e-7}
+
+
+def test_a_profile_measures_the_task_and_the_first_run_is_planned_by_it(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as redis:
+        channel = {"kind": "redis", "url": f"redis://127.0.0.1:{redis.port}/0", "prices": PRICES}
+        sites = digits_sites(tmp_path, REGIONS, workers=3, channel=channel)
+        with LocalFederation(tmp_path / "federation", sites) as federation:
+            running = Running(federation, tmp_path)
+            picture = tmp_path / "front.svg"
+            job = str(running.job_folder() / "job.yaml")
+            ran = federation.control_plane("profile", job, "--plot", str(picture), "-o", "json", timeout=120)
+            told = json.loads(ran.stdout)["data"]["regions"]
+            assert set(told) == set(REGIONS)
+            for one in told.values():
+                assert one["channel"]["name"] == "redis"
+                assert one["channel"]["put_usd"] == 5e-6
+                assert one["steps"][-1]["seconds"] > 0
+                assert one["steps"][0]["peak_mb"] > 20
+                assert one["noise_samples"] is None or one["noise_samples"] > 0
+                assert one["usd"] > 0
+                assert one["chosen"]["workers"] in (1, 2, 3)
+                assert len(one["front"]) >= 1
+            assert picture.read_text().startswith("<svg")
+            plan = json.loads(federation.control_plane("explain", job, "-o", "json").stdout)["data"]
+            assert plan["estimate"]["basis"] == "measured"
+            # Nothing of it is left in the channel.
+            assert not redis.command("KEYS", "*profile*").strip()
