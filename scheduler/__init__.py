@@ -21,7 +21,7 @@ from scheduler._model import (
     Split,
 )
 from scheduler._plan import plan
-from scheduler._restaff import Restaffing, Staffed, restaff
+from scheduler._restaff import Restaffing, Staffed, pace, paces, restaff
 from scheduler._topology import (
     Topologies,
     Topology,
@@ -58,6 +58,8 @@ __all__ = [
     "estimate",
     "evaluate_topology",
     "link_table",
+    "pace",
+    "paces",
     "plan",
     "rechosen",
     "restaff",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from scheduler._elastic import Option, Staffing, Weighed, options, taken
 from scheduler._estimate import MERGE_SECONDS
 
-__all__ = ["Restaffing", "Staffed", "restaff"]
+__all__ = ["Restaffing", "Staffed", "pace", "paces", "restaff"]
 
 CHANGE_SECONDS = 3.0
 """For which a region's workers stand still when their number changes: the old ones leave what they have, the new ones
@@ -63,6 +63,57 @@ class Restaffing:
     """For people."""
 
 
+def pace(
+    regions: Sequence[Staffed], exchange_seconds: float, background: bool, workers: Sequence[int] | None = None
+) -> float:
+    """Rounds a second with so many workers in each region; None: with those that they have, above 0 each."""
+    counts = [region.workers for region in regions] if workers is None else workers
+    compute = max(region.round_seconds(count) for region, count in zip(regions, counts, strict=True))
+    return 1.0 / (max(compute, exchange_seconds) if background else compute + exchange_seconds)
+
+
+def paces(
+    regions: Sequence[Staffed], exchange_seconds: float, background: bool
+) -> tuple[tuple[Mapping[str, int], float], ...]:
+    """The ways to staff a job, each faster than the one before with no fewer workers anywhere: workers by region, and
+    rounds a second. What it has now is one of them; those that cannot be put in line with it are left out."""
+
+    def rate(workers: Sequence[int]) -> float:
+        return pace(regions, exchange_seconds, background, workers)
+
+    now = tuple(region.workers for region in regions)
+    found = {option.workers: rate(option.workers) for option in options([_bounds(region) for region in regions])}
+    if all(now):
+        found = {now: rate(now)} | {
+            workers: speed
+            for workers, speed in found.items()
+            if _in_line(workers, now) and (speed > rate(now)) == (sum(workers) > sum(now))
+        }
+    chain: list[tuple[tuple[int, ...], float]] = []
+    for workers, speed in sorted(found.items(), key=lambda way: (sum(way[0]), way[1])):
+        if not chain or (speed > chain[-1][1] and _in_line(chain[-1][0], workers)):
+            chain.append((workers, speed))
+        elif workers == now:
+            # What is there stays in line, and a little above what is as fast with fewer workers.
+            chain = [way for way in chain if way[1] <= speed and _in_line(way[0], now)]
+            chain.append((now, max(speed, chain[-1][1] * (1 + 1e-6)) if chain else speed))
+    return tuple((dict(zip((r.region for r in regions), ways, strict=True)), speed) for ways, speed in chain)
+
+
+def _in_line(one: Sequence[int], other: Sequence[int]) -> bool:
+    differences = [a - b for a, b in zip(one, other, strict=True)]
+    return all(d >= 0 for d in differences) or all(d <= 0 for d in differences)
+
+
+def _bounds(region: Staffed) -> Staffing:
+    most = max(1, min(region.free, region.batch))
+    return Staffing(
+        region.steps_per_round * region.batch / region.samples_per_second,
+        most,
+        min(math.ceil(region.planned / MOST_BATCH), most),
+    )
+
+
 def restaff(
     regions: Sequence[Staffed],
     *,
@@ -89,14 +140,7 @@ def restaff(
         usd = seconds * sum(rates)
         return Weighed(option, seconds, usd, seconds * MARGIN, usd * MARGIN)
 
-    bounds = [
-        Staffing(
-            region.steps_per_round * region.batch / region.samples_per_second,
-            max(1, min(region.free, region.batch)),
-            min(math.ceil(region.planned / MOST_BATCH), max(1, min(region.free, region.batch))),
-        )
-        for region in regions
-    ]
+    bounds = [_bounds(region) for region in regions]
     now = weighed(Option("now", tuple(region.workers for region in regions)))
     best = taken(
         [weighed(option) for option in options(bounds)],

@@ -30,10 +30,9 @@ from control_plane.core import (
     job_state_from_json,
     region_state_from_json,
 )
+from control_plane.service._allocation import Allocation
 from control_plane.service._bell import Bell
 from control_plane.service._draft import Draft, JobEntry, RegionEntry
-from control_plane.service._elasticity import Elasticity
-from control_plane.service._queue import in_line, start_waiting
 from control_plane.service._session import AgentSession
 from control_plane.service._wire import job_message
 from control_plane.spec import parse_json
@@ -72,9 +71,7 @@ class Federation:
         self._closed = False
         self.stopping = False
         self._ticked_at = 0.0
-        self._elasticity = Elasticity()
-        self._gave_up_at = 0.0
-        """When jobs were last asked to give workers up for those that wait."""
+        self.allocation = Allocation()
         self._threads = ThreadPoolExecutor(4, "geofed-store")
 
     async def load(self) -> None:
@@ -214,10 +211,8 @@ class Federation:
     async def tick(self) -> None:
         """Let time pass, to be called every second.
 
-        Leases end, lost regions run out of patience, jobs that wait start, and jobs that run are weighed again.
+        Leases end, lost regions run out of patience, and workers are shared out anew.
         """
-        keys = {entry.row.task_key for entry in in_line(self.jobs.values())}
-        runs = {key: await self.read(partial(Store.runs, task_key=key)) for key in keys}
         async with self.change() as draft:
             gap, self._ticked_at = draft.at - (self._ticked_at or draft.at), draft.at
             if not -1.0 < gap < MAX_TICK_GAP_SECONDS:
@@ -228,8 +223,7 @@ class Federation:
                 draft.tell_region(name, Tick(draft.at))
             for job_id in list(self.jobs):
                 draft.tell_job(job_id, Tick(draft.at))
-            self._gave_up_at = start_waiting(draft, runs, self._gave_up_at)
-            self._elasticity.review(draft)
+            self.allocation.review(draft)
 
     def may_fetch(self, region: str, digest: str) -> bool:
         """True where a job that runs in the region is made of this bundle."""

@@ -13,7 +13,7 @@ from control_plane.core import JobState, Partition
 from control_plane.pki import utc_now
 from control_plane.service._draft import JobEntry, RegionEntry
 from control_plane.service._wire import to_json
-from control_plane.spec import JobSpec, to_demand
+from control_plane.spec import JobSpec
 from control_plane.store import RunRow
 from geofed_pb.errors import GeofedError
 from scheduler import Declined, Plan, Snapshot
@@ -101,13 +101,14 @@ def declined_error(declined: Declined) -> GeofedError:
     return GeofedError(code, message, hint="; ".join(dict.fromkeys(reason.remedy for reason in declined.reasons)))
 
 
-def first_state(job: str, at: float, spec: JobSpec, plan: Plan, regions: dict[str, RegionEntry]) -> JobState:
+def first_state(
+    job: str, at: float, spec: JobSpec, plan: Plan, regions: dict[str, RegionEntry], deadline_at: float | None
+) -> JobState:
     """A job that has just been planned, queued."""
     parts = [Partition(part.region) for part in plan.partitions]
-    left = to_demand(spec, job, utc_now(at)).deadline_seconds
     return JobState(
         job=job,
-        deadline_at=None if left is None else at + left,
+        deadline_at=deadline_at,
         lost_limit_seconds=spec.limits.lost_region.total_seconds(),
         created_at=at,
         exact=not plan.background,

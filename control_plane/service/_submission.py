@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 
-from control_plane.core import Begun, Planned, ScaleAsked, Waits, job_state_to_json
+from control_plane.core import ScaleAsked, Waits, job_state_to_json
+from control_plane.service._allocation import begin
 from control_plane.service._draft import Draft, JobEntry
 from control_plane.service._federation import Federation
 from control_plane.service._planning import (
@@ -17,7 +18,6 @@ from control_plane.service._planning import (
     warnings_of,
     workers_now,
 )
-from control_plane.service._queue import decide
 from control_plane.spec import JobSpec, parse_json
 from control_plane.store import JobRow
 from geofed_pb.errors import GeofedError
@@ -28,12 +28,12 @@ from scheduler import Declined
 async def answer_plan(federation: Federation, spec: JobSpec) -> tuple[str, bool]:
     """What would be done with a job, as JSON, and whether it is admissible."""
     runs = await federation.read(lambda store: store.runs(task_key(spec)))
-    answer = decide(Draft(federation.clock(), federation.jobs, federation.regions), spec, "plan", runs)
+    draft = Draft(federation.clock(), federation.jobs, federation.regions)
+    answer = federation.allocation.decide(draft, spec, "plan", runs)
     if isinstance(answer, Declined):
         return plan_json(answer), False
-    chosen, waits_for = answer
-    warnings = warnings_of(chosen, federation.regions, federation.clock())
-    return plan_json(chosen, waits_for, warnings), True
+    warnings = warnings_of(answer.plan, federation.regions, federation.clock())
+    return plan_json(answer.plan, answer.waits_for, warnings), True
 
 
 async def submit(federation: Federation, request: control_pb2.SubmitRequest) -> tuple[JobEntry, bool]:
@@ -57,11 +57,10 @@ async def submit(federation: Federation, request: control_pb2.SubmitRequest) -> 
             raise GeofedError("TASK_INVALID", "the code of the job has not arrived", hint="upload the bundle first")
         job = f"{spec.metadata.name[:40].rstrip('-')}-{secrets.token_hex(4)}"
         runs = await federation.read(lambda store: store.runs(task_key(spec)))
-        decided = decide(draft, spec, job, runs)
+        decided = federation.allocation.decide(draft, spec, job, runs)
         if isinstance(decided, Declined):
             raise declined_error(decided)
-        chosen, waits_for = decided
-        state = first_state(job, draft.at, spec, chosen, draft.regions)
+        state = first_state(job, draft.at, spec, decided.plan, draft.regions, decided.deadline_at)
         row = JobRow(
             id=job,
             name=spec.metadata.name,
@@ -70,18 +69,18 @@ async def submit(federation: Federation, request: control_pb2.SubmitRequest) -> 
             bundle_digest=request.bundle_digest,
             task_key=task_key(spec),
             spec_json=spec.to_json(),
-            plan_json=plan_json(chosen),
+            plan_json=plan_json(decided.plan),
             state_json=job_state_to_json(state),
             phase=state.phase,
             created_at=draft.at,
         )
-        draft.add_job(JobEntry(row, state, spec, chosen))
+        entry = JobEntry(row, state, spec, decided.plan)
+        draft.add_job(entry)
         draft.record("job.submitted", f"job {job} was submitted", job=job)
-        if waits_for:
-            draft.tell_job(job, Waits(draft.at, waits_for))
+        if decided.waits_for:
+            draft.tell_job(job, Waits(draft.at, decided.waits_for))
         else:
-            draft.tell_job(job, Planned(draft.at))
-            draft.tell_job(job, Begun(draft.at))
+            begin(draft, entry, decided.workers)
     return federation.jobs[job], True
 
 

@@ -16,8 +16,8 @@ COMPENSATION_STRENGTH = 0.04
 """Of DC-ASGD's term, as its paper has it for the adaptive form (arXiv 1609.08326, section 6.1)."""
 
 
-def to_demand(spec: JobSpec, job: str, now: datetime) -> Demand:
-    """What the job asks of the scheduler at the time `now` (with a zone)."""
+def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = None) -> Demand:
+    """What the job asks of the scheduler at the time `now` (with a zone); ``deadline``: another than the first."""
     return Demand(
         job=job,
         dataset=spec.data.dataset,
@@ -42,7 +42,7 @@ def to_demand(spec: JobSpec, job: str, now: datetime) -> Demand:
         topology=_fixed(spec.wan.topology),
         evaluate_every=spec.train.evaluate_every,
         minimise=spec.objective.minimise,
-        deadline_seconds=_seconds_left(spec.objective.deadline, now),
+        deadline_seconds=_seconds_left(deadline or spec.objective.deadline, now),
         budget_usd=spec.objective.budget,
     )
 

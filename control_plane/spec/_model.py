@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from datetime import datetime, timedelta
+from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -161,12 +162,31 @@ class Train(_Section):
     """Rounds between evaluations; 0: only at the end."""
 
 
+class SoftDeadline(_Section):
+    deadline: Annotated[str, BeforeValidator(_deadline)]
+    """Later than the one before it."""
+    value: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """What this date is worth, of what `deadline` is; where not all promises can be kept, the least value waits."""
+
+
 class Objective(_Section):
     minimise: Literal["cost", "time"] = "cost"
     deadline: Annotated[str | None, BeforeValidator(_deadline)] = None
     """A duration from the submission, like 2h, or a time, like 2030-01-31T18:00:00Z."""
+    soft: list[SoftDeadline] = Field(default_factory=list)
+    """Later dates that would do, each worth less than the one before. The first that can be promised is; where none
+    can, the job is taken without a promise instead of being refused."""
     budget: float | None = Field(default=None, gt=0)
     """In USD."""
+
+    @model_validator(mode="after")
+    def _softens(self) -> Objective:
+        if self.soft and self.deadline is None:
+            raise ValueError("`soft` goes with a `deadline`")
+        values = [1.0, *(step.value for step in self.soft)]
+        if any(later >= sooner for sooner, later in pairwise(values)):
+            raise ValueError("each step of `soft` is worth less than the one before it, the first less than 1")
+        return self
 
 
 class Regions(_Section):

@@ -1,34 +1,44 @@
 """Deadlines: who is promised one, what that takes, and who gets what is left. The same core runs live and simulated."""
 
 from scheduler.deadline._admit import Admission, admit
+from scheduler.deadline._allot import LIVE, Allotment, Offer, allot, offer
 from scheduler.deadline._book import Book
 from scheduler.deadline._buddy import Buddy, Placed
 from scheduler.deadline._curve import Curve, curve_from_table, fit_curve
 from scheduler.deadline._experience import Experience
 from scheduler.deadline._fill import least_device_seconds
+from scheduler.deadline._ledger import Gang, Held, Pace
 from scheduler.deadline._model import Capacity, Job, Overhead, Refusal, Reservation, Rules
 from scheduler.deadline._spot import Refuge, refuge, spot_share
 from scheduler.deadline._spread import Allocation, spread
 
 __all__ = [
+    "LIVE",
     "Admission",
     "Allocation",
+    "Allotment",
     "Book",
     "Buddy",
     "Capacity",
     "Curve",
     "Experience",
+    "Gang",
+    "Held",
     "Job",
+    "Offer",
     "Overhead",
+    "Pace",
     "Placed",
     "Refuge",
     "Refusal",
     "Reservation",
     "Rules",
     "admit",
+    "allot",
     "curve_from_table",
     "fit_curve",
     "least_device_seconds",
+    "offer",
     "refuge",
     "spot_share",
     "spread",

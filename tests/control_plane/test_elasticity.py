@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from control_plane.core import JobState, Partition, Report
+from control_plane.service._allocation import Allocation
 from control_plane.service._draft import Draft, JobEntry, RegionEntry
-from control_plane.service._elasticity import FIRST_REST_SECONDS, Elasticity
 from control_plane.service._enrolment import unseen_region
 from control_plane.service._planning import plan_json, snapshot_of, workers_now
+from control_plane.service._speeds import FIRST_REST_SECONDS
 from control_plane.spec import JobSpec, load, to_demand
 from control_plane.store import JobRow
 from geofed_pb.v1 import agent_pb2
@@ -44,7 +45,7 @@ class Watch:
         self.plan = chosen
         parts = tuple(Partition(part.region, state="training") for part in chosen.partitions)
         self.state = JobState("j", 600.0, 0.0, phase="running", partitions=parts)
-        self.elasticity = Elasticity()
+        self.allocation = Allocation()
         self.at, self.round = 0.0, 0
         self.sent: list[tuple[float, dict[str, int]]] = []
 
@@ -63,7 +64,7 @@ class Watch:
             )
             self.state = replace(self.state, partitions=parts)
             draft = Draft(self.at, {"j": self.entry}, dict(self.regions))
-            self.elasticity.review(draft)
+            self.allocation.review(draft)
             if (changed := draft.changed_jobs.get("j")) is not None:
                 self.state = changed.state
                 commands = [(row.region, agent_pb2.ToAgent.FromString(row.payload)) for row in draft.commands]

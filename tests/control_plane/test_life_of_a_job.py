@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,60 +15,9 @@ from control_plane.spec import load
 from control_plane.store import Change, Committed, Store
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, common_pb2
-from tests.control_plane.conftest import TASK, Stage, staged
+from tests.control_plane.conftest import TASK, staged
 from tests.control_plane.fake_agent import FakeAgent, digest_of
-
-MODEL = b"safetensors" * 1000
-
-
-def figures(region: str, other: str, rounds: int) -> dict[str, Any]:
-    return {
-        "round": rounds,
-        "step": rounds * 2,
-        "samples": rounds * 20,
-        "loss": 1.0 / (rounds + 1),
-        "metrics": {"accuracy": 0.9 if region == "a" else 0.6},
-        "metrics_samples": 30 if region == "a" else 10,
-        "metrics_round": rounds,
-        "sent_bytes": {other: 1000 * rounds},
-        "money": [common_pb2.Money(item="egress", quantity=1e-6, unit="GB", usd=0.25, source="test")],
-        "workers": 2,
-        "samples_per_second": 400.0,
-        "applied_updates": rounds,
-    }
-
-
-async def bring_up(stage: Stage) -> tuple[FakeAgent, FakeAgent]:
-    agents = await stage.agent("a"), await stage.agent("b")
-    for agent in agents:
-        await agent.connect()
-    return agents
-
-
-async def train(job: str, a: FakeAgent, b: FakeAgent) -> None:
-    """From the start to the end of training."""
-    for agent in (a, b):
-        start = await agent.command("start")
-        assert (start.job, start.region, start.epoch, list(start.regions)) == (job, agent.region, 1, ["a", "b"])
-        assert await agent.fetch(start.task.bundle_digest)
-        agent.report(job, "accepted")
-        agent.report(job, "ready", ps_address=f"{agent.region}.example:9000")
-    for agent in (a, b):
-        peers = await agent.command("peers")
-        assert [(p.region, p.epoch, p.address) for p in peers.peers] == [
-            ("a", 1, "a.example:9000"),
-            ("b", 1, "b.example:9000"),
-        ]
-        agent.report(job, "training")
-
-
-async def finish(job: str, a: FakeAgent, b: FakeAgent) -> None:
-    a.report(job, "finished", model_digest="m", **figures("a", "b", 2))
-    b.report(job, "finished", model_digest="m", **figures("b", "a", 2))
-    await a.command("publish")
-    assert (await a.put(MODEL)).complete
-    a.report(job, "published", model_digest="m", blob_digest=digest_of(MODEL), **figures("a", "b", 2))
-    await a.settled()
+from tests.control_plane.scenario import MODEL, bring_up, finish, run, train
 
 
 def test_a_job_runs_to_its_model(serve_config: ServeConfig, job_file: Path) -> None:
@@ -123,10 +70,6 @@ def test_a_job_runs_to_its_model(serve_config: ServeConfig, job_file: Path) -> N
     asyncio.run(scenario())
 
 
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(scenario)
-
-
 def test_one_request_id_makes_one_job(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:
@@ -168,92 +111,6 @@ def test_what_cannot_be_planned_is_declined_with_its_reasons(serve_config: Serve
                 await stage.client.submit("{}", digest_of(b""), "r9")
             assert await stage.client.jobs(ended=True) == []
             assert (await stage.submit(job_file, "r2")).created
-            for agent in (a, b):
-                await agent.close()
-
-    run(scenario())
-
-
-HELD = "train.workers=2"
-
-
-def test_a_job_without_room_waits_in_line_and_starts_when_there_is(serve_config: ServeConfig, job_file: Path) -> None:
-    async def scenario() -> None:
-        async with staged(serve_config) as stage:
-            a, b = await bring_up(stage)
-            first = (await stage.submit(job_file, overrides=(HELD,))).job.id
-            late = (await stage.submit(job_file, "r2", ("train.seed=2",))).job
-            hurried = (await stage.submit(job_file, "r3", ("train.seed=3", HELD, "objective.deadline=1h"))).job
-            assert (late.state, hurried.state) == ("queued", "queued")
-            assert late.condition == f"waiting: for workers in a, b, behind {first}"
-            told = json.loads((await stage.client.plan(load(job_file).json)).plan_json)
-            assert late.id in told["waits_for"]
-            with pytest.raises(GeofedError, match="waiting for other jobs included") as caught:
-                await stage.submit(job_file, "r4", ("objective.deadline=25s",))
-            assert caught.value.code == "INADMISSIBLE"
-            with pytest.raises(GeofedError, match="9 are needed"):
-                await stage.submit(job_file, "r5", ("train.workers=9",))
-            with pytest.raises(GeofedError, match="ILLEGAL_STATE"):
-                await stage.client.scale(late.id, {"a": 1})
-            await stage.client.cancel(first)
-            for agent in (a, b):
-                await agent.command("start")
-                await agent.command("stop")
-                agent.report(first, "stopped")
-            starts = [await agent.command("start", 2) for agent in (a, b)]
-            assert {start.job for start in starts} == {hurried.id}, "deadlines go first"
-            assert (await stage.client.job(late.id)).state == "queued"
-            kinds = await stage.events(hurried.id)
-            assert kinds[:4] == ["job.submitted", "job.queued", "job.planned", "job.starting"]
-            await stage.client.cancel(late.id)
-            assert (await stage.client.job(late.id)).state == "cancelled"
-            for agent in (a, b):
-                await agent.close()
-
-    run(scenario())
-
-
-def test_jobs_give_up_workers_for_those_that_wait(serve_config: ServeConfig, job_file: Path) -> None:
-    async def scenario() -> None:
-        async with staged(serve_config) as stage:
-            a, b = await bring_up(stage)
-            first = (
-                await stage.submit(job_file, overrides=("train.end={epochs: 900}", "objective.minimise=time"))
-            ).job.id
-            await train(first, a, b)
-            second = (await stage.submit(job_file, "r2", ("train.seed=2",))).job
-            assert second.state == "queued"
-            for agent in (a, b):
-                scaled = await agent.command("scale")
-                assert (scaled.job, scaled.workers) == (first, 1)
-                assert second.id in scaled.reason
-                start = await agent.command("start", 2)
-                assert (start.job, start.plan.workers) == (second.id, 1)
-            for agent in (a, b):
-                await agent.close()
-
-    run(scenario())
-
-
-def test_a_job_pauses_for_one_with_a_deadline_and_goes_on_after_it(serve_config: ServeConfig, job_file: Path) -> None:
-    async def scenario() -> None:
-        async with staged(serve_config) as stage:
-            a, b = await bring_up(stage)
-            first = (await stage.submit(job_file)).job.id
-            await train(first, a, b)
-            second = (await stage.submit(job_file, "r2", (HELD, "objective.deadline=10m"))).job
-            assert second.state == "queued"
-            for agent in (a, b):
-                paused = await agent.command("scale")
-                assert (paused.job, paused.workers, paused.reason) == (first, 0, f"gives way to {second.id}")
-                assert (await agent.command("start", 2)).job == second.id
-            await stage.client.cancel(second.id)
-            for agent in (a, b):
-                await agent.command("stop")
-                agent.report(second.id, "stopped")
-            for agent in (a, b):
-                again = await agent.command("scale", 2)
-                assert (again.job, again.workers, again.reason) == (first, 1, "there is room again")
             for agent in (a, b):
                 await agent.close()
 

@@ -1,0 +1,320 @@
+"""Who gets workers: promises first, then whoever gains most. All jobs are weighed together, every second.
+
+What is decided is the scheduler's (`scheduler.deadline`); here the jobs are told. One that cannot start waits; those
+whose number of workers is left to the plan go on with fewer where others need them, and pause for promises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from control_plane.core import Begun, Planned, ScaleAsked, Waits
+from control_plane.pki import utc_now
+from control_plane.service._draft import Draft, JobEntry
+from control_plane.service._gangs import capacities_of, gang_of, gang_of_plan, is_elastic, planned_workers, staffed_of
+from control_plane.service._planning import snapshot_of, workers_now
+from control_plane.service._speeds import Watched
+from control_plane.spec import JobSpec, to_demand
+from control_plane.store import RunRow
+from scheduler import Declined, Demand, Plan, Reason, Restaffing, plan, restaff
+from scheduler.deadline import Gang, Offer, allot, offer
+
+__all__ = ["Allocation", "Decision", "begin"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of a new job."""
+
+    plan: Plan
+    deadline_at: float | None
+    """Promised, Unix seconds; None: it is done as well as can be."""
+    workers: Mapping[str, int]
+    """By region, that are there for it now; empty where it waits."""
+    waits_for: str
+    """In words; empty: it may begin."""
+
+
+class Allocation:
+    """Shares the federation's workers out among its jobs. What it has seen of speeds is not kept over a restart."""
+
+    def __init__(self) -> None:
+        self._watched: dict[str, Watched] = {}
+
+    def decide(self, draft: Draft, spec: JobSpec, job: str, runs: list[RunRow]) -> Decision | Declined:
+        """The answer to a new job. Declined: it cannot be done at all, or not by the deadline that it must keep."""
+        gangs = self._gangs(draft)
+        asked = [to_demand(spec, job, utc_now(draft.at)), *_softer(spec, job, draft.at)]
+        refusals: list[Declined] = []
+        for demand in asked:
+            # Best with what cannot be taken from others left out; but that may be too little, and end in time.
+            for busy in (_fixed_workers(draft), {}):
+                answer = self._answer(draft, spec, demand, gangs, busy, runs)
+                if isinstance(answer, Decision):
+                    return answer
+                refusals.append(answer)
+        return refusals[1]
+
+    def _answer(
+        self,
+        draft: Draft,
+        spec: JobSpec,
+        demand: Demand,
+        gangs: Mapping[str, Gang],
+        busy: dict[str, int],
+        runs: list[RunRow],
+    ) -> Decision | Declined:
+        snapshot = replace(snapshot_of(draft.regions.values(), (), runs), busy_workers=busy)
+        chosen = plan(snapshot, demand)
+        if isinstance(chosen, Declined):
+            return chosen
+        ends = math.inf if demand.deadline_seconds is None else draft.at + demand.deadline_seconds
+        new = gang_of_plan(
+            demand.job,
+            chosen,
+            draft.regions,
+            elastic=spec.train.workers == "auto",
+            deadline_s=ends,
+            since_s=draft.at,
+        )
+        capacities, others = capacities_of(draft.regions.values()), list(gangs.values())
+        if demand.deadline_seconds is not None:
+            told = offer(draft.at, capacities, others, new)
+            if told.deadline_s is None:
+                return _too_late(told, demand, draft.at)
+        now = allot(draft.at, capacities, [*others, new]).paces
+        need, free = new.workers(now[new.name]), _free(draft)
+        there = need and all(count <= free.get(region, 0) for region, count in need.items())
+        waits_for = "" if there else _what_for(chosen, _before(draft, chosen, demand.job, (ends, draft.at)))
+        return Decision(chosen, None if math.isinf(ends) else ends, need if there else {}, waits_for)
+
+    def review(self, draft: Draft) -> None:
+        """Have jobs start, go on with other workers, pause and go on, as is best for all."""
+        for gone in set(self._watched) - set(draft.jobs):
+            del self._watched[gone]
+        for entry in draft.jobs.values():
+            self._look(draft, entry)
+        gangs = self._gangs(draft)
+        if not gangs:
+            return
+        answer = allot(draft.at, capacities_of(draft.regions.values()), list(gangs.values()))
+        self._tell_breaches(draft, answer.late, {name: held.end_s for name, held in answer.held.items()})
+        for name, gang in gangs.items():
+            entry = _entry(draft, name)
+            if entry.state.phase == "queued":
+                continue
+            self._scale(draft, entry, gang, answer.paces, gangs)
+        for name, gang in sorted(gangs.items(), key=lambda item: (item[1].deadline_s, item[1].since_s)):
+            entry = _entry(draft, name)
+            if entry.state.phase == "queued":
+                self._begin_or_wait(draft, entry, gang.workers(answer.paces[name]))
+
+    # --- what jobs want
+
+    def _gangs(self, draft: Draft) -> dict[str, Gang]:
+        found = {}
+        for entry in _now(draft):
+            gang = gang_of(entry, self._watched.get(entry.row.id, Watched()), draft.regions)
+            if gang is not None:
+                found[gang.name] = gang
+        return found
+
+    def _look(self, draft: Draft, entry: JobEntry) -> None:
+        """Take what the agents have told of a running job's speed, and ask at times what it would rather have."""
+        parts = entry.state.partitions
+        if entry.state.phase != "running":
+            return
+        watched = self._watched.setdefault(entry.row.id, Watched())
+        for part in parts:
+            if part.report is not None:
+                watched.heard(part.region, part.report)
+        training = is_elastic(entry) and all(part.state == "training" for part in parts)
+        if training and watched.due((part.region for part in parts), draft.at):
+            change = _change(entry, watched, draft)
+            wanted = {**workers_now(entry), **change.workers} if change is not None else {}
+            watched.leans(wanted, change.reason if change is not None else "")
+
+    # --- what they are told
+
+    def _scale(
+        self, draft: Draft, entry: JobEntry, gang: Gang, paces: Mapping[str, int], gangs: Mapping[str, Gang]
+    ) -> None:
+        pace = paces[gang.name]
+        if gang.fixed or pace == gang.held:
+            return
+        watched = self._watched.setdefault(gang.name, Watched())
+        needed = not gang.best_effort and pace > gang.held and watched.late
+        if pace > gang.held >= 0 and not (watched.rested(draft.at) or needed):
+            return
+        wanted = dict(gang.workers(pace)) or dict.fromkeys(planned_workers(entry.plan), 0)
+        reason = _reason(gang, paces, gangs, watched)
+        draft.tell_job(gang.name, ScaleAsked(draft.at, wanted, reason, gives_way=pace < 0))
+        watched.changed(draft.at, by_itself=pace > gang.held >= 0 or reason == watched.reason)
+
+    def _begin_or_wait(self, draft: Draft, entry: JobEntry, workers: Mapping[str, int]) -> None:
+        free = _free(draft)
+        absent = [region for region in planned_workers(entry.plan) if region not in free]
+        if not absent and workers and all(count <= free[region] for region, count in workers.items()):
+            begin(draft, entry, workers)
+            return
+        what = f"for {', '.join(absent)} to be back" if absent else ""
+        told = what or _what_for(entry.plan, _before(draft, entry.plan, entry.row.id, _turn(entry)))
+        draft.tell_job(entry.row.id, Waits(draft.at, told))
+
+    def _tell_breaches(self, draft: Draft, late: Iterable[str], ends: Mapping[str, float]) -> None:
+        """Say once that a promise is in danger, and once that it is not any more."""
+        for name, watched in self._watched.items():
+            entry = draft.job(name)
+            if entry is None or entry.state.deadline_at is None or watched.late == (name in late):
+                continue
+            watched.late = name in late
+            by = ends.get(name, math.inf) - entry.state.deadline_at
+            text, told = "the promised deadline will be kept after all", by if math.isfinite(by) else None
+            if watched.late:
+                why = f"it would be missed by {by:.0f} s" if told else "there are no workers for it"
+                text = f"the promised deadline is in danger: by what is known {why}"
+            data = {"in_danger": watched.late, "late_seconds": told if watched.late else None}
+            draft.record("job.promise", text, job=name, data=data)
+
+
+def begin(draft: Draft, entry: JobEntry, workers: Mapping[str, int]) -> None:
+    """Start a job that waits, or is new, with so many workers in each of its regions."""
+    planned = planned_workers(entry.plan)
+    parts = tuple(
+        replace(
+            part,
+            since=draft.at,
+            link="live" if draft.regions[part.region].state.phase == "live" else "unreachable",
+            workers=None if workers[part.region] == planned[part.region] else workers[part.region],
+        )
+        for part in entry.state.partitions
+    )
+    draft.add_job(replace(entry, state=replace(entry.state, partitions=parts)))
+    draft.tell_job(entry.row.id, Planned(draft.at))
+    draft.tell_job(entry.row.id, Begun(draft.at))
+
+
+def _softer(spec: JobSpec, job: str, at: float) -> list[Demand]:
+    """The further steps of a soft deadline, and best effort as the last."""
+    if not spec.objective.soft:
+        return []
+    hard = to_demand(spec, job, utc_now(at))
+    steps = [to_demand(spec, job, utc_now(at), deadline=step.deadline) for step in spec.objective.soft]
+    return [*steps, replace(hard, deadline_seconds=None)]
+
+
+def _entry(draft: Draft, name: str) -> JobEntry:
+    entry = draft.job(name)
+    assert entry is not None
+    return entry
+
+
+def _now(draft: Draft) -> list[JobEntry]:
+    """The jobs as this change leaves them."""
+    entries = (draft.job(name) for name in {**draft.jobs, **draft.changed_jobs})
+    return [entry for entry in entries if entry is not None and not entry.state.terminal]
+
+
+def _free(draft: Draft) -> dict[str, int]:
+    """Workers that nobody has, or was told to have, by region."""
+    free = {name: capacity.devices for name, capacity in capacities_of(draft.regions.values()).items()}
+    for entry in _now(draft):
+        for region, workers in workers_now(entry).items():
+            free[region] = free.get(region, 0) - workers
+    return free
+
+
+def _fixed_workers(draft: Draft) -> dict[str, int]:
+    """Workers of jobs that keep theirs to the end, by region."""
+    busy: dict[str, int] = {}
+    for entry in _now(draft):
+        if entry.spec.train.workers != "auto":
+            for region, workers in workers_now(entry).items():
+                busy[region] = busy.get(region, 0) + workers
+    return busy
+
+
+def _before(draft: Draft, wanted: Plan, job: str, turn: tuple[float, float]) -> list[str]:
+    """Jobs that have workers where a job wants them, or wait for some and come first."""
+    places = set(planned_workers(wanted))
+    return sorted(
+        entry.row.id
+        for entry in _now(draft)
+        if entry.row.id != job
+        and places & set(planned_workers(entry.plan))
+        and (entry.state.phase != "queued" or _turn(entry) < turn)
+    )
+
+
+def _turn(entry: JobEntry) -> tuple[float, float]:
+    return entry.state.deadline_at or math.inf, entry.row.created_at
+
+
+def _what_for(wanted: Plan, before: Sequence[str]) -> str:
+    where = ", ".join(sorted(planned_workers(wanted)))
+    return f"for workers in {where}" + (f", behind {', '.join(before)}" if before else "")
+
+
+def _reason(gang: Gang, paces: Mapping[str, int], gangs: Mapping[str, Gang], watched: Watched) -> str:
+    """Why a job goes on with other workers, in words."""
+    pace = paces[gang.name]
+    if pace > gang.held:
+        if gang.held < 0:
+            return "there is room again"
+        if watched.late:
+            return "its promised deadline is in danger"
+        saved = 1 - gang.paces[gang.held].rate / gang.paces[pace].rate
+        return watched.reason or f"saves {saved:.0%} of the time that is left"
+    places = set(gang.paces[0].workers)
+    others = [
+        other
+        for name, other in gangs.items()
+        if name != gang.name and places & set(other.paces[0].workers) and paces[name] > other.held
+    ]
+    if not others:
+        return watched.reason or "fewer workers are as fast"
+    first = min(others, key=lambda other: (other.deadline_s, other.since_s))
+    return f"gives way to {first.name}" if pace < 0 else f"makes room for {first.name}"
+
+
+def _change(entry: JobEntry, watched: Watched, draft: Draft) -> Restaffing | None:
+    """What a running job would rather have, alone."""
+    demand = to_demand(entry.spec, entry.row.id, datetime.fromtimestamp(entry.row.created_at, UTC))
+    speeds = {part.region: watched.speed(part.region) or 0.0 for part in entry.state.partitions}
+    held = workers_now(entry)
+    staffed = staffed_of(entry.plan, held, draft.regions, speeds)
+    reports = [part.report for part in entry.state.partitions if part.report is not None]
+    if len(staffed) < len(held) or not reports:
+        return None
+    free = _free(draft)
+    queued = any(job.state.phase == "queued" for job in draft.jobs.values())
+    # While somebody waits nobody grows.
+    bounded = [
+        replace(region, free=region.workers + (0 if queued else max(0, free.get(region.region, 0))))
+        for region in staffed
+    ]
+    paid = sum(charge.usd for report in reports for charge in report.money)
+    ends = entry.state.deadline_at
+    return restaff(
+        bounded,
+        rounds_left=entry.plan.rounds - min(report.round for report in reports),
+        exchange_seconds=entry.plan.exchange_seconds,
+        background=entry.plan.background,
+        minimise=demand.minimise,
+        deadline_seconds=None if ends is None else max(0.0, ends - draft.at),
+        budget_usd=None if demand.budget_usd is None else max(0.0, demand.budget_usd - paid),
+    )
+
+
+def _too_late(told: Offer, demand: Demand, at: float) -> Declined:
+    assert demand.deadline_seconds is not None
+    text = f"cannot be done in {demand.deadline_seconds:.0f} s, the promises to other jobs kept"
+    remedy = "no date can be named while regions are away"
+    if math.isfinite(told.earliest_s):
+        remedy = f"a deadline of {math.ceil(told.earliest_s - at)} s from now could be promised"
+    if told.over_quota:
+        text, remedy = "the quota of promised workers is used up", "wait until one of your jobs has ended"
+    return Declined((Reason("INADMISSIBLE", text, remedy),))

@@ -1,0 +1,157 @@
+"""Jobs as the scheduler shares workers out among them: their paces, what is left to do, what was promised."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from control_plane.pki import utc_now
+from control_plane.service._draft import JobEntry, RegionEntry
+from control_plane.service._planning import workers_now
+from control_plane.service._speeds import Watched
+from control_plane.spec import to_demand
+from scheduler import Plan, Staffed, pace, paces
+from scheduler.deadline import Capacity, Gang, Pace
+
+__all__ = ["capacities_of", "gang_of", "gang_of_plan", "is_elastic", "planned_workers", "staffed_of"]
+
+CAUTION = 1.1
+"""What is left may take so many times as long as measured speeds say."""
+ENDING_SECONDS = 5.0
+"""For which a job that is being cancelled keeps its workers."""
+
+
+def capacities_of(regions: Iterable[RegionEntry]) -> dict[str, Capacity]:
+    """Workers of the regions that can be used; one that is silent within its lease counts."""
+    return {
+        entry.row.name: Capacity(entry.catalogue.capacity.workers)
+        for entry in regions
+        if entry.catalogue is not None and entry.state.phase in ("live", "unreachable")
+    }
+
+
+def is_elastic(entry: JobEntry) -> bool:
+    """Whether the workers of a job that runs may be changed now: its file leaves them to the plan, and nothing else is
+    going on."""
+    parts = entry.state.partitions
+    going = entry.state.phase in ("starting", "running") and all(part.link == "live" for part in parts)
+    return entry.spec.train.workers == "auto" and going
+
+
+def gang_of_plan(
+    name: str, chosen: Plan, regions: Mapping[str, RegionEntry], *, elastic: bool, deadline_s: float, since_s: float
+) -> Gang:
+    """A job that has not begun. Its speed is the plan's, as slow as the plan says that it may be."""
+    planned = planned_workers(chosen)
+    ways = _ways(chosen, planned, regions, {}, elastic)
+    return Gang(
+        name, ways, chosen.rounds, deadline_s, wish=_index(ways, planned), fixed=not elastic, since_s=since_s
+    )  # fmt: skip
+
+
+def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry]) -> Gang | None:
+    """A job as it stands; None where it has and wants no workers: a user has paused it, or its steps are done."""
+    state, chosen = entry.state, entry.plan
+    name, since_s = entry.row.id, entry.row.created_at
+    deadline_s = math.inf if state.deadline_at is None else state.deadline_at
+    if state.phase == "queued":
+        elastic = entry.spec.train.workers == "auto"
+        return gang_of_plan(name, chosen, regions, elastic=elastic, deadline_s=deadline_s, since_s=since_s)
+    held = {region: count for region, count in workers_now(entry).items() if count}
+    if state.phase == "cancelling" and held:
+        return Gang(name, (Pace(held, 1.0),), ENDING_SECONDS, held=0, fixed=True, since_s=since_s)
+    if state.phase not in ("starting", "running") or not (held or state.gave_way):
+        return None
+    done = min((part.report.round for part in state.partitions if part.report is not None), default=0)
+    speeds = {part.region: speed for part in state.partitions if (speed := watched.speed(part.region)) is not None}
+    planned = planned_workers(chosen)
+    # Where some regions are done, or paused by hand, what the others have stays.
+    elastic = is_elastic(entry) and len(held) in (0, len(planned))
+    ways = _ways(chosen, held or planned, regions, speeds, elastic)
+    return Gang(
+        name,
+        ways,
+        max(1, chosen.rounds - done),
+        deadline_s,
+        held=next((index for index, way in enumerate(ways) if way.workers == held), -1),
+        wish=_index(ways, watched.wanted or planned),
+        fixed=not elastic,
+        since_s=since_s,
+        value=_value(entry),
+    )
+
+
+def staffed_of(
+    chosen: Plan, workers: Mapping[str, int], regions: Mapping[str, RegionEntry], speeds: Mapping[str, float]
+) -> list[Staffed]:
+    """The regions in which a job has workers, with what they cost and how fast they are: as measured, else as planned.
+
+    All that a region has counts as free.
+    """
+    return [
+        Staffed(
+            region=part.region,
+            workers=workers[part.region],
+            planned=part.workers,
+            free=max(workers[part.region], catalogue.capacity.workers),
+            batch=part.workers * part.batch,
+            steps_per_round=part.steps_per_round,
+            samples_per_second=speeds.get(part.region, part.samples_per_second),
+            worker_usd_per_second=part.memory_mb / 1024 * catalogue.prices.function_usd_per_gb_second,
+            usd_per_second=catalogue.prices.server_usd_per_hour / 3600,
+        )
+        for part in chosen.partitions
+        if part.region in workers
+        and (known := regions.get(part.region)) is not None
+        and (catalogue := known.catalogue) is not None
+        and catalogue.prices is not None
+    ]
+
+
+def _value(entry: JobEntry) -> float:
+    """Of the date that was promised: 1 of the first that was asked for, less of the later ones."""
+    created = utc_now(entry.row.created_at)
+    for step in entry.spec.objective.soft:
+        seconds = to_demand(entry.spec, entry.row.id, created, step.deadline).deadline_seconds
+        if seconds is not None and abs(entry.row.created_at + seconds - (entry.state.deadline_at or 0.0)) < 1.0:
+            return step.value
+    return 1.0
+
+
+def planned_workers(chosen: Plan) -> dict[str, int]:
+    """By region."""
+    return {part.region: part.workers for part in chosen.partitions}
+
+
+def _ways(
+    chosen: Plan,
+    workers: Mapping[str, int],
+    regions: Mapping[str, RegionEntry],
+    speeds: Mapping[str, float],
+    elastic: bool,
+) -> tuple[Pace, ...]:
+    """The paces to promise on; only the one with these workers where it is not elastic."""
+    staffed = staffed_of(chosen, workers, regions, speeds)
+    if len(staffed) < len(workers):
+        # A region that nobody knows (any more): nothing can be told but that it takes long.
+        return (Pace(dict(workers), chosen.rounds / chosen.estimate.seconds.high),)
+    if elastic:
+        found = paces(staffed, chosen.exchange_seconds, chosen.background)
+    else:
+        found = ((dict(workers), pace(staffed, chosen.exchange_seconds, chosen.background)),)
+    caution = CAUTION
+    if not speeds:
+        usual = staffed_of(chosen, planned_workers(chosen), regions, {})
+        rate = pace(usual, chosen.exchange_seconds, chosen.background)
+        caution = max(1.0, chosen.estimate.seconds.high * rate / chosen.rounds)
+    return tuple(Pace(dict(ways), rate / caution) for ways, rate in found)
+
+
+def _index(ways: tuple[Pace, ...], wanted: Mapping[str, int]) -> int:
+    """The fastest with no more workers than wanted anywhere; the slowest where there is none."""
+    within = [
+        index
+        for index, way in enumerate(ways)
+        if all(count <= wanted.get(region, count) for region, count in way.workers.items())
+    ]
+    return max(within, default=0)

@@ -1,0 +1,258 @@
+"""Who has which workers now, over several regions: promises first, then whoever gains most from what is left.
+
+The same idea as ``admit`` and ``spread``, for jobs whose regions must keep one pace. A promise is a holding over time,
+so that a job may be promised workers which others still have, and others may use what it does not need yet.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from scheduler.deadline._ledger import Gang, Held, Ledger
+from scheduler.deadline._model import Capacity, Overhead, Rules
+
+__all__ = ["LIVE", "Allotment", "Offer", "allot", "offer"]
+
+LIVE = Rules(Overhead(base_s=3.0, doubling_s=0.0), margin=0.1, kept_margin=0.03, grace_s=30.0)
+"""Of jobs that train on functions: a change takes 0.5 to 2 s on warm replicas (measured on one machine)."""
+_WORTH = 0.1
+"""A running job goes faster only where that saves so much of the time that it has left, beyond the change."""
+_STICKY = 2.0
+"""What a job has already counts so many times as much as what it could get."""
+_ORDERS = 3
+"""How often those that the order of deadlines leaves out are tried first."""
+
+
+@dataclass(frozen=True)
+class Allotment:
+    """What everybody has from now on."""
+
+    paces: Mapping[str, int]
+    """By gang: index of its paces; -1: no workers."""
+    held: Mapping[str, Held]
+    """What those with a promise are sure to get; late ones among them."""
+
+    @property
+    def late(self) -> frozenset[str]:
+        """Gangs whose deadline cannot be kept as things stand."""
+        return frozenset(name for name, held in self.held.items() if held.late)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The answer to a job that asks for a deadline."""
+
+    deadline_s: float | None
+    """The instant that can be promised; None: not one of those that were asked for."""
+    earliest_s: float
+    """The earliest instant that could be; infinite: none as things stand."""
+    over_quota: bool = False
+    """Only the quota of its user stands against it."""
+
+
+def allot(now: float, capacities: Mapping[str, Capacity], gangs: Sequence[Gang], rules: Rules = LIVE) -> Allotment:
+    """Share the workers of all regions out.
+
+    What cannot change is held first, then every promise gets the least worker time that keeps it, in the order of
+    deadlines; where somebody does not fit, other orders are tried, then without margins. What is free now goes to best
+    effort at the slowest pace, those that run first, then to the least served user's; and then to whoever gains most.
+    """
+    ledger, held = _promises(now, capacities, gangs, rules)
+    paces = {gang.name: held[gang.name].now if gang.name in held else -1 for gang in gangs}
+    free = ledger.free_now()
+    _begin(gangs, paces, free, ledger, rules)
+    _grow(gangs, paces, free, held, rules)
+    return Allotment(paces, held)
+
+
+def offer(
+    now: float, capacities: Mapping[str, Capacity], gangs: Sequence[Gang], new: Gang, rules: Rules = LIVE
+) -> Offer:
+    """Whether a deadline can be promised to one more gang; the promises of the others stay."""
+    before = _promises(now, capacities, gangs, rules)
+    broken = _broken(before[1])
+    over_quota = False
+    for deadline_s in (new.deadline_s, *new.later):
+        asked = replace(new, deadline_s=deadline_s)
+        after = _with(now, capacities, gangs, asked, rules, broken)
+        if after is not None and not (over_quota := _over_quota([*gangs, asked], after, new.user, rules)):
+            return Offer(deadline_s, after[new.name].end_s)
+    soonest = before[0].soonest(new, rules).end_s
+    margin = (soonest - now + _pause(new, rules)) / (1.0 - rules.margin)
+    return Offer(None, now + margin if math.isfinite(soonest) else math.inf, over_quota)
+
+
+def _with(
+    now: float,
+    capacities: Mapping[str, Capacity],
+    gangs: Sequence[Gang],
+    new: Gang,
+    rules: Rules,
+    broken: frozenset[str],
+) -> Mapping[str, Held] | None:
+    """What all hold with the new one among them; None where it does not fit, or another would be late for it."""
+    ledger, held = _promises(now, capacities, gangs, rules)
+    found = ledger.least(new, new.deadline_s, rules, rules.margin)
+    if found is not None:
+        return {**held, new.name: found}
+    _, held = _promises(now, capacities, [*gangs, new], rules, new.name)
+    return held if not held[new.name].late and _broken(held) <= broken else None
+
+
+def _broken(held: Mapping[str, Held]) -> frozenset[str]:
+    return frozenset(name for name, holding in held.items() if holding.late)
+
+
+def _over_quota(gangs: Sequence[Gang], held: Mapping[str, Held], user: str, rules: Rules) -> bool:
+    limit = rules.quotas.get(user)
+    if limit is None:
+        return False
+    steps: list[tuple[float, int]] = []
+    for gang in gangs:
+        if gang.user != user or gang.name not in held:
+            continue
+        mine = held[gang.name]
+        for begin, end, pace in zip(mine.times, mine.times[1:], mine.paces, strict=False):
+            count = sum(gang.workers(pace).values())
+            steps += [(begin, count), (end, -count)]
+    total = most = 0
+    for _, change in sorted(steps):
+        total += change
+        most = max(most, total)
+    return most > limit
+
+
+def _promises(
+    now: float, capacities: Mapping[str, Capacity], gangs: Sequence[Gang], rules: Rules, new: str = ""
+) -> tuple[Ledger, dict[str, Held]]:
+    """What everybody with a deadline holds, and what then is free; ``new`` needs the margin of a new promise."""
+    empty = Ledger(now, capacities)
+    kept = {gang.name: empty.keep(gang) for gang in gangs if gang.fixed and gang.held >= 0}
+    asking = [gang for gang in gangs if not gang.best_effort and gang.name not in kept]
+    asking.sort(key=lambda gang: (gang.deadline_s, -gang.value, gang.since_s, gang.name))
+    first: list[Gang] = []
+    best: tuple[int, Ledger, dict[str, Held]] | None = None
+    for _ in range(_ORDERS):
+        order = [*first, *(gang for gang in asking if gang not in first)]
+        ledger, held, missing = empty.copy(), dict(kept), []
+        for gang in order:
+            margin = rules.margin if gang.name == new else rules.kept_margin
+            found = ledger.least(gang, gang.deadline_s, rules, margin)
+            if found is None and gang.name != new:
+                found = ledger.least(gang, gang.deadline_s, rules, 0.0)
+            if found is None:
+                missing.append(gang)
+            else:
+                held[gang.name] = found
+        # The most valuable of those that cannot be kept gets what there is first.
+        for gang in sorted(missing, key=lambda gang: (-gang.value, gang.deadline_s)):
+            held[gang.name] = ledger.all_there_is(gang, rules)
+        if best is None or len(missing) < best[0]:
+            best = len(missing), ledger, held
+        if not missing or len(first) == len(asking):
+            break
+        first = [*missing, *(gang for gang in first if gang not in missing)]
+    assert best is not None
+    return best[1], best[2]
+
+
+def _pause(gang: Gang, rules: Rules) -> float:
+    return (1 + (len(gang.paces) > 1)) * rules.overhead.base_s
+
+
+def _more(gang: Gang, before: int, after: int) -> dict[str, int]:
+    """Workers that a gang needs besides those of another pace, by region."""
+    had = gang.workers(before)
+    return {region: count - had.get(region, 0) for region, count in gang.workers(after).items()}
+
+
+def _fits(more: Mapping[str, int], free: Mapping[str, int]) -> bool:
+    return all(count <= free.get(region, 0) for region, count in more.items())
+
+
+def _take(more: Mapping[str, int], free: dict[str, int]) -> None:
+    for region, count in more.items():
+        free[region] = free.get(region, 0) - count
+
+
+def _begin(gangs: Sequence[Gang], paces: dict[str, int], free: dict[str, int], ledger: Ledger, rules: Rules) -> None:
+    """Everybody at the slowest pace at least, as far as there is room.
+
+    First those with a promise, by deadline, also where it could wait: sooner is safer. Then those that run, the oldest
+    first, so that the latest pauses where not all can go on; then those that wait: the least served user's first, as
+    they came. Behind one of best effort that finds no room nobody of best effort begins in its regions, or large jobs
+    would wait for ever. What is fixed begins only where no promise needs its workers before its end.
+    """
+    standing = sorted(
+        (gang for gang in gangs if paces[gang.name] < 0),
+        key=lambda gang: (gang.deadline_s, gang.held < 0, gang.served_s * (gang.held < 0), gang.since_s, gang.name),
+    )
+    kept: set[str] = set()
+    for gang in standing:
+        more = _more(gang, -1, 0)
+        if gang.fixed and not gang.best_effort:
+            continue
+        there = _fits(more, free) and not kept & set(more)
+        if there and (not gang.fixed or _begins_now(gang, ledger, rules)):
+            _take(more, free)
+            paces[gang.name] = 0
+        elif gang.held < 0 and gang.best_effort:
+            kept |= {region for region, count in more.items() if count}
+
+
+def _begins_now(gang: Gang, ledger: Ledger, rules: Rules) -> bool:
+    tried = ledger.copy()
+    found = tried.stretch(gang, rules)
+    if found is None or found.now < 0:
+        return False
+    ledger.times, ledger.free = tried.times, tried.free
+    return True
+
+
+def _grow(
+    gangs: Sequence[Gang], paces: dict[str, int], free: dict[str, int], held: Mapping[str, Held], rules: Rules
+) -> None:
+    """One more pace where it returns most of its owner's wish for each worker, until nothing fits or helps.
+
+    A gang that is to be late has all its paces to wish for. Who runs goes faster only where that is worth the change.
+    """
+    heap: list[tuple[float, float, str, int, Gang]] = []
+
+    def wish(gang: Gang) -> int:
+        late = gang.name in held and held[gang.name].late
+        return len(gang.paces) - 1 if late else min(gang.wish, len(gang.paces) - 1)
+
+    def push(gang: Gang, pace: int) -> None:
+        now = paces[gang.name]
+        if now < 0 or pace > wish(gang) or (gang.fixed and gang.held >= 0):
+            return
+        workers = max(1, sum(_more(gang, now, pace).values()))
+        gain = (gang.paces[pace].rate - gang.paces[now].rate) / gang.paces[wish(gang)].rate / workers
+        heapq.heappush(heap, (-gain * (_STICKY if pace <= gang.held else 1.0), gang.since_s, gang.name, pace, gang))
+
+    for gang in gangs:
+        push(gang, paces[gang.name] + 1)
+    grown: dict[str, int] = {}
+    while heap:
+        _, _, name, pace, gang = heapq.heappop(heap)
+        more = _more(gang, paces[name], pace)
+        if not _fits(more, free):
+            continue
+        _take(more, free)
+        if pace > gang.held >= 0:
+            grown.setdefault(name, max(paces[name], gang.held))
+        paces[name] = pace
+        push(gang, pace + 1)
+    for gang in gangs:
+        before = grown.get(gang.name)
+        if before is not None and not _worthwhile(gang, before, paces[gang.name], rules):
+            paces[gang.name] = before
+
+
+def _worthwhile(gang: Gang, before: int, after: int, rules: Rules) -> bool:
+    left_s = gang.work / gang.paces[before].rate
+    saved_s = left_s - gang.work / gang.paces[after].rate
+    return saved_s > rules.overhead.base_s + _WORTH * left_s

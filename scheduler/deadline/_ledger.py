@@ -1,0 +1,278 @@
+"""What is free of several regions at once, over time, and what jobs hold that run in all of theirs at one pace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.deadline._model import Capacity, Rules
+
+__all__ = ["Gang", "Held", "Ledger", "Pace"]
+
+_AS_CHEAP = 1.1
+"""A running job keeps its pace to its end where that takes at most so many times the least device time."""
+
+_SOON_S = 5.0
+"""What a gang needs to have within so much time it gets at once: nobody looks more often."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """One way to staff all regions of a job, and how fast it is then."""
+
+    workers: Mapping[str, int]
+    """By region."""
+    rate: float
+    """Rounds a second, to be promised on."""
+
+
+@dataclass(frozen=True)
+class Gang:
+    """A job that has workers in several regions: a round ends with the slowest, so that all go at one pace.
+
+    A job of ``Job`` and ``Curve`` is the case of one region. Raises ``ValueError`` where the paces do not ascend.
+    """
+
+    name: str
+    paces: tuple[Pace, ...]
+    """Ascending in rate, and in no region descending in workers."""
+    work: float
+    """Rounds left."""
+    deadline_s: float = math.inf
+    """Instant that was promised or is asked for; infinite: best effort."""
+    later: tuple[float, ...] = ()
+    """A soft deadline's further instants, ascending, tried in turn."""
+    held: int = -1
+    """Index of the pace that it has now; -1: no workers."""
+    wish: int = 0
+    """Index of the pace that its owner pays for where nobody else needs the workers."""
+    fixed: bool = False
+    """It has one pace and keeps it from its begin to its end."""
+    since_s: float = 0.0
+    """Instant at which it was submitted."""
+    user: str = ""
+    served_s: float = 0.0
+    """Worker seconds that its user's best-effort jobs have had."""
+    value: float = 1.0
+    """Of its deadline; where promises break, those of least value break first."""
+
+    def __post_init__(self) -> None:
+        if not self.paces:
+            raise ValueError(f"{self.name} has no pace")
+        for slow, fast in zip(self.paces, self.paces[1:], strict=False):
+            fewer = any(fast.workers.get(region, 0) < count for region, count in slow.workers.items())
+            if fast.rate <= slow.rate or fewer:
+                raise ValueError(f"the paces of {self.name} do not ascend")
+
+    @property
+    def best_effort(self) -> bool:
+        return math.isinf(self.deadline_s)
+
+    def workers(self, pace: int) -> Mapping[str, int]:
+        """By region; of pace -1 there are none."""
+        return self.paces[pace].workers if pace >= 0 else {}
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a gang is sure to get: an index of its paces on each step of time; -1: it stands still."""
+
+    times: tuple[float, ...]
+    """Instants, one more than paces; the last is the end."""
+    paces: tuple[int, ...]
+    late: bool = False
+    """The deadline cannot be met even with all that is free."""
+
+    @property
+    def now(self) -> int:
+        return self.paces[0] if self.paces else -1
+
+    @property
+    def end_s(self) -> float:
+        return self.times[-1]
+
+
+class Ledger:
+    """Free workers by region (rows) over one grid of instants (columns); the last step has no end."""
+
+    def __init__(self, now: float, capacities: Mapping[str, Capacity], points: Sequence[float] = ()) -> None:
+        changes = [at for capacity in capacities.values() for at, _ in capacity.changes]
+        grid = np.unique(np.array([now, *changes, *(at for at in points if math.isfinite(at))], dtype=float))
+        self.now = now
+        self.times: NDArray[np.float64] = grid[grid >= now]
+        self.rows = {region: row for row, region in enumerate(capacities)}
+        self.free: NDArray[np.int64] = np.zeros((len(capacities), len(self.times)), dtype=np.int64)
+        for region, capacity in capacities.items():
+            steps = self.free[self.rows[region]]
+            steps[:] = capacity.devices
+            for at, devices in capacity.changes:
+                steps[self.times.searchsorted(at) :] = devices
+
+    def copy(self) -> Ledger:
+        """A ledger to try something in."""
+        other = Ledger.__new__(Ledger)
+        other.now, other.times, other.rows, other.free = self.now, self.times, self.rows, self.free.copy()
+        return other
+
+    def point(self, at: float) -> int:
+        """Index of the step that begins at `at`, made where it is not there; ``at`` is finite."""
+        at = max(at, self.now)
+        index = int(self.times.searchsorted(at))
+        if index == len(self.times) or self.times[index] != at:
+            self.times = np.insert(self.times, index, at)
+            self.free = np.insert(self.free, index, self.free[:, index - 1], axis=1)
+        return index
+
+    def fitting(self, gang: Gang) -> NDArray[np.int64]:
+        """How many of a gang's paces, from the slowest on, fit on each step; shape (steps,)."""
+        if any(region not in self.rows for region in gang.paces[0].workers):
+            return np.zeros(len(self.times), dtype=np.int64)
+        need = self._needs(gang)[1:]
+        rows = need.any(axis=0)
+        fits: NDArray[np.int64] = (need[:, rows, None] <= self.free[None, rows, :]).all(axis=1).sum(axis=0)
+        return fits
+
+    def least(self, gang: Gang, deadline_s: float, rules: Rules, margin: float) -> Held | None:
+        """Hold the least worker time that is done by the deadline, less a margin; None where nothing is enough.
+
+        Progressive filling (ElasticFlow, ASPLOS'23, section 4.1) with two adjacent paces: up to some instant the slower
+        one, from then on the faster; a gang that runs at the faster one already keeps it first. On each step it has
+        what fits there, up to that. What is fixed gets the earliest stretch in which it fits.
+        """
+        window = deadline_s - self.now
+        window -= margin * max(0.0, window - rules.grace_s)
+        if window <= 0:
+            return None
+        if gang.fixed:
+            return self.stretch(gang, rules, self.now + window)
+        stay_s = self._staying(gang, self.now + window)
+        end = self.point(self.now + window)
+        spans = np.diff(self.times[: end + 1])
+        fit = self.fitting(gang)[:end]
+        rates = np.array([0.0, *(pace.rate for pace in gang.paces)])
+        for top in range(1, len(rates)):
+            upper = rates[np.minimum(fit, top)]
+            need = gang.work + self._pauses(gang, np.minimum(fit, top), rules) * rates[top]
+            if float(spans @ upper) >= need:
+                break
+        else:
+            return self._stay(gang, stay_s) if stay_s else None
+        lower = rates[np.minimum(fit, top - 1)]
+        early = gang.held + 1 >= top
+        surplus = float(spans @ upper) - need
+        gain = np.cumsum(spans * (upper - lower))
+        goal = float(gain[-1]) - surplus if early else surplus
+        at = min(int(gain.searchsorted(goal)), end - 1)
+        before = float(gain[at - 1]) if at else 0.0
+        inside = (goal - before) / max(float(upper[at] - lower[at]), 1e-12)
+        cut_s = float(min(self.times[at] + max(inside, 0.0), self.times[at + 1]))
+        if not early and cut_s - self.now < _SOON_S:
+            cut_s = self.now
+        steps = len(self.times)
+        cut = self.point(cut_s)
+        end += len(self.times) - steps
+        first, second = (top, top - 1) if early else (top - 1, top)
+        fit = self.fitting(gang)[:end]
+        chosen = np.minimum(fit, second)
+        chosen[:cut] = np.minimum(fit[:cut], first)
+        if stay_s:
+            per_second = sum(gang.workers(gang.held).values())
+            needed = np.diff(self.times[: end + 1]) @ self._needs(gang).sum(axis=1)[chosen]
+            if per_second * (stay_s - self.now) <= _AS_CHEAP * needed:
+                return self._stay(gang, stay_s)
+        return self._hold(gang, chosen, self.now + window)
+
+    def all_there_is(self, gang: Gang, rules: Rules) -> Held:
+        """Hold as much as fits until the work is done, however late that is."""
+        if gang.fixed:
+            found = self.stretch(gang, rules)
+            return found if found is not None else Held((self.now, math.inf), (-1,), late=True)
+        held = self.soonest(gang, rules)
+        if not math.isfinite(held.end_s):
+            return held
+        end = self.point(held.end_s)
+        chosen = np.minimum(self.fitting(gang)[:end], len(gang.paces))
+        return self._hold(gang, chosen, held.end_s, late=True)
+
+    def stretch(self, gang: Gang, rules: Rules, until_s: float = math.inf) -> Held | None:
+        """Hold the earliest stretch in which a gang can run to its end without a change; None: there is none."""
+        takes_s = rules.overhead.base_s + gang.work / gang.paces[0].rate
+        fits = self.fitting(gang) > 0
+        edges = np.flatnonzero(np.diff(fits, prepend=False, append=False))
+        for begin, end in zip(edges[::2], edges[1::2], strict=True):
+            begin_s = float(self.times[begin])
+            room_s = float(self.times[end]) if end < len(self.times) else math.inf
+            if begin_s + takes_s <= min(room_s, until_s):
+                last = self.point(begin_s + takes_s)
+                chosen = np.zeros(last, dtype=np.int64)
+                chosen[begin:] = 1
+                return self._hold(gang, chosen, begin_s + takes_s, late=begin_s + takes_s > gang.deadline_s)
+        return None
+
+    def soonest(self, gang: Gang, rules: Rules) -> Held:
+        """When the work would be done with all that fits; holds nothing. Infinite where it never is."""
+        if gang.fixed:
+            found = self.copy().stretch(gang, rules)
+            return found if found is not None else Held((self.now, math.inf), (-1,), late=True)
+        rates = np.array([0.0, *(pace.rate for pace in gang.paces)])
+        fit = self.fitting(gang)
+        speeds = rates[fit]
+        spans = np.diff(self.times, append=math.inf)
+        need = gang.work + self._pauses(gang, fit, rules) * rates[-1]
+        with np.errstate(invalid="ignore"):
+            done = np.cumsum(np.where(speeds > 0, spans * speeds, 0.0))
+        last = int(done.searchsorted(need))
+        if last == len(done):
+            return Held((self.now, math.inf), (int(fit[0]) - 1,), late=True)
+        before = float(done[last - 1]) if last else 0.0
+        end_s = float(self.times[last]) + (need - before) / float(speeds[last])
+        return Held((self.now, end_s), (int(fit[0]) - 1,), late=end_s > gang.deadline_s)
+
+    def keep(self, gang: Gang) -> Held:
+        """Hold what a gang has until its work is done, whether it is free or not: it is there already."""
+        return self._stay(gang, self.now + gang.work / gang.paces[gang.held].rate)
+
+    def free_now(self) -> dict[str, int]:
+        """By region; never below zero."""
+        return {region: max(0, int(self.free[row, 0])) for region, row in self.rows.items()}
+
+    def _staying(self, gang: Gang, until_s: float) -> float:
+        """When a running gang is done at the pace that it has; 0 where that is too late or does not fit."""
+        if gang.held < 0:
+            return 0.0
+        end_s = self.now + gang.work / gang.paces[gang.held].rate
+        if end_s > until_s or self.fitting(gang)[: self.point(end_s)].min(initial=gang.held + 1) <= gang.held:
+            return 0.0
+        return end_s
+
+    def _stay(self, gang: Gang, end_s: float) -> Held:
+        return self._hold(gang, np.full(self.point(end_s), gang.held + 1), end_s, late=end_s > gang.deadline_s)
+
+    def _pauses(self, gang: Gang, chosen: NDArray[np.int64], rules: Rules) -> float:
+        """Seconds without progress: a gang changes to the first pace, between two, and where less fits."""
+        changes = int(np.count_nonzero(np.diff(chosen)))
+        changes += bool(len(chosen)) and int(chosen[0]) != gang.held + 1
+        return (changes + (len(gang.paces) > 1)) * rules.overhead.base_s
+
+    def _needs(self, gang: Gang) -> NDArray[np.int64]:
+        """Workers by pace, a row of zeros first, and region; shape (paces + 1, regions)."""
+        need = np.zeros((len(gang.paces) + 1, len(self.rows)), dtype=np.int64)
+        for index, pace in enumerate(gang.paces, 1):
+            for region, count in pace.workers.items():
+                if region in self.rows:
+                    need[index, self.rows[region]] = count
+        return need
+
+    def _hold(self, gang: Gang, chosen: NDArray[np.int64], end_s: float, *, late: bool = False) -> Held:
+        """Take what is chosen for each step up to ``end_s``; points made meanwhile repeat the step before."""
+        end = self.point(end_s)
+        if len(chosen) != end:
+            raise ValueError("a choice for each step is needed")
+        self.free[:, :end] -= self._needs(gang)[chosen].T
+        kept = np.flatnonzero(np.diff(chosen, prepend=-2))
+        times = (*(float(self.times[index]) for index in kept), end_s)
+        return Held(times, tuple(int(chosen[index]) - 1 for index in kept), late)

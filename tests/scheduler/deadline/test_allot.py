@@ -1,0 +1,235 @@
+"""Jobs of several regions at one pace: promises hold over time, and what is free is shared out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.deadline import LIVE, Capacity, Gang, Held, Overhead, Pace, Rules, allot, offer
+
+REGIONS = ("east", "west")
+EXACT = Rules(Overhead(base_s=0.0, doubling_s=0.0), margin=0.0, kept_margin=0.0)
+
+
+def gang(
+    name: str,
+    work: float = 100.0,
+    deadline_s: float = math.inf,
+    *,
+    most: int = 4,
+    least: int = 1,
+    regions: Sequence[str] = REGIONS,
+    **more: object,
+) -> Gang:
+    """Its speed is the number of workers in each region."""
+    paces = tuple(Pace(dict.fromkeys(regions, count), float(count)) for count in range(least, most + 1))
+    return replace(Gang(name, paces, work, deadline_s, wish=len(paces) - 1), **more)  # type: ignore[arg-type]
+
+
+def room(**devices: int) -> dict[str, Capacity]:
+    return {region: Capacity(count) for region, count in devices.items()}
+
+
+@st.composite
+def gangs(draw: st.DrawFn) -> list[Gang]:
+    made = []
+    for number in range(draw(st.integers(1, 6))):
+        regions = draw(st.sampled_from([("east",), ("west",), REGIONS]))
+        count = draw(st.integers(1, 4))
+        fixed = draw(st.booleans()) and draw(st.booleans())
+        rates = sorted(draw(st.lists(st.floats(0.5, 8), min_size=count, max_size=count, unique=True)))
+        workers = dict.fromkeys(regions, 0)
+        paces = []
+        for rate in rates[: 1 if fixed else None]:
+            workers = {region: held + draw(st.integers(1, 3)) for region, held in workers.items()}
+            paces.append(Pace(workers, rate))
+        deadline_s = draw(st.one_of(st.just(math.inf), st.floats(1, 400)))
+        made.append(
+            Gang(
+                f"j{number}",
+                tuple(paces),
+                draw(st.floats(1, 500)),
+                deadline_s,
+                wish=draw(st.integers(0, len(paces) - 1)),
+                fixed=fixed,
+                since_s=float(-number),
+            )
+        )
+    return made
+
+
+CAPACITIES = st.builds(room, east=st.integers(1, 12), west=st.integers(1, 12))
+
+
+def used(paces: Mapping[str, int], jobs: Sequence[Gang]) -> dict[str, int]:
+    total = dict.fromkeys(REGIONS, 0)
+    for job in jobs:
+        for region, count in job.workers(paces[job.name]).items():
+            total[region] += count
+    return total
+
+
+def progress(job: Gang, held: Held) -> float:
+    spans = zip(held.times, held.times[1:], held.paces, strict=False)
+    return sum((end - begin) * job.paces[pace].rate for begin, end, pace in spans if pace >= 0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(gangs(), CAPACITIES)
+def test_nobody_has_what_is_not_there_now_or_later(jobs: list[Gang], capacities: dict[str, Capacity]) -> None:
+    answer = allot(0.0, capacities, jobs, LIVE)
+    for region, count in used(answer.paces, jobs).items():
+        assert count <= capacities[region].devices
+    instants = sorted({at for held in answer.held.values() for at in held.times if math.isfinite(at)})
+    for at in instants:
+        total = dict.fromkeys(REGIONS, 0)
+        for job in jobs:
+            held = answer.held.get(job.name)
+            if held is None or at >= held.end_s or at < held.times[0]:
+                continue
+            index = max(i for i, begin in enumerate(held.times[:-1]) if begin <= at)
+            for region, count in job.workers(held.paces[index]).items():
+                total[region] += count
+        assert all(total[region] <= capacities[region].devices for region in REGIONS)
+
+
+@settings(max_examples=300, deadline=None)
+@given(gangs(), CAPACITIES)
+def test_what_is_held_does_the_work_in_time(jobs: list[Gang], capacities: dict[str, Capacity]) -> None:
+    answer = allot(0.0, capacities, jobs, LIVE)
+    for job in jobs:
+        held = answer.held.get(job.name)
+        if held is None or held.late:
+            continue
+        assert held.end_s <= job.deadline_s + 1e-6
+        assert progress(job, held) >= job.work * (1 - 1e-9) - 1e-6
+
+
+@settings(max_examples=300, deadline=None)
+@given(gangs(), CAPACITIES)
+def test_an_offer_can_be_kept_with_all_that_were_promised(jobs: list[Gang], capacities: dict[str, Capacity]) -> None:
+    *others, new = jobs
+    new = replace(new, deadline_s=min(new.deadline_s, 300.0))
+    before = allot(0.0, capacities, others, LIVE).late
+    told = offer(0.0, capacities, others, new, LIVE)
+    if told.deadline_s is not None:
+        assert told.deadline_s == new.deadline_s
+        after = allot(0.0, capacities, [*others, replace(new, deadline_s=told.deadline_s)], LIVE)
+        assert after.late <= before
+    elif math.isfinite(told.earliest_s):
+        later = offer(0.0, capacities, others, replace(new, deadline_s=told.earliest_s * (1 + 1e-6) + 1e-3), LIVE)
+        assert later.deadline_s is not None, "the date that was named cannot be promised"
+
+
+@settings(max_examples=100, deadline=None)
+@given(gangs(), CAPACITIES)
+def test_promises_are_kept_as_time_passes(jobs: list[Gang], capacities: dict[str, Capacity]) -> None:
+    """Each job is asked for when its turn comes; then everybody goes on, with a pause for each change."""
+    there: dict[str, Gang] = {}
+    pause_until: dict[str, float] = {}
+    promised: set[str] = set()
+    now, step = 0.0, 1.0
+    coming = list(jobs)
+    while (coming or there) and now < 2000:
+        if coming:
+            new = coming.pop()
+            if not new.best_effort:
+                new = replace(new, deadline_s=now + new.deadline_s)
+                if offer(now, capacities, list(there.values()), new, LIVE).deadline_s is None:
+                    continue
+                promised.add(new.name)
+            there[new.name] = new
+        for name, pace in allot(now, capacities, list(there.values()), LIVE).paces.items():
+            job = there[name]
+            if pace != job.held and pace >= 0:
+                pause_until[name] = now + LIVE.overhead.base_s
+            there[name] = replace(job, held=pace)
+        now += step
+        for name, job in list(there.items()):
+            ran = 0.0 if job.held < 0 else min(step, max(0.0, now - pause_until.get(name, 0.0)))
+            left = job.work - ran * (job.paces[job.held].rate if job.held >= 0 else 0.0)
+            if left <= 0:
+                assert now - step <= job.deadline_s, f"{name} was promised {job.deadline_s}, and is late"
+                del there[name]
+            else:
+                there[name] = replace(job, work=left)
+
+
+def test_a_promise_waits_for_workers_that_others_have_until_then() -> None:
+    jobs = [gang("old", 40.0, most=4, least=4, fixed=True, held=0)]
+    told = offer(0.0, room(east=4, west=4), jobs, gang("new", 100.0, 40.0), EXACT)
+    assert told.deadline_s == 40.0
+    answer = allot(0.0, room(east=4, west=4), [*jobs, gang("new", 100.0, 40.0)], EXACT)
+    assert answer.paces == {"old": 0, "new": -1}
+    assert offer(0.0, room(east=4, west=4), jobs, gang("new", 100.0, 30.0), EXACT).earliest_s == pytest.approx(35.0)
+
+
+def test_both_regions_must_be_free_at_the_same_time() -> None:
+    """East is free at first and west later: each alone would do, together they do not."""
+    early = gang("east then", 30.0, most=4, least=4, regions=("west",), fixed=True, held=0)
+    capacities = {"east": Capacity(4, ((10.0, 0),)), "west": Capacity(4)}
+    assert offer(0.0, capacities, [early], gang("new", 20.0, 60.0), EXACT).deadline_s is None
+    assert offer(0.0, capacities, [], gang("new", 20.0, 60.0), EXACT).deadline_s == 60.0
+
+
+def test_best_effort_gives_way_to_promises_and_shares_what_is_left() -> None:
+    first, second = gang("first", held=3, since_s=0.0), gang("second", since_s=1.0)
+    both = allot(2.0, room(east=4, west=4), [first, second])
+    assert both.paces == {"first": 2, "second": 0} or both.paces == {"first": 1, "second": 1}
+    urgent = gang("urgent", 100.0, 30.5, least=4)
+    assert allot(2.0, room(east=4, west=4), [first, urgent]).paces == {"first": -1, "urgent": 0}
+
+
+def test_a_large_job_is_not_passed_for_ever() -> None:
+    running = gang("running", least=2, most=2, fixed=True, held=0)
+    large = gang("large", least=4, since_s=1.0)
+    small = gang("small", since_s=2.0)
+    assert allot(3.0, room(east=4, west=4), [running, large, small]).paces == {"running": 0, "large": -1, "small": -1}
+
+
+def test_what_is_fixed_begins_only_where_no_promise_needs_its_workers() -> None:
+    later = gang("later", 100.0, 40.0, least=4)
+    capacities = {region: Capacity(0, ((10.0, 4),)) if region == "west" else Capacity(4) for region in REGIONS}
+    fixed = gang("fixed", 100.0, most=1, regions=("east",), fixed=True)
+    assert allot(0.0, capacities, [later, fixed], EXACT).paces == {"later": -1, "fixed": -1}
+    assert allot(0.0, capacities, [later, replace(fixed, work=5.0)], EXACT).paces == {"later": -1, "fixed": 0}
+
+
+def test_a_small_gain_is_not_worth_a_change() -> None:
+    nearly = gang("nearly", 12.0, held=2)
+    assert allot(0.0, room(east=8, west=8), [nearly]).paces == {"nearly": 2}
+    assert allot(0.0, room(east=8, west=8), [replace(nearly, work=1000.0)]).paces == {"nearly": 3}
+
+
+def test_a_soft_deadline_is_tried_at_each_of_its_steps() -> None:
+    wanted = gang("soft", 100.0, 10.0, later=(20.0, 30.0))
+    assert offer(0.0, room(east=4, west=4), [], wanted, EXACT).deadline_s == 30.0
+    assert offer(0.0, room(east=12, west=4), [], replace(wanted, later=(20.0,)), EXACT).deadline_s is None
+
+
+def test_a_quota_bounds_what_a_user_is_promised_at_once() -> None:
+    rules = replace(EXACT, quotas={"ann": 4})
+    held = gang("held", 100.0, 50.0, user="ann")
+    told = offer(0.0, room(east=8, west=8), [held], gang("more", 100.0, 50.0, user="ann"), rules)
+    assert told.deadline_s is None
+    assert told.over_quota
+    assert offer(0.0, room(east=8, west=8), [held], gang("more", 100.0, 50.0, user="bob"), rules).deadline_s == 50.0
+
+
+def test_a_promise_in_danger_gets_all_there_is_and_is_told() -> None:
+    late = gang("late", 1000.0, 50.0)
+    answer = allot(0.0, room(east=4, west=4), [late, gang("other", held=3)])
+    assert answer.late == {"late"}
+    assert answer.paces == {"late": 3, "other": -1}
+
+
+def test_paces_that_do_not_ascend_are_refused() -> None:
+    with pytest.raises(ValueError, match="do not ascend"):
+        Gang("odd", (Pace({"east": 2}, 1.0), Pace({"east": 1}, 2.0)), 1.0)
+    with pytest.raises(ValueError, match="no pace"):
+        Gang("none", (), 1.0)
