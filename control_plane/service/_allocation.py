@@ -7,6 +7,7 @@ whose number of workers is left to the plan go on with fewer where others need t
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -23,6 +24,12 @@ from scheduler import Declined, Demand, Plan, Reason, Restaffing, plan, restaff
 from scheduler.deadline import Gang, Offer, allot, offer
 
 __all__ = ["Allocation", "Decision", "begin"]
+
+
+_REST = 10.0
+"""Times as long as a look has taken passes at least until the next."""
+_LONGEST_REST_SECONDS = 60.0
+"""A clock that was set back does not make it longer."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class Allocation:
 
     def __init__(self) -> None:
         self._watched: dict[str, Watched] = {}
+        self._rests_until = 0.0
 
     def decide(self, draft: Draft, spec: JobSpec, job: str, runs: list[RunRow]) -> Decision | Declined:
         """The answer to a new job. Declined: it cannot be done at all, or not by the deadline that it must keep."""
@@ -92,7 +100,17 @@ class Allocation:
         return Decision(chosen, None if math.isinf(ends) else ends, need if there else {}, waits_for)
 
     def review(self, draft: Draft) -> None:
-        """Have jobs start, go on with other workers, pause and go on, as is best for all."""
+        """Have jobs start, go on with other workers, pause and go on, as is best for all.
+
+        Called every second; with so many jobs that it takes long, it looks less often.
+        """
+        if 0 < self._rests_until - draft.at < _LONGEST_REST_SECONDS:
+            return
+        begun = time.perf_counter()
+        self._review(draft)
+        self._rests_until = draft.at + _REST * (time.perf_counter() - begun)
+
+    def _review(self, draft: Draft) -> None:
         for gone in set(self._watched) - set(draft.jobs):
             del self._watched[gone]
         for entry in draft.jobs.values():

@@ -24,6 +24,8 @@ _STICKY = 2.0
 """What a job has already counts so many times as much as what it could get."""
 _ORDERS = 3
 """How often those that the order of deadlines leaves out are tried first."""
+_FEW = 200
+"""Up to so many jobs with deadlines other orders are tried; beyond, that would take long."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ def _promises(
             held[gang.name] = ledger.all_there_is(gang, rules)
         if best is None or len(missing) < best[0]:
             best = len(missing), ledger, held
-        if not missing or len(first) == len(asking):
+        if not missing or len(first) == len(asking) or len(asking) > _FEW:
             break
         first = [*missing, *(gang for gang in first if gang not in missing)]
     assert best is not None

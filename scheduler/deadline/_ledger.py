@@ -123,8 +123,8 @@ class Ledger:
         at = max(at, self.now)
         index = int(self.times.searchsorted(at))
         if index == len(self.times) or self.times[index] != at:
-            self.times = np.insert(self.times, index, at)
-            self.free = np.insert(self.free, index, self.free[:, index - 1], axis=1)
+            self.times = np.concatenate((self.times[:index], (at,), self.times[index:]))
+            self.free = np.concatenate((self.free[:, :index], self.free[:, index - 1 : index], self.free[:, index:]), 1)
         return index
 
     def fitting(self, gang: Gang) -> NDArray[np.int64]:
