@@ -31,6 +31,8 @@ __all__ = ["Profiler"]
 
 _log = logging.getLogger("geofed.profile")
 _FUNCTION = "geofed-profile"
+"""What the names of functions begin with; the region and the memory follow, as a platform that replaces a function
+may let the old one answer for a while."""
 _READY = timedelta(seconds=60)
 _GRACE = timedelta(seconds=60)
 """Beyond its limit an invocation may finish what it measures, and what must be known."""
@@ -60,6 +62,7 @@ class Profiler:
 
     def __init__(self, around: Surroundings, tell: Callable[[agent_pb2.ProfileReport], None]) -> None:
         self._around, self._tell = around, tell
+        self._functions = f"{_FUNCTION}-{around.config.name}-"
         self._turn = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._answers: dict[str, agent_pb2.ProfileReport] = {}
@@ -151,32 +154,34 @@ class Profiler:
     ) -> _Told:
         """Deploy one replica of so much memory, and have it measure, and once more make ready."""
         around, begun = self._around, time.monotonic()
+        name = f"{self._functions}{memory_mb}"
         limit = timedelta(seconds=command.limit_seconds) + _GRACE
         self._say(command, f"starts a function of {memory_mb} MB")
         await around.gateway.deploy(
             FunctionSpec(
-                service=_FUNCTION,
+                service=name,
                 image=around.image,
                 labels=fixed_scale_labels(1),
                 env_vars={**timeout_env(limit), **around.channel.worker_env()},
                 limits={"memory": f"{memory_mb}Mi"},
             )
         )
-        await around.gateway.scale(_FUNCTION, 1)
-        await around.gateway.wait_ready(_FUNCTION, 1, _READY)
+        await around.gateway.scale(name, 1)
+        await around.gateway.wait_ready(name, 1, _READY)
         deployed = time.monotonic() - begun
         self._say(command, f"measures steps with {memory_mb} MB")
-        measured, _ = await self._call(body, memory_mb, limit, meters)
-        _, again = await self._call(body.model_copy(update={"measure": False}), memory_mb, limit, meters)
+        measured, _ = await self._call(name, body, memory_mb, limit, meters)
+        _, again = await self._call(name, body.model_copy(update={"measure": False}), memory_mb, limit, meters)
+        await around.gateway.delete(name)
         return _Told(memory_mb, measured, deployed + measured.loaded_seconds, again, time.monotonic() - begun)
 
     async def _call(
-        self, body: ProfileCall, memory_mb: int, limit: timedelta, meters: _Meters
+        self, name: str, body: ProfileCall, memory_mb: int, limit: timedelta, meters: _Meters
     ) -> tuple[Profiled, float]:
         """The answer, and the seconds that it took."""
         begun = time.monotonic()
         try:
-            answer = await self._around.gateway.invoke(_FUNCTION, body.model_dump_json().encode(), timeout=limit)
+            answer = await self._around.gateway.invoke(name, body.model_dump_json().encode(), timeout=limit)
         finally:
             took = time.monotonic() - begun
             meters.add(invocation_amounts(took, memory_mb))
@@ -222,7 +227,9 @@ class Profiler:
 
     async def _clear_up(self, job: str) -> None:
         with contextlib.suppress(GeofedError):
-            await self._around.gateway.delete(_FUNCTION)
+            for function in await self._around.gateway.list():
+                if function.spec.service.startswith(self._functions):
+                    await self._around.gateway.delete(function.spec.service)
         with contextlib.suppress(GeofedError):
             await asyncio.to_thread(self._around.channel.discard, job)
 

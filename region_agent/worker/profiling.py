@@ -27,9 +27,10 @@ __all__ = ["profile"]
 
 _REPEATS = 5
 """Of a step of each batch, the first not counted."""
-_SMALL_BATCHES = 8
-"""Into which a large one is cut for the noise scale."""
-_NORM_STEPS = 12
+_PARTS = 64
+"""Batches, at most, whose mean gradient stands for the true one in the noise scale. A few would not tell it from noise:
+early in training the scale is often some hundred samples, and grows."""
+_NORM_STEPS = 8
 """Steps of training along which gradients are looked at: at its very start they are not what they become."""
 
 
@@ -79,7 +80,7 @@ def profile(call: ProfileCall, task: Task, data: dict[str, Any], begun: float) -
     loaded = time.monotonic() - begun
     steps = list(_steps(bench)) if call.measure else []
     update = _update_seconds(bench) if call.measure else 0.0
-    norms = list(_norms(bench)) if call.measure else []
+    norms = list(_norms(bench, steps[0])) if call.measure else []
     layers, note = _layers(bench) if call.measure else ((), "")
     return Profiled(
         status="done",
@@ -125,11 +126,14 @@ def _update_seconds(bench: _Bench) -> float:
     return statistics.median(took[1:])
 
 
-def _norms(bench: _Bench) -> Iterator[NormNumbers]:
-    """Squared norms of the mean gradient of a batch, and of its parts, at a few models along the first steps."""
-    large = min(len(bench.data), bench.call.batch)
-    small = max(1, large // _SMALL_BATCHES)
-    parts = large // small
+def _norms(bench: _Bench, quickest: StepNumbers) -> Iterator[NormNumbers]:
+    """Squared norms of the mean gradient of many batches, and of each, at a few models along the first steps.
+
+    The batches are the smallest whose seconds are known, and as many as there are data and time for.
+    """
+    small = quickest.batch
+    in_time = int((bench.ends - time.monotonic()) / _NORM_STEPS / max(1e-6, quickest.seconds))
+    parts = min(_PARTS, len(bench.data) // small, max(in_time, 2))
     if parts < 2:
         return
     trained = bench.flat.layout.trainable_size

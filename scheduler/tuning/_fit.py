@@ -145,7 +145,7 @@ def fit_correction(points: Sequence[MergePoint], channel: Channel, *, faithful: 
     units = np.array([1.0] * _SHARES + [latency / 10, latency])
     scaled = least_squares(terms * units, seconds + could, scale=whole, prior=_PRIOR, pull=_PULLS)
     found = scaled * units
-    found[_HIDING] = 1.0 - np.minimum(1.0, found[_HIDING])
+    found[_HIDING] = 1.0 - found[_HIDING]
     return Correction(*(float(value) for value in found))
 
 

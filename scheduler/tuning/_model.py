@@ -82,7 +82,8 @@ class Correction:
     """Of requests that keep a core busy."""
     adding: float = 1.0
     hidden: float = 1.0
-    """How much of what overlapping could hide it does hide, where some workers own no chunk."""
+    """How much of what overlapping could hide it does hide, where some workers own no chunk. Below 0 it costs more than
+    it hides: looks that come too early, and requests that wait behind others."""
     duplex: float = 1.0
     """The same where all do: each then needs both directions of its link at once."""
     request_seconds: float = 0.0

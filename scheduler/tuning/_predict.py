@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.tuning._merge import Floats, Merged, Merges, merged
+from scheduler.tuning._merge import Floats, Merges, merged
 from scheduler.tuning._model import COLLECTIVES, Compute, Configuration, Correction, Memory, Prediction, Progress, Task
 
 _MB = float(1 << 20)
@@ -68,14 +68,33 @@ class Outcomes:
     """In memory, and within the largest global batch."""
 
 
-def outcomes(task: Task, grid: Grid, told: Merged | None = None) -> Outcomes:
-    """Predict all configurations of a grid; ``told``: their merges, where they are known already."""
+@dataclass(frozen=True)
+class MergeCosts:
+    """Of one merge each."""
+
+    seconds: Floats
+    usd: Floats
+
+    def at(self, places: npt.NDArray[np.int64]) -> MergeCosts:
+        """Those at some places, in that order."""
+        return MergeCosts(self.seconds[places], self.usd[places])
+
+
+def merge_costs(task: Task, name: str, merges: Merges) -> MergeCosts:
+    """What merges take over one of the task's channels."""
+    channel = next(one for one in task.channels if one.name == name)
+    told = merged(merges, task.model_bytes, channel, faithful=task.faithful)
+    seconds = told.seconds(task.corrections.get(name, Correction()))
+    return MergeCosts(seconds, told.usd(channel, faithful=task.faithful))
+
+
+def outcomes(task: Task, grid: Grid, costs: MergeCosts | None = None) -> Outcomes:
+    """Predict all configurations of a grid; ``costs``: their merges', where they are known already."""
     channel = next(one for one in task.channels if one.name == grid.channel)
     merges, platform, progress = grid.merges, task.platform, task.progress
-    if told is None:
-        told = merged(merges, task.model_bytes, channel, faithful=task.faithful)
-    compute = step_seconds(task.compute, grid.batches, grid.memories_mb)
-    merge = told.seconds(task.corrections.get(grid.channel, Correction()))
+    if costs is None:
+        costs = merge_costs(task, grid.channel, merges)
+    compute, merge = step_seconds(task.compute, grid.batches, grid.memories_mb), costs.seconds
     one = compute + merge
     stale = (merges.collective == COLLECTIVES.index("k-reduce")) * (1 - merges.chunks / merges.workers)
     count = iterations(progress, grid.batches * merges.workers, stale)
@@ -87,7 +106,7 @@ def outcomes(task: Task, grid: Grid, told: Merged | None = None) -> Outcomes:
     functions = merges.workers * (
         grid.memories_mb / 1024 * platform.usd_per_gb_second * worked + calls * platform.usd_per_call
     )
-    requests = count * told.usd(channel, faithful=task.faithful)
+    requests = count * costs.usd
     nodes = seconds / _SECONDS_PER_HOUR * (platform.server_usd_per_hour + channel.usd_per_hour)
     needed = needed_mb(task.memory, grid.batches, task.model_bytes, merges.chunks)
     fits = (needed <= grid.memories_mb) & (grid.batches * merges.workers <= progress.most_batch)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.tuning._merge import Merged, Merges, merged
+from scheduler.tuning._merge import Merges
 from scheduler.tuning._model import COLLECTIVES, Configuration, Limits, Prediction, Space, Task
-from scheduler.tuning._predict import Grid, Outcomes, outcomes, prediction, share_of
+from scheduler.tuning._predict import Grid, MergeCosts, Outcomes, merge_costs, outcomes, prediction, share_of
 
 _MUCH = 1e-9
 """Of two that differ relatively by less, the one that is better otherwise."""
@@ -87,19 +87,19 @@ def _best(task: Task, space: Space, limits: Limits, *, by_cost: bool) -> Predict
 
 def _weigh(task: Task, space: Space) -> Iterator[_Weighed]:
     for name in _channels(task, space):
-        grid, told = _grid(task, space, name)
-        weighed = outcomes(task, grid, told)
+        grid, costs = _grid(task, space, name)
+        weighed = outcomes(task, grid, costs)
         yield _Weighed(grid, weighed, np.flatnonzero(weighed.fits))
 
 
-def _grid(task: Task, space: Space, name: str) -> tuple[Grid, Merged]:
-    """Every combination for one channel, with the terms of its merge."""
+def _grid(task: Task, space: Space, name: str) -> tuple[Grid, MergeCosts]:
+    """Every combination for one channel, with what its merge takes."""
     channel = next(one for one in task.channels if one.name == name)
     shares = [share_of(memory_mb, channel.full_rate_mb) for memory_mb in space.memories_mb]
     kinds = list(dict.fromkeys(shares))
     ways = _merges(space)
     once = Merges.of([(*way, share) for share in kinds for way in ways])
-    told = merged(once, task.model_bytes, channel, faithful=task.faithful)
+    costs = merge_costs(task, name, once)
     memory, batch, way = (
         axis.ravel()
         for axis in np.meshgrid(
@@ -109,7 +109,7 @@ def _grid(task: Task, space: Space, name: str) -> tuple[Grid, Merged]:
     at = np.array([kinds.index(share) for share in shares])[memory] * len(ways) + way
     merges = Merges(once.collective[at], once.workers[at], once.chunks[at], once.share[at])
     grid = Grid(name, np.array(space.memories_mb, float)[memory], np.array(space.batches, float)[batch], merges)
-    return grid, Merged(told.terms[at], told.puts[at], told.gets[at], told.polls[at])
+    return grid, costs.at(at)
 
 
 def _merges(space: Space) -> list[tuple[str, int, int]]:

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from collectives_live import Contender, Group, Workers, group
+from collectives_live import Contender, Group, Workers, counts, group
 
 from sync.collective import ChannelCosts, Settings
 
 MB = 1e6
-ITERATIONS = 6
+ITERATIONS = 10
 """Of one setting; the first is not counted."""
 
 
@@ -63,6 +63,8 @@ class Measured:
     """Of it, beyond the compute."""
     compute_seconds: float
     """As the sleeps came out, median over workers and iterations."""
+    requests: dict[str, int]
+    """Of an iteration, mean, as the store counted them; empty where it does not count."""
     scale: int
     slower: float
     load: float
@@ -82,7 +84,7 @@ def measured(settings: Sequence[Setting]) -> Iterator[tuple[Setting, Measured, C
         with tempfile.TemporaryDirectory() as folder:
             for kind, size_mb, count in places:
                 mine = [s for s in settings if (s.kind, s.size_mb, s.workers) == (kind, size_mb, count)]
-                slower = float(max(1, min(4, count // 2)))
+                slower = {2: 1.0, 4: 2.0, 8: 3.0}.get(count, 4.0)
                 with group(workers, kind, int(size_mb * MB), count, slower, Path(folder)) as one:
                     costs = one.probed()
                     for number, setting in enumerate(mine):
@@ -95,13 +97,18 @@ def _iterations(group: Group, name: str, setting: Setting, costs: ChannelCosts) 
     load = float(Path("/proc/loadavg").read_text().split()[0])
     group.open(name, setting.contender, costs)
     compute = compute_seconds(setting.batch, setting.memory_mb) * group.slower
+    if group.control:
+        counts(group.control)
     begin = time.monotonic() + 0.06
     told = group.workers.ask(group.count, "iterate", name, begin, ITERATIONS, compute)
     group.workers.ask(group.count, "close", name)
+    asked = counts(group.control) if group.control else {}
     ends = [max(worker[step][1] for worker in told) for step in range(ITERATIONS)]
     spans = [(after - before) / group.slower for before, after in itertools.pairwise(ends)]
     computed = statistics.median(step[0] for worker in told for step in worker[1:]) / group.slower
     seconds = statistics.median(spans)
     return Measured(
-        setting, seconds, min(spans), max(spans), seconds - computed, computed, group.scale, group.slower, load
-    )
+        setting, seconds, min(spans), max(spans), seconds - computed, computed,
+        {kind: round(count / ITERATIONS) for kind, count in asked.items() if not kind.startswith("bytes")},
+        group.scale, group.slower, load,
+    )  # fmt: skip

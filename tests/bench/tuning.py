@@ -1,0 +1,386 @@
+"""How well a configuration's time is foretold, how exactly and how fast the best one is found, and what that is worth.
+
+    .venv/bin/python tests/bench/tuning.py [--quick] [--json PATH] [--only predicted|searched|chosen]
+
+Predicted: live iterations over a real redis-server and an S3 server that is as slow as S3 (`tuning_live.py`). Compute
+is a sleep of calibrated length, the tensors and requests are real. Coefficients are fitted to a few configurations, and
+all others, which the fit has not seen, are foretold. Searched: the search against trying everything, on random
+instances. Chosen: what is taken for a deadline, run live beside LambdaML's set-up and FasDL's choice, in turn. Steps to
+the target follow from a gradient noise scale that was measured of a real task (`docs/tuning.md`); they are modelled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from report import Bar, Report, options
+from support.tuning_draws import drawn_limits, drawn_space, drawn_task, enumerated
+from tuning_live import MB, Measured, Setting, measured
+
+from scheduler.tuning import (
+    COLLECTIVES,
+    Channel,
+    Configuration,
+    Correction,
+    Limits,
+    Memory,
+    MergePoint,
+    Merges,
+    Platform,
+    Prediction,
+    Progress,
+    Space,
+    StepPoint,
+    Task,
+    as_published,
+    cheapest,
+    configurations,
+    fasdl_heuristic,
+    fastest,
+    fit_compute,
+    fit_correction,
+    merged,
+    predict,
+    step_seconds,
+)
+from sync.channel import REQUEST_PRICES
+from sync.collective import ChannelCosts
+
+INSTANCES, QUICK_INSTANCES = 500, 60
+USD_PER_GB_SECOND = 0.0000166667
+"""AWS Lambda, us-east-1."""
+NOISE_SAMPLES = 313.0
+"""Of the image template's task, as `control-plane profile` has measured it."""
+LEAST_STEPS = 60.0
+BATCHES, MEMORIES = (16, 32, 64), (1769, 885, 3008)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """All that is fitted."""
+
+    channels: dict[str, Channel]
+    corrections: dict[str, Correction]
+    task: Task
+
+
+# Predicted
+
+
+def tried(quick: bool) -> list[Setting]:
+    """All configurations, so that batches and memories are spread over them."""
+    places = {
+        "redis": ((2, (1, 4, 14)), (4, (0.25, 1, 4, 14)), (8, (0.25, 1, 4, 14))),
+        "s3": ((2, (1, 4, 14)), (4, (0.25, 1, 4, 14)), (8, (0.25, 4, 14)), (16, (4,))),
+    }
+    if quick:
+        places = {"redis": ((4, (0.25, 1, 14)),), "s3": ((4, (0.25, 4)),)}
+    found = []
+    for kind, rows in places.items():
+        for workers, sizes in rows:
+            for size in sizes:
+                for pattern, chunks in _ways(workers):
+                    number = len(found)
+                    batch, memory = BATCHES[number % 3], MEMORIES[number // 3 % 3]
+                    found.append(Setting(kind, size, workers, pattern, chunks, batch, memory))
+    return found
+
+
+def _ways(workers: int) -> Iterator[tuple[str, int]]:
+    yield "all-reduce", 1
+    yield "pipelined-scatter-reduce", workers
+    if workers > 2:
+        yield "scatter-reduce", workers
+        yield from (("k-reduce", chunks) for chunks in sorted({2, workers // 2}))
+
+
+def learned_from(one: Setting) -> bool:
+    """The few that coefficients are fitted to: the smallest and the largest vector, four and eight workers."""
+    fewest = one.workers == 4 and one.size_mb in (0.25, 14)
+    return fewest or (one.workers == 8 and one.size_mb == 14 and one.pattern != "scatter-reduce")
+
+
+def predicted(report: Report) -> Learned:
+    rows: list[tuple[Setting, Measured]] = []
+    probed: dict[str, list[ChannelCosts]] = {}
+    print(
+        f"{'':<7}{'MB':>6}{'W':>4}{'':<2}{'pattern':<25}{'K':>3}{'seconds':>9}{'min':>8}{'max':>8}{'merge':>8}{'load':>6}"
+    )
+    for setting, took, costs in measured(tried(report.quick)):
+        rows.append((setting, took))
+        probed.setdefault(setting.kind, []).append(costs)
+        print(
+            f"{setting.kind:<7}{setting.size_mb:>6g}{setting.workers:>4}  {setting.pattern:<25}{setting.chunks:>3}"
+            f"{took.seconds:>9.4f}{took.least:>8.3f}{took.most:>8.3f}{took.merge_seconds:>8.4f}{took.load:>6.1f}",
+            flush=True,
+        )
+    known = learn(rows, probed, report.quick)
+    report.bars += judge(report, rows, known)
+    return known
+
+
+def learn(
+    rows: Sequence[tuple[Setting, Measured]], probed: dict[str, list[ChannelCosts]], quick: bool = False
+) -> Learned:
+    """Fit compute to a few sleeps, and each channel's correction to a few merges over its probed constants."""
+    mine = [
+        (one, took) for one, took in rows if (one.size_mb != 1 and one.size_mb != 4 if quick else learned_from(one))
+    ]
+    steps = [StepPoint(one.batch, one.memory_mb, took.compute_seconds) for one, took in mine]
+    channels = {kind: _channel(kind, costs) for kind, costs in probed.items()}
+    corrections = {
+        kind: fit_correction([_point(one, took) for one, took in mine if one.kind == kind], channel)
+        for kind, channel in channels.items()
+    }
+    platform = Platform(USD_PER_GB_SECOND, 2e-7, 0.0, 30.0, 1.0, 0.05)
+    progress = Progress(least_steps=LEAST_STEPS, noise_samples=NOISE_SAMPLES)
+    task = Task(
+        4 * MB, fit_compute(steps), Memory(300.0, 1.0), progress, platform, tuple(channels.values()), corrections
+    )
+    return Learned(channels, corrections, task)
+
+
+def _channel(kind: str, costs: Sequence[ChannelCosts]) -> Channel:
+    """The median of what was probed."""
+    names = [name for name in ChannelCosts.__dataclass_fields__ if name != "parallel"]
+    values = {name: statistics.median(getattr(one, name) for one in costs) for name in names}
+    prices = REQUEST_PRICES["s3/us-east-1" if kind == "s3" else "redis"]
+    values |= {"put_usd": prices.put or 0.0, "get_usd": prices.get or 0.0, "list_usd": prices.list or 0.0}
+    return Channel(kind, **values, parallel=16)
+
+
+def _point(one: Setting, took: Measured) -> MergePoint:
+    return MergePoint(
+        one.pattern, one.workers, one.chunks, one.size_mb * MB, took.merge_seconds, 1.0, took.compute_seconds
+    )
+
+
+def foretold(one: Setting, known: Learned) -> tuple[float, float]:
+    """Seconds of an iteration, and of its merge."""
+    row = Merges.of([(one.pattern, one.workers, one.chunks, 1.0)])
+    told = merged(row, one.size_mb * MB, known.channels[one.kind])
+    merge = float(told.seconds(known.corrections[one.kind])[0])
+    return float(step_seconds(known.task.compute, one.batch, one.memory_mb)) + merge, merge
+
+
+def judge(report: Report, rows: Sequence[tuple[Setting, Measured]], known: Learned) -> list[Bar]:
+    errors: dict[str, list[float]] = {}
+    merges: list[float] = []
+    raw: list[float] = []
+    plain = replace(known, corrections={kind: Correction() for kind in known.channels})
+    worst: list[tuple[float, Setting]] = []
+    for one, took in rows:
+        seconds, merge = foretold(one, known)
+        fitted = learned_from(one) if not report.quick else one.size_mb not in (1, 4)
+        report.runs.append(
+            {
+                "part": "predicted",
+                "fitted": fitted,
+                **asdict(took),
+                "told_seconds": seconds,
+                "told_merge_seconds": merge,
+            }
+        )
+        if fitted:
+            continue
+        error = abs(seconds / took.seconds - 1)
+        errors.setdefault(one.kind, []).append(error)
+        merges.append(abs(merge / took.merge_seconds - 1))
+        raw.append(abs(foretold(one, plain)[0] / took.seconds - 1))
+        worst.append((error, one))
+    every = [error for found in errors.values() for error in found]
+    report.details["corrections"] = {kind: asdict(one) for kind, one in known.corrections.items()}
+    report.details["compute"] = asdict(known.task.compute)
+    report.details["channels"] = {kind: asdict(one) for kind, one in known.channels.items()}
+    for error, one in sorted(worst, key=lambda row: -row[0])[:5]:
+        print(f"off by {error:.1%}: {one}")
+    print(f"of the merges alone: median {statistics.median(merges):.1%}, worst {max(merges):.1%}")
+    print(f"without what was learned: median {statistics.median(raw):.1%}, worst {max(raw):.1%}")
+    report.details["merge_errors"] = {"median": statistics.median(merges), "worst": max(merges)}
+    report.details["uncorrected_errors"] = {"median": statistics.median(raw), "worst": max(raw)}
+    bars = [
+        Bar.at_least("configurations that were foretold and not fitted", len(every), "", 60 if not report.quick else 1),
+        Bar.at_most("iteration time, median error", 100 * statistics.median(every), "%", 3),
+        Bar.at_most("iteration time, worst error", 100 * max(every), "%", 6),
+    ]
+    for kind, found in errors.items():
+        bars.append(Bar.at_most(f"{kind}: iteration time, median error", 100 * statistics.median(found), "%", 3))
+        bars.append(Bar.at_most(f"{kind}: iteration time, worst error", 100 * max(found), "%", 6))
+    return bars
+
+
+# Searched
+
+
+def searched(report: Report) -> None:
+    """The search against trying everything, and its time on instances of full size."""
+    rng, count = random.Random(20261122), QUICK_INSTANCES if report.quick else INSTANCES
+    false, apart, found = 0, 0.0, 0
+    for _ in range(count):
+        task, space = drawn_task(rng), drawn_space(rng)
+        every = enumerated(task, space)
+        limits = drawn_limits(rng, every)
+        kept = [one for one in every if one.seconds <= limits.deadline_seconds and one.usd <= limits.budget_usd]
+        for search, value in ((cheapest, _usd), (fastest, _seconds)):
+            best = search(task, space, limits)
+            false += (best is None) != (not kept)
+            if best is not None and kept:
+                found += 1
+                apart = max(apart, abs(value(best) / min(map(value, kept)) - 1))
+    times = [_timed(drawn_task(rng)) for _ in range(count // 5)]
+    most = max(len(list(configurations(task, FULL))) for task in (drawn_task(rng) for _ in range(5)))
+    print(f"\n{count} instances, {found} with a best one; of full size: up to {most} configurations")
+    print(f"a search: median {1e3 * statistics.median(times):.1f} ms, worst {1e3 * max(times):.1f} ms")
+    report.runs.append({"part": "searched", "instances": count, "seconds": times, "configurations": most})
+    report.bars += [
+        Bar.at_most("search: instances wrongly called infeasible, or feasible", false, "", 0),
+        Bar.at_most("search: farthest from the best of all", 100 * apart, "%", 1e-6),
+        Bar.at_most("search: worst time of an instance of full size", 1e3 * max(times), "ms", 50),
+    ]
+
+
+FULL = Space((256, 512, 768, 1024, 1536, 1769, 2048, 3008), tuple(range(1, 33)), (16, 32, 64, 128), COLLECTIVES)
+
+
+def _timed(task: Task) -> float:
+    begun = time.perf_counter()
+    cheapest(task, FULL, Limits(1e6))
+    return time.perf_counter() - begun
+
+
+def _seconds(one: Prediction) -> float:
+    return one.seconds
+
+
+def _usd(one: Prediction) -> float:
+    return one.usd
+
+
+# Chosen
+
+
+@dataclass
+class Rival:
+    """A way to choose, its choice, and what came of it."""
+
+    name: str
+    choice: Configuration
+    faithful: bool
+    told: Prediction | None
+    took: list[Measured]
+
+    def seconds(self, task: Task) -> float:
+        """To the target: measured iterations, as many as the noise scale says."""
+        return self._iterations(task) * statistics.median(one.seconds for one in self.took)
+
+    def usd(self, task: Task) -> float:
+        prices, one = REQUEST_PRICES["s3/us-east-1"], self.took[-1].requests
+        puts, lists = one.get("puts", 0), one.get("lists", 0)
+        gets = one.get("gets", 0) + one.get("misses", 0) + one.get("looks", 0)
+        asked = puts * (prices.put or 0) + lists * (prices.list or 0) + gets * (prices.get or 0)
+        rate = self.choice.workers * self.choice.memory_mb / 1024 * USD_PER_GB_SECOND
+        return self.seconds(task) * rate + self._iterations(task) * asked
+
+    def _iterations(self, task: Task) -> int:
+        told = predict(task, [self.choice])[0]
+        assert told is not None
+        return told.iterations
+
+
+def chosen(report: Report, known: Learned) -> None:
+    """One setting, live: S3, 4 MB, at most 8 workers."""
+    task = replace(known.task, channels=(known.channels["s3"],), corrections={"s3": known.corrections["s3"]})
+    space = Space((885, 1024, 1536, 1769, 3008), tuple(range(1, 9)), (16, 32, 64), COLLECTIVES[1:])
+    theirs = Configuration(3008, 8, 32, "scatter-reduce", 8, "s3")
+    rivals = [Rival("LambdaML: scatter-reduce, 8 workers of 3008 MB", theirs, True, None, [])]
+    _run(rivals, 1 if report.quick else 3)
+    limits = Limits(0.7 * rivals[0].seconds(task))
+    ours = cheapest(task, space, limits)
+    published = as_published(replace(task, corrections={}))
+    fasdl = fasdl_heuristic(published, replace(space, collectives=("k-reduce",)), limits, "s3")
+    heuristic = fasdl_heuristic(task, replace(space, collectives=("k-reduce",)), limits, "s3")
+    if fasdl is None:
+        print("FasDL's heuristic over collectives as published finds nothing within the deadline")
+        fasdl = fasdl_heuristic(published, replace(space, collectives=("k-reduce",)), Limits(), "s3")
+    assert ours is not None, "the search finds nothing within seven tenths of LambdaML's time"
+    more = [Rival("ours", ours.configuration, False, ours, [])]
+    if fasdl is not None:
+        more.append(Rival("FasDL: its search, its K-REDUCE", fasdl.configuration, True, fasdl, []))
+    if heuristic is not None:
+        more.append(Rival("FasDL's search over our collectives", heuristic.configuration, False, heuristic, []))
+    _run([*more, rivals[0]], 1 if report.quick else 3)
+    rivals += more
+    print(
+        f"\nS3, {task.model_bytes / MB:g} MB, to the target, whose steps are modelled, with iterations that were "
+        f"measured; deadline {limits.deadline_seconds:.0f} s"
+    )
+    print(f"{'':<48}{'W':>3}{'M':>6}{'B':>4}{'K':>3}{'iteration':>10}{'told':>8}{'seconds':>9}{'$':>9}")
+    for one in rivals:
+        c, iteration = one.choice, statistics.median(took.seconds for took in one.took)
+        told = f"{one.told.iteration_seconds:.3f}" if one.told else "-"
+        print(
+            f"{one.name:<48}{c.workers:>3}{c.memory_mb:>6}{c.batch:>4}{c.chunks:>3}{iteration:>10.3f}{told:>8}"
+            f"{one.seconds(task):>9.1f}{one.usd(task):>9.5f}  {c.collective}"
+        )
+        report.runs.append(
+            {
+                "part": "chosen", "name": one.name, "choice": asdict(c), "faithful": one.faithful,
+                "told": asdict(one.told) if one.told else None, "took": [asdict(took) for took in one.took],
+                "seconds": one.seconds(task), "usd": one.usd(task),
+            }
+        )  # fmt: skip
+    by = {one.name: one for one in rivals}
+    mine, base = by["ours"], rivals[0]
+    report.bars += [
+        Bar.at_least(
+            "chosen: time saved against LambdaML", 100 * (1 - mine.seconds(task) / base.seconds(task)), "%", 30
+        ),
+        Bar.at_least("chosen: money saved against LambdaML", 100 * (1 - mine.usd(task) / base.usd(task)), "%", 45),
+    ]
+    report.bars += [
+        Bar.at_least(f"chosen: money saved against {one.name}", 100 * (1 - mine.usd(task) / one.usd(task)), "%", 0)
+        for one in rivals[2:]
+    ]
+
+
+def _run(rivals: Sequence[Rival], repeats: int) -> None:
+    """In turn."""
+    for _ in range(repeats):
+        by_workers = sorted(rivals, key=lambda one: one.choice.workers)
+        settings = [
+            Setting(
+                "s3", 4, one.choice.workers, one.choice.collective, one.choice.chunks, one.choice.batch,
+                one.choice.memory_mb, one.faithful,
+            )
+            for one in by_workers
+        ]  # fmt: skip
+        for one, (_, took, _) in zip(by_workers, measured(settings), strict=True):
+            one.took.append(took)
+
+
+def main() -> int:
+    def more(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--only", choices=("predicted", "searched", "chosen"), help="this part alone")
+
+    given = options(__doc__, more=more)
+    report = Report("tuning", given.quick)
+    if given.only != "predicted":
+        searched(report)
+    if given.only != "searched":
+        known = predicted(report)
+        if given.only != "predicted":
+            chosen(report, known)
+    return report.close(given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

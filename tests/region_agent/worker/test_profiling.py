@@ -1,0 +1,113 @@
+"""The worker function in its profile mode: what it measures, and that nothing else goes out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.jobs import LINEAR_TASK, pack, write_samples
+
+from region_agent.worker.handler import handle
+from region_agent.worker.invocation import Outcome, ShardFile
+from region_agent.worker.profile_call import ProfileCall, Profiled
+from sync.channel import FileChannel
+
+CANARY = 31337.4375
+
+
+def profiled(folder: Path, task: str = LINEAR_TASK, samples: int = 200, **changed: Any) -> tuple[Profiled, str]:
+    """What the function answers, and the body as it went out."""
+    bundle = pack({"task.py": task})
+    key = f"bundle/{hashlib.sha256(bundle).hexdigest()}"
+    FileChannel(str(folder / "channel")).put(key, [bundle])
+    data = write_samples(folder / "data.npz", samples)
+    files = (ShardFile(name=data.name, path=str(data)),)
+    fields: dict[str, Any] = {
+        "job": "profile-1", "region": "east", "channel": "file", "channel_address": str(folder / "channel"),
+        "bundle_key": key, "module": "task.py", "config": {}, "splits": {"train": files}, "batch": 16, "seed": 5,
+        "limit_seconds": 20.0, **changed,
+    }  # fmt: skip
+    answer = handle(SimpleNamespace(body=ProfileCall(**fields).model_dump_json().encode()), None)
+    assert answer["statusCode"] == 200
+    body = str(answer["body"])
+    return Profiled.model_validate_json(body), body
+
+
+def test_a_profile_tells_sizes_seconds_memory_and_noise(tmp_path: Path) -> None:
+    told, _ = profiled(tmp_path)
+    assert told.status == "done"
+    assert (told.parameters, told.model_bytes, told.samples) == (10, 40, 200)
+    assert [step.batch for step in told.steps] == [4, 8, 16, 32]
+    assert all(step.seconds > 0 and step.peak_mb > 1 for step in told.steps)
+    assert told.update_seconds > 0
+    assert told.norms
+    assert all(pair.small_batch * 2 <= pair.large_batch <= 200 for pair in told.norms)
+    assert all(pair.large_norm2 > 0 for pair in told.norms)
+    # One linear layer is no chain of layers, and it says so.
+    assert not told.layers
+    assert "nn.Sequential" in told.layers_note
+
+
+def test_a_model_that_is_a_chain_is_measured_layer_by_layer(tmp_path: Path) -> None:
+    task = LINEAR_TASK.replace("nn.Linear(4, 2)", "nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))")
+    told, _ = profiled(tmp_path, task)
+    assert [layer.kind for layer in told.layers] == ["Linear", "ReLU", "Linear"]
+    assert told.layers[0].parameter_bytes == 4 * 40
+
+
+def test_nothing_of_the_data_is_in_the_answer(tmp_path: Path) -> None:
+    task = LINEAR_TASK.replace('torch.from_numpy(held["x"])', f'torch.from_numpy(held["x"]) * 0 + {CANARY}')
+    told, body = profiled(tmp_path, task, config={"lr": 1e-12})
+    assert told.status == "done"
+    assert str(CANARY) not in body
+    numbers = _numbers(json.loads(body))
+    assert not any(np.isclose(value, CANARY) for value in numbers)
+    # Whatever the number of samples, the answer has as many numbers.
+    assert len(numbers) < 100
+
+
+def _numbers(value: Any) -> list[float]:
+    if isinstance(value, dict):
+        return [number for held in value.values() for number in _numbers(held)]
+    if isinstance(value, list):
+        return [number for held in value for number in _numbers(held)]
+    return [float(value)] if isinstance(value, int | float) else []
+
+
+def test_making_ready_measures_nothing(tmp_path: Path) -> None:
+    told, _ = profiled(tmp_path, measure=False)
+    assert told.status == "done"
+    assert told.model_bytes == 40
+    assert not told.steps
+    assert not told.norms
+
+
+def test_batches_are_never_larger_than_the_data(tmp_path: Path) -> None:
+    told, _ = profiled(tmp_path, samples=10)
+    assert [step.batch for step in told.steps] == [4, 8, 10]
+
+
+@pytest.mark.parametrize(
+    ("task", "code", "message"),
+    [
+        (LINEAR_TASK.replace("nn.Linear(4, 2)", "nn.Linear(5, 2)"), "TASK_FAILED", "loss raised RuntimeError"),
+        (LINEAR_TASK.replace("def loss", "def lost"), "TASK_INVALID", "task.py does not define loss"),
+        (LINEAR_TASK + "\nraise ValueError('at import')\n", "TASK_FAILED", "import raised ValueError"),
+    ],
+)
+def test_a_task_that_fails_says_how(tmp_path: Path, task: str, code: str, message: str) -> None:
+    told, _ = profiled(tmp_path, task)
+    assert (told.status, told.code) == ("failed", code)
+    assert message in told.message
+
+
+def test_a_body_that_is_no_call_is_refused_in_its_own_form() -> None:
+    answer = handle(SimpleNamespace(body=b'{"kind":"profile","batch":0}'), None)
+    assert Profiled.model_validate_json(str(answer["body"])).code == "CONFIG_INVALID"
+    answer = handle(SimpleNamespace(body=b'{"kind":"other"}'), None)
+    assert Outcome.model_validate_json(str(answer["body"])).code == "CONFIG_INVALID"
