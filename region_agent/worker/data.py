@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils.data import default_collate
 from geofed_pb.errors import GeofedError
 from region_agent.worker.invocation import ShardFile
 
-__all__ = ["EVALUATION_BATCH", "BatchStream", "evaluation_batches", "fetch_split", "move"]
+__all__ = ["EVALUATION_BATCH", "BatchStream", "evaluation_batches", "fetch_split", "move", "share_of"]
 
 EVALUATION_BATCH = 256
 _FETCH_CHUNK = 1 << 20
@@ -90,8 +91,8 @@ class BatchStream:
         if self._size == 0:
             raise GeofedError("SHARD_UNREADABLE", "the training split is empty")
         self._seed = [seed, zlib.crc32(region.encode())]
-        self._first, self._stride = worker * region_batch // workers, region_batch
-        self.count = (worker + 1) * region_batch // workers - self._first
+        share = share_of(worker, workers, region_batch)
+        self._first, self._stride, self.count = share.start, region_batch, len(share)
         """Of this worker's samples in each step."""
         if not self.count:
             raise GeofedError("CONFIG_INVALID", f"{region_batch} samples a step are too few for {workers} workers")
@@ -106,6 +107,11 @@ class BatchStream:
         """The collated samples of one step."""
         return _collate(self._data, self.indices(step))
 
+    def micro_batches(self, step: int, sizes: Sequence[int]) -> list[Any]:
+        """The same samples in several batches, of so many each."""
+        indices, cut = self.indices(step), list(itertools.accumulate(sizes, initial=0))
+        return [_collate(self._data, indices[start:stop]) for start, stop in itertools.pairwise(cut)]
+
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
         if epoch not in self._orders:
             if len(self._orders) > 1:
@@ -114,11 +120,18 @@ class BatchStream:
         return self._orders[epoch]
 
 
-def evaluation_batches(data: Any, worker: int, workers: int) -> tuple[int, Iterator[Any]]:
-    """How many samples of the test split are this worker's, and them in batches."""
+def share_of(worker: int, workers: int, region_batch: int) -> range:
+    """Which of a step's samples are a worker's."""
+    return range(worker * region_batch // workers, (worker + 1) * region_batch // workers)
+
+
+def evaluation_batches(
+    data: Any, worker: int, workers: int, batch: int = EVALUATION_BATCH
+) -> tuple[int, Iterator[Any]]:
+    """How many samples of the test split are this worker's, and them in batches of so many."""
     mine = range(worker, len(data), workers)
-    starts = range(0, len(mine), EVALUATION_BATCH)
-    return len(mine), (_collate(data, list(mine[start : start + EVALUATION_BATCH])) for start in starts)
+    starts = range(0, len(mine), batch)
+    return len(mine), (_collate(data, list(mine[start : start + batch])) for start in starts)
 
 
 def _collate(data: Any, indices: list[int]) -> Any:

@@ -16,10 +16,12 @@ import torch
 
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data import fetch_split
+from region_agent.worker.holding import Holding, WholeModel
 from region_agent.worker.invocation import Invocation, Outcome, read_invocation
 from region_agent.worker.loop import WorkerLoop
 from region_agent.worker.profile_call import ProfileCall, Profiled, is_profile_call, read_profile_call
 from region_agent.worker.profiling import profile
+from region_agent.worker.stage import ModelStage, pipeline_of
 from region_agent.worker.task import Task, load_task, unpack
 from sync.channel import Channel, open_channel
 
@@ -75,7 +77,16 @@ def _run(invocation: Invocation, begun: float) -> Outcome:
     _set_threads()
     channel = open_channel(invocation.channel, invocation.channel_address)
     task = _task(channel, invocation)
-    return WorkerLoop(invocation, task, _data(invocation, task), channel, begun).run()
+    return WorkerLoop(invocation, _holding(invocation, task, channel), channel, begun).run()
+
+
+def _holding(invocation: Invocation, task: Task, channel: Channel) -> Holding:
+    if not invocation.stages:
+        return WholeModel(invocation, task, _data(invocation, task), channel)
+    stage = pipeline_of(invocation).position(invocation.worker).stage
+    # Only the ends of a pipeline look at samples: the first stage at inputs, the last at labels.
+    reads = stage in (0, len(invocation.stages) - 1)
+    return ModelStage(invocation, task, _data(invocation, task) if reads else {}, channel)
 
 
 def _task(channel: Channel, invocation: Invocation | ProfileCall) -> Task:

@@ -63,6 +63,18 @@ class Invocation(BaseModel):
     merging_codec: str = "fp32"
     channel_costs: dict[str, float] = {}
     """The fields of `ChannelCosts`, as the agent has measured them."""
+    stages: tuple[tuple[int, int], ...] = ()
+    """A pipeline: first and last layer of each stage, counted from 0, both included. Workers are numbered
+    ``stage * degree + replica``. Empty: every worker holds the whole model."""
+    degree: int = Field(default=1, ge=1)
+    """Replicas of each stage."""
+    micro_batch: int = Field(default=1, ge=1)
+    """Samples."""
+    order: Literal["gpipe", "1f1b"] = "1f1b"
+    rematerialise: tuple[bool, ...] = ()
+    """By stage: its activations are made again before each backward pass. Empty: none."""
+    activation_codec: Literal["fp32", "bf16"] = "fp32"
+    """Of what stages send each other; "fp32": as it is."""
 
 
 class Outcome(BaseModel):

@@ -19,7 +19,7 @@ from sync.channel import Channel, fence_key
 from sync.collective import ChannelCosts, Collective, Member, Merge, Settings, State, choose, open_collective
 from sync.flat import FlatModel
 
-__all__ = ["Merging", "merging_for"]
+__all__ = ["Fenced", "Merging", "group_settings", "merging_for"]
 
 _PLACE = "c"
 """What the keys of collectives begin with; the attempt follows."""
@@ -187,9 +187,7 @@ def merging_for(
     """
     if call.workers == 1:
         return Alone(optimizer, task)
-    measured = dict(call.channel_costs)
-    costs = ChannelCosts(**{**measured, "parallel": int(measured["parallel"])}) if measured else None  # type: ignore[arg-type]
-    settings = _settings(call, flat, costs)
+    settings = _settings(call, flat, _costs(call))
     if settings is None:
         return AtServer(optimizer, task, flat, channel, call)
     member = Member(call.worker, call.workers, call.attempt)
@@ -197,6 +195,23 @@ def merging_for(
     collective = open_collective(settings, member, told, _PLACE, flat.layout.size)
     name = settings.pattern if settings.chunks is None else f"{settings.pattern} with K = {settings.chunks}"
     return ThroughChannel(optimizer, task, flat, collective, name)
+
+
+def group_settings(call: Invocation, flat: FlatModel) -> Settings:
+    """How the replicas of one stage of a pipeline merge: always among themselves, and always the present step."""
+    alike = call.model_copy(update={"workers": call.degree})
+    costs = _costs(call)
+    settings = _settings(alike, flat, costs) if call.collective != "isp" else None
+    if settings is None:
+        asked = costs if call.channel == "s3" else None
+        settings = Settings("pipelined-scatter-reduce", timeout_seconds=_TIMEOUT_SECONDS, asked=asked)
+    codec = call.merging_codec if call.merging_codec in ("fp32", "bf16", "int8") else "fp32"
+    return replace(settings, staleness=0, codec=codec, trained=flat.layout.trainable_size)
+
+
+def _costs(call: Invocation) -> ChannelCosts | None:
+    measured = dict(call.channel_costs)
+    return ChannelCosts(**{**measured, "parallel": int(measured["parallel"])}) if measured else None  # type: ignore[arg-type]
 
 
 def _chosen(workers: int, size: float, costs: ChannelCosts, patterns: Sequence[str]) -> Merge:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,9 +61,11 @@ class StageRunner:
         codec: str = "fp32",
         seed: tuple[int, ...] = (0,),
         timeout_seconds: float = 120.0,
+        computing: Callable[[str], AbstractContextManager[None]] = lambda doing: nullcontext(),
     ) -> None:
         """``layers``: this stage's only. ``codec``: of activations and their gradients, "fp32" (as they are) or "bf16".
-        ``seed``: what layers draw at random follows from it, the replica, the step and the micro-batch."""
+        ``seed``: what layers draw at random follows from it, the replica, the step and the micro-batch. ``computing``:
+        entered wherever layers run, with what they do, for whoever tells of their errors in another way."""
         self.shape, self.position = shape, shape.position(worker)
         stage, count = self.position.stage, len(shape.stages)
         self.is_first, self.is_last = stage == 0, stage == count - 1
@@ -78,9 +81,12 @@ class StageRunner:
         self._lanes, self._channel = Lanes(channel, timeout_seconds), channel
         self._place, self._codec, self._merge = place, codec, merge
         self._seed = (*seed, self.position.replica)
+        self._computing = computing
         self._compute_seconds = 0.0
         self._expected = 0
         """The step whose receives are queued."""
+        self.loss: float | None = None
+        """Of the step's samples, once nothing is left to compute; None in all stages but the last."""
 
     @property
     def reads_data(self) -> bool:
@@ -120,7 +126,7 @@ class StageRunner:
         self._lanes.flush()
         self._merge.finish()
         return StepDone(
-            loss=self._stage.loss_sum if self.is_last else None,
+            loss=self.loss,
             compute_seconds=self._compute_seconds,
             waited_seconds=self._lanes.waited_seconds - waited,
             exposed_seconds=self._merge.exposed_seconds - exposed,
@@ -169,7 +175,8 @@ class StageRunner:
         if not self.is_first:
             given, _ = self.decoded(self._lanes.take(self._key(step, "a", stage, number)))
         begun = time.monotonic()
-        passed = self._stage.forward(number, given, batch)
+        with self._computing("the forward pass"):
+            passed = self._stage.forward(number, given, batch)
         self._compute_seconds += time.monotonic() - begun
         if passed is not None:
             self._lanes.send(self._key(step, "a", stage + 1, number), self.encoded(passed))
@@ -185,9 +192,11 @@ class StageRunner:
         if last is not None:
             self._merge.arm(step, last[0])
         begun = time.monotonic()
-        passed = self._stage.backward(number, given, share)
+        with self._computing("the backward pass"):
+            passed = self._stage.backward(number, given, share)
         self._compute_seconds += time.monotonic() - begun
         if last is not None:
+            self.loss = self._stage.loss_sum if self.is_last else None
             last[1]()
         if not self.is_first:
             self._lanes.send(self._key(step, "g", stage - 1, number), self.encoded(passed))

@@ -127,9 +127,9 @@ def test_merged_steps_equal_one_process_with_the_whole_batch(lives: dict[str, Li
     torch.manual_seed(0)
     module = nn.Linear(4, 2)
     # The same beginning as the job: its seed decides it.
-    from region_agent.worker.loop import _seed
+    from sync.seeding import seed_all
 
-    _seed(5)
+    seed_all(5)
     module = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     x, y = _samples(50)

@@ -1,0 +1,254 @@
+"""What one worker holds of the model, and how it makes its steps: the whole of it, or a stage.
+
+The loop around it, rounds and slices and what passes from one invocation to the next, is the same for both.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from geofed_pb.errors import GeofedError
+from region_agent.worker.data import BatchStream, evaluation_batches, move
+from region_agent.worker.invocation import Invocation
+from region_agent.worker.merging import merging_for
+from region_agent.worker.optimizer_state import State, dump_state, load_state
+from region_agent.worker.ps_client import PsClient
+from region_agent.worker.task import Task, task_errors
+from sync import framing
+from sync.channel import Channel
+from sync.collective import State as CollectiveState
+from sync.flat import FlatModel
+from sync.layout import Layout, Vector
+from sync.seeding import seed_all
+
+__all__ = ["Holding", "WholeModel", "checked_loss", "device"]
+
+
+class Holding(Protocol):
+    """One invocation's part of the model. A round begins and ends in all workers alike."""
+
+    flat: FlatModel
+    """Of the part."""
+    layout: Layout
+    """Of the whole model."""
+    samples: int
+    """Of each step, this worker's."""
+    counted: int
+    """Of those, the ones that no other worker tells the server of."""
+    group: int
+    """Workers of one group hold the same."""
+    alone: bool
+    """There is no other worker in the group."""
+    leads: bool
+    """Hands over the group's part at the end of a round."""
+    tells: bool
+    """Tells the server of steps, where it does not know."""
+    in_stages: bool
+    name: str
+    """How the workers merge, for people."""
+    server_knows: bool
+    """The server hears of every step."""
+
+    def step(self, server: PsClient, step: int, more: bool) -> tuple[float, float]:
+        """Make a step; its loss over `counted` samples and the seconds of computing. ``more``: another follows."""
+
+    def settle(self, step: int) -> None:
+        """At the end of a WAN round, after ``step``: all workers of a group then hold the same, bit for bit."""
+
+    def evaluate(self, sequence: int) -> tuple[int, dict[str, float]]:
+        """Samples of the test data that were measured, and what was found, after a round."""
+
+    def offer(self, key: str) -> str:
+        """Put the freshly made model under a key; what the server is told of it, "" where another worker tells it."""
+
+    def withdraw(self, key: str) -> None:
+        """Forget what was offered."""
+
+    def put(self, key: str, vector: Vector) -> None:
+        """Hand over this worker's part of the model under a key."""
+
+    def own(self, key: str) -> Vector | None:
+        """What `put` has put; None where it is gone."""
+
+    def read(self, key: str, name: str) -> Vector:
+        """This worker's part of a vector in the channel; raises ``GeofedError("FENCED")`` where it has gone."""
+
+    def dump_state(self) -> State:
+        """Of the optimiser; parameters have the numbers of the whole model."""
+
+    def load_state(self, state: State) -> None:
+        """Put a dumped state into the optimiser; of parameters that this worker holds."""
+
+    def put_state(self, key: str, state: State) -> None:
+        """Hand over this worker's part of the optimiser's state."""
+
+    def read_state(self, key: str) -> State:
+        """This worker's part; raises ``GeofedError("FENCED")`` where it has gone."""
+
+    def left_key(self, step: int, broken: bool) -> str:
+        """Where an invocation leaves what the next one needs; ``broken``: one of another attempt."""
+
+    def taken_over(self, key: str) -> str:
+        """Where the attempt before has left this worker's part, told of one that it has left; "": nowhere."""
+
+    def keep(self, step: int, pieces: list[memoryview]) -> None:
+        """After a step: store what another attempt would need of it, beside the next step."""
+
+    def keeps(self, step: int) -> bool:
+        """Whether it is for this worker to store something after this step."""
+
+    def facts(self) -> dict[str, float]:
+        """What else the next invocation must know."""
+
+    def recall(self, facts: dict[str, float]) -> None:
+        """Take that up."""
+
+    def merging_state(self) -> CollectiveState: ...
+
+    def restore_merging(self, state: CollectiveState) -> None: ...
+
+    def forget(self) -> None:
+        """The job is done: nothing of this worker is needed any more."""
+
+    def close(self) -> None: ...
+
+
+def device() -> torch.device:
+    """Where workers compute."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def checked_loss(value: float, step: int) -> float:
+    """The loss; raises ``GeofedError("TASK_FAILED")`` where it is not finite."""
+    if not np.isfinite(value):
+        text = f"the loss is {value} at step {step}"
+        raise GeofedError("TASK_FAILED", text, hint="training diverged: lower the learning rate")
+    return value
+
+
+class WholeModel:
+    """Data parallel: every worker holds all of the model."""
+
+    group = 0
+    in_stages = False
+
+    def __init__(self, call: Invocation, task: Task, data: dict[str, Any], channel: Channel) -> None:
+        self._call, self._task, self._data, self._channel = call, task, data, channel
+        self._device = device()
+        # Seeded alike everywhere: all workers of the partition make the same model.
+        seed_all(call.seed)
+        self._module = task.model(call.seed).to(self._device)
+        with task_errors(task.folder, "model"):
+            self.flat = FlatModel(self._module)
+        self.layout = self.flat.layout
+        self._optimizer = task.optimizer(self._module.parameters())
+        with task_errors(task.folder, "dataset"):
+            self._stream = BatchStream(
+                data["train"], call.seed, call.region, call.worker, call.workers, call.region_batch
+            )
+        self.samples = self.counted = self._stream.count
+        self._merging = merging_for(call, task, self._optimizer, self.flat, channel)
+        self.name, self.server_knows = self._merging.name, self._merging.server_knows
+        self.alone = call.workers == 1
+        self.leads = self.tells = call.worker == 0
+
+    def step(self, server: PsClient, step: int, more: bool) -> tuple[float, float]:
+        begun = time.monotonic()
+        # What a step does must follow from the step alone, not from the steps that this invocation made before.
+        seed_all(self._call.seed, zlib.crc32(self._call.region.encode()), self._call.worker, step)
+        with task_errors(self._task.folder, "dataset"):
+            batch = move(self._stream.batch(step), self._device)
+        self._module.train()
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = self._task.loss(self._module, batch)
+        with task_errors(self._task.folder, "the backward pass"):
+            loss.backward()  # type: ignore[no-untyped-call]
+        value = float(loss.detach())
+        seconds = time.monotonic() - begun
+        checked_loss(value, step)
+        self._merging.step(server, step, self.samples, value)
+        return value, seconds
+
+    def settle(self, step: int) -> None:
+        self._merging.settle(step)
+
+    def evaluate(self, sequence: int) -> tuple[int, dict[str, float]]:
+        if "test" not in self._data:
+            return 0, {}
+        samples, batches = evaluation_batches(self._data["test"], self._call.worker, self._call.workers)
+        self._module.eval()
+        with torch.no_grad():
+            moved = (move(batch, self._device) for batch in batches)
+            return samples, self._task.metrics(self._module, moved) if samples else {}
+
+    def offer(self, key: str) -> str:
+        self.put(key, self.flat.vector())
+        return key
+
+    def withdraw(self, key: str) -> None:
+        self._channel.delete(key)
+
+    def put(self, key: str, vector: Vector) -> None:
+        self._channel.put(key, framing.encode({"model": vector}))
+
+    def own(self, key: str) -> Vector | None:
+        value = self._channel.get(key)
+        return None if value is None else np.asarray(framing.decode(value).tensors["model"], np.float32)
+
+    def read(self, key: str, name: str) -> Vector:
+        return np.asarray(self._require(key).tensors[name], np.float32)
+
+    def dump_state(self) -> State:
+        return dump_state(self._optimizer)
+
+    def load_state(self, state: State) -> None:
+        load_state(self._optimizer, *state)
+
+    def put_state(self, key: str, state: State) -> None:
+        self._channel.put(key, framing.encode(*state))
+
+    def read_state(self, key: str) -> State:
+        frame = self._require(key)
+        return frame.tensors, frame.facts
+
+    def left_key(self, step: int, broken: bool) -> str:
+        return f"w/{self._call.attempt}/{self._call.worker}/{step}"
+
+    def taken_over(self, key: str) -> str:
+        # All workers hold the same, so any of them has left what all need.
+        return key
+
+    def keeps(self, step: int) -> bool:
+        return False
+
+    def keep(self, step: int, pieces: list[memoryview]) -> None:
+        """Any worker that is left has it all."""
+
+    def facts(self) -> dict[str, float]:
+        return {}
+
+    def recall(self, facts: dict[str, float]) -> None:
+        """There is nothing more."""
+
+    def merging_state(self) -> CollectiveState:
+        return self._merging.state()
+
+    def restore_merging(self, state: CollectiveState) -> None:
+        self._merging.restore(state)
+
+    def forget(self) -> None:
+        """What it has left is the loop's to forget."""
+
+    def close(self) -> None:
+        self._merging.close()
+
+    def _require(self, key: str) -> framing.Frame:
+        value = self._channel.get(key)
+        if value is None:
+            raise GeofedError("FENCED", f"{key} has gone from the channel: a newer attempt has taken over")
+        return framing.decode(value)

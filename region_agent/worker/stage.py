@@ -1,0 +1,350 @@
+"""A worker of a pipeline: it holds one stage of the model, and never more."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from geofed_pb.errors import GeofedError
+from region_agent.worker.data import EVALUATION_BATCH, BatchStream, evaluation_batches, move, share_of
+from region_agent.worker.holding import checked_loss, device
+from region_agent.worker.invocation import Invocation
+from region_agent.worker.merging import Fenced, group_settings
+from region_agent.worker.optimizer_state import State, dump_state, load_state
+from region_agent.worker.ps_client import PsClient
+from region_agent.worker.task import Task, task_errors
+from sync import framing, parted
+from sync.channel import Channel
+from sync.collective import Member
+from sync.collective import State as CollectiveState
+from sync.flat import FlatModel
+from sync.layout import Layout, Vector
+from sync.pipeline import GroupMerge, Layers, Pipeline, StageRunner
+from sync.seeding import seed_all
+
+__all__ = ["ModelStage", "pipeline_of"]
+
+_log = logging.getLogger("geofed.worker")
+_TIMEOUT_SECONDS = 120.0
+"""A stage that gives its part of a step later than this is taken for lost, and a new attempt begins."""
+_EVALUATION_STRETCH = 4
+"""Forward only, a stage keeps the outputs of a layer instead of all activations: so many micro-batches at once."""
+_BEHIND = 2
+"""Steps that a stage's last stored state may be behind the furthest worker: one that is on its way into the channel
+while the next step runs, and the step in which another is already ahead."""
+_NOTHING = -1.0
+
+
+def pipeline_of(call: Invocation) -> Pipeline:
+    """The pipeline that an invocation tells of; raises ``GeofedError("CONFIG_INVALID")`` where it is none."""
+    shape = Pipeline(call.stages, call.degree, call.micro_batch, call.order, call.rematerialise)
+    if shape.workers != call.workers:
+        text = f"{len(shape.stages)} stages of {shape.degree} replicas have not {call.workers} workers"
+        raise GeofedError("CONFIG_INVALID", text)
+    return shape
+
+
+class ModelStage:
+    """One replica of one stage.
+
+    What a broken attempt has done is not lost: after each step one of a stage's replicas stores the stage's state in
+    the channel, while the next step runs and at the latest before that one ends for the stages before. The first worker
+    of a new attempt looks for the last step of which every stage has left something, and tells the others.
+    """
+
+    in_stages = True
+    server_knows = False
+
+    def __init__(self, call: Invocation, task: Task, data: dict[str, Any], channel: Channel) -> None:
+        self._call, self._task, self._data, self._channel = call, task, data, channel
+        self._shape, self._device = pipeline_of(call), device()
+        self._place = self._shape.position(call.worker)
+        stage, replica = self._place.stage, self._place.replica
+        with task_errors(task.folder, "layers"):
+            layers = task.layers(call.seed)
+            self._cut(layers)
+            module = layers.stage(*self._shape.stages[stage]).to(self._device)
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            first, last = self._shape.stages[stage]
+            text = f"stage {stage} (layers {first} to {last}) has no trainable parameters"
+            raise GeofedError("TASK_INVALID", text, hint="cut the model elsewhere")
+        self.flat = FlatModel(module)
+        self._optimizer = task.optimizer(module.parameters())
+        self._fenced = Fenced(channel, call.attempt)
+        settings, member = group_settings(call, self.flat), Member(replica, call.degree, call.attempt)
+        told = channel if settings.asked is not None else self._fenced
+        # Under the attempt's tree, each group in a place of its own.
+        self._merge = GroupMerge(self.flat, settings, member, told, f"p/{call.attempt}/c{stage}")
+        self._region = zlib.crc32(call.region.encode())
+        self._runner = StageRunner(
+            self._shape,
+            call.worker,
+            module,
+            task.loss,
+            self._fenced,
+            f"p/{call.attempt}",
+            self._merge,
+            codec=call.activation_codec,
+            seed=(call.seed, self._region),
+            timeout_seconds=_TIMEOUT_SECONDS,
+            computing=lambda doing: task_errors(task.folder, doing),
+        )
+        self.samples = len(share_of(replica, call.degree, call.region_batch))
+        if not self.samples:
+            text = f"{call.region_batch} samples a step are too few for {call.degree} replicas"
+            raise GeofedError("CONFIG_INVALID", text)
+        self.counted = self.samples if self._runner.is_last else 0
+        self._stream: BatchStream | None = None
+        if self._runner.reads_data:
+            with task_errors(task.folder, "dataset"):
+                self._stream = BatchStream(
+                    data["train"], call.seed, call.region, replica, call.degree, call.region_batch
+                )
+        self.group, self.alone = stage, call.degree == 1
+        self.leads, self.tells = replica == 0, replica == 0 and self._runner.is_last
+        self.name = f"a pipeline of {len(self._shape.stages)} stages, {call.order}"
+        if call.degree > 1:
+            self.name += f", and {settings.pattern} among {call.degree} replicas of each"
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="keep")
+        self._keeping: Future[None] | None = None
+        self._kept: list[int] = []
+        self._found: tuple[int, int, dict[str, float]] = (-1, 0, {})
+        """The last round that was evaluated, with what was found."""
+
+    def _cut(self, layers: Layers) -> None:
+        """Where the stages lie in the flat model, and which parameters are whose."""
+        if self._shape.layers != len(layers):
+            text = f"the stages have {self._shape.layers} layers, the model {len(layers)}"
+            raise GeofedError("CONFIG_INVALID", text, hint="profile the task again: it has changed since")
+        shell = layers.shell()
+        self.layout: Layout = FlatModel(shell).layout
+        stage_of = {
+            name: stage
+            for stage, (first, last) in enumerate(self._shape.stages)
+            for name in layers.names[first : last + 1]
+        }
+        self._spans: list[parted.Span] = []
+        at = 0
+        for slot in self.layout.slots:
+            stage = stage_of[slot.name.split(".", 1)[0]]
+            if self._spans and self._spans[-1][0] == stage and self._spans[-1][2] == at:
+                self._spans[-1] = (stage, self._spans[-1][1], at + slot.size)
+            else:
+                self._spans.append((stage, at, at + slot.size))
+            at += slot.size
+        own = self._place.stage
+        self._slices = [slice(start, stop) for stage, start, stop in self._spans if stage == own]
+        owners = [stage_of[name.split(".", 1)[0]] for name, _ in shell.named_parameters()]
+        first = sum(1 for stage in owners if stage < own)
+        self._parameters = range(first, first + owners.count(own))
+
+    # Steps
+
+    def step(self, server: PsClient, step: int, more: bool) -> tuple[float, float]:
+        batches: list[Any] = []
+        if self._stream is not None:
+            # The first stage takes the inputs of these samples and the last one their labels, so both draw the same.
+            seed_all(self._call.seed, self._region, self._place.replica, step)
+            with task_errors(self._task.folder, "dataset"):
+                drawn = self._stream.micro_batches(step, self._shape.sizes(self.samples))
+            batches = [move(batch, self._device) for batch in drawn]
+        then = self.samples if more else None
+        done = self._runner.step(step, self.samples, batches, before_last=lambda: self._before_last(step), then=then)
+        with task_errors(self._task.folder, "the optimiser's step"):
+            self._optimizer.step()
+        return done.loss or 0.0, done.compute_seconds
+
+    def _before_last(self, step: int) -> None:
+        """Nobody comes further than this step before the state of the one before is stored."""
+        if self._runner.loss is not None:
+            checked_loss(self._runner.loss, step)
+        self._await_kept()
+
+    def settle(self, step: int) -> None:
+        """Replicas of a stage hold the same after every step."""
+
+    def evaluate(self, sequence: int) -> tuple[int, dict[str, float]]:
+        if "test" not in self._call.splits:
+            return 0, {}
+        if self._found[0] != sequence:
+            samples, count = 0, 0
+            batches: Iterator[Any] = iter(())
+            if self._runner.reads_data:
+                size = min(EVALUATION_BATCH, _EVALUATION_STRETCH * self._shape.micro_batch)
+                replica, degree = self._place.replica, self._shape.degree
+                samples, batches = evaluation_batches(self._data["test"], replica, degree, size)
+                count = -(-samples // size)
+            moved = (move(batch, self._device) for batch in batches)
+            with torch.no_grad():
+                metrics = self._runner.evaluate(f"e{sequence}", moved, count, self._task.metrics)
+            self._found = (sequence, samples if self._runner.is_last else 0, metrics)
+        return self._found[1], self._found[2]
+
+    # The model, of which this is a part
+
+    def offer(self, key: str) -> str:
+        """Every stage puts its part; the first worker tells of them once all are there."""
+        place = f"init/{self._call.attempt}/model"
+        if self.leads:
+            self.put(place, self.flat.vector())
+            self._channel.put(f"{place}-{self.group}", [b"there"])
+        if self._call.worker:
+            return ""
+        self._await_all([f"{place}-{stage}" for stage in range(len(self._shape.stages))])
+        return place
+
+    def withdraw(self, key: str) -> None:
+        place = f"init/{self._call.attempt}/model"
+        if self.leads:
+            self._channel.delete_many([parted.part_key(place, self.group), f"{place}-{self.group}"])
+        if self._call.worker == 0:
+            self._channel.delete(place)
+
+    def put(self, key: str, vector: Vector) -> None:
+        if self.leads:
+            self._channel.put(parted.part_key(key, self.group), framing.encode({"model": vector}))
+        if self._call.worker == 0:
+            parted.put_index(self._channel, key, self._spans, parts=len(self._shape.stages))
+
+    def own(self, key: str) -> Vector | None:
+        return parted.read_slices(self._channel, key, "model", self._slices)
+
+    def read(self, key: str, name: str) -> Vector:
+        vector = parted.read_slices(self._channel, key, name, self._slices)
+        if vector is None:
+            raise GeofedError("FENCED", f"{key} has gone from the channel: a newer attempt has taken over")
+        return vector
+
+    def dump_state(self) -> State:
+        tensors, numbers = dump_state(self._optimizer)
+        return _renumbered(tensors, self._parameters.start), _renumbered(numbers, self._parameters.start)
+
+    def load_state(self, state: State) -> None:
+        tensors, numbers = state
+        load_state(
+            self._optimizer,
+            _renumbered(tensors, -self._parameters.start),
+            _renumbered(numbers, -self._parameters.start),
+        )
+
+    def put_state(self, key: str, state: State) -> None:
+        self._channel.put(parted.part_key(key, self.group), framing.encode(*state))
+        if self._call.worker == 0:
+            parted.put_index(self._channel, key, parts=len(self._shape.stages))
+
+    def read_state(self, key: str) -> State:
+        frame = parted.read_state(self._channel, key, self._parameters)
+        if frame is None:
+            raise GeofedError("FENCED", f"{key} has gone from the channel: a newer attempt has taken over")
+        return frame.tensors, frame.facts
+
+    # What another attempt goes on from
+
+    def left_key(self, step: int, broken: bool) -> str:
+        if broken:
+            return self._stage_key(self._call.attempt, self.group, step)
+        return f"w/{self._call.attempt}/{self._call.worker}/{step}"
+
+    def keeps(self, step: int) -> bool:
+        # In turn: each replica's uplink bears its share.
+        return step % self._shape.degree == self._place.replica
+
+    def keep(self, step: int, pieces: list[memoryview]) -> None:
+        self._await_kept()
+        self._keeping = self._beside.submit(self._store, step, pieces)
+
+    def _store(self, step: int, pieces: list[memoryview]) -> None:
+        self._channel.put(self._stage_key(self._call.attempt, self.group, step), pieces)
+        self._kept.append(step)
+        needed = step - _BEHIND
+        self._drop([old for old in self._kept if old < needed])
+
+    def _drop(self, steps: Collection[int]) -> None:
+        self._kept = [step for step in self._kept if step not in steps]
+        if steps:
+            self._channel.delete_many([self._stage_key(self._call.attempt, self.group, step) for step in steps])
+
+    def _await_kept(self) -> None:
+        if self._keeping is not None:
+            self._keeping.result()
+            self._keeping = None
+
+    def taken_over(self, key: str) -> str:
+        agreed = f"p/{self._call.attempt}/resume"
+        if self._call.worker == 0 and self._channel.get(agreed) is None:
+            self._channel.put(agreed, framing.encode({}, self._agree(key)))
+        facts = framing.decode(self._await_all([agreed])[agreed]).facts
+        if facts["step"] == _NOTHING:
+            return ""
+        return self._stage_key(int(facts[str(self.group)]), self.group, int(facts["step"]))
+
+    def _agree(self, key: str) -> dict[str, float]:
+        """The last step of which all stages have left their state, and in which attempt each has."""
+        _, attempt, _, furthest = key.split("/")
+        before, last = int(attempt), int(furthest)
+        began = self._channel.get(f"p/{before}/resume")
+        origin = framing.decode(began).facts if began is not None else {"step": _NOTHING}
+        for step in range(last, max(0, last - _BEHIND - 1), -1):
+            found: dict[str, float] = {"step": step}
+            for stage in range(len(self._shape.stages)):
+                if self._channel.has(self._stage_key(before, stage, step)):
+                    found[str(stage)] = before
+                elif origin["step"] == step:
+                    # The attempt began here, and this stage was lost before it had stored anything.
+                    found[str(stage)] = origin[str(stage)]
+            if len(found) > len(self._shape.stages):
+                return found
+        _log.warning("no step of attempt %d is whole; the round begins anew", before)
+        return {"step": _NOTHING}
+
+    @staticmethod
+    def _stage_key(attempt: int, stage: int, step: int) -> str:
+        return f"w/{attempt}/s{stage}/{step}"
+
+    def facts(self) -> dict[str, float]:
+        sequence, samples, metrics = self._found
+        return {
+            "found": sequence,
+            "found_samples": samples,
+            **{f"found/{name}": value for name, value in metrics.items()},
+        }
+
+    def recall(self, facts: dict[str, float]) -> None:
+        metrics = {name.removeprefix("found/"): value for name, value in facts.items() if name.startswith("found/")}
+        self._found = int(facts["found"]), int(facts["found_samples"]), metrics
+        step = int(facts["step"])
+        since = max(1, step - max(_BEHIND, self._shape.degree))
+        self._kept = [kept for kept in range(since, step + 1) if self.keeps(kept)]
+
+    def merging_state(self) -> CollectiveState:
+        return self._merge.state()
+
+    def restore_merging(self, state: CollectiveState) -> None:
+        self._merge.restore(state)
+
+    def forget(self) -> None:
+        self._await_kept()
+        self._drop(list(self._kept))
+
+    def close(self) -> None:
+        self._runner.close()
+        self._merge.close()
+        self._beside.shutdown(wait=True)
+
+    def _await_all(self, keys: list[str]) -> dict[str, memoryview]:
+        waited: Iterator[tuple[str, memoryview]] = self._fenced.wait(keys, _TIMEOUT_SECONDS)
+        return dict(waited)
+
+
+def _renumbered(named: Any, by: int) -> dict[str, Any]:
+    """Names ``index/key`` with another index."""
+    out = {}
+    for name, value in named.items():
+        index, key = name.split("/", 1)
+        out[f"{int(index) + by}/{key}"] = value
+    return out

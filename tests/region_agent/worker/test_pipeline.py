@@ -1,0 +1,290 @@
+"""A model in stages, workers in processes of their own against real parameter servers: whatever the pipeline, however
+it is cut into invocations, and whoever dies, the model is the one that a single process would have made."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.jobs import invocation, write_samples
+from support.pki import Authority
+from support.server_process import Server, wait_until
+from torch import nn
+
+from geofed_pb.v1 import sync_pb2
+from region_agent.worker.data import BatchStream
+from region_agent.worker.invocation import Outcome
+from sync import parted
+from sync.channel import FileChannel, fence_key
+from sync.layout import Vector
+from sync.pipeline import Layers
+
+pytestmark = pytest.mark.timeout(240)
+
+STEPS, ROUNDS, BATCH, SEED, SAMPLES = 4, 3, 10, 5, 50
+
+TASK = """
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+class Mortal(nn.Linear):
+    # Ends its process in the forward pass that the file says.
+    def __init__(self, there, out, place, number):
+        super().__init__(there, out)
+        self.file, self.passes = Path(place) / f"die-{number}", 0
+
+    def forward(self, x):
+        if self.training:
+            self.passes += 1
+            if self.file.exists() and self.passes == int(self.file.read_text()):
+                self.file.unlink()
+                os._exit(9)
+        return super().forward(x)
+
+
+def layers(config):
+    widths, place = [4, 16, 12, 8, 2], config.get("place", "/nowhere")
+    return [
+        (lambda at=at: nn.Sequential(nn.Tanh(), Mortal(widths[at], widths[at + 1], place, at))) for at in range(4)
+    ]
+
+
+def dataset(uri, split, config):
+    held = np.load(uri)
+    return TensorDataset(torch.from_numpy(held["x"]), torch.from_numpy(held["y"]))
+
+
+def loss(model, batch):
+    x, y = batch
+    return nn.functional.mse_loss(model(x), y)
+
+
+def metrics(model, batches):
+    errors = [(model(x) - y).abs().mean(1) for x, y in batches]
+    return {"error": float(torch.cat(errors).mean())}
+
+
+def optimizer(parameters, config):
+    return torch.optim.Adam(parameters, lr=0.01)
+"""
+
+PIPELINES: dict[str, dict[str, Any]] = {
+    "three stages": {"stages": ((0, 0), (1, 2), (3, 3)), "micro_batch": 3, "order": "1f1b"},
+    "three stages in many slices": {
+        "stages": ((0, 0), (1, 2), (3, 3)), "micro_batch": 3, "order": "1f1b", "slice_seconds": 0.001,
+    },
+    "two stages of two": {
+        "stages": ((0, 1), (2, 3)), "degree": 2, "micro_batch": 2, "order": "gpipe", "rematerialise": (True, False),
+    },
+    "two stages in the background": {"stages": ((0, 1), (2, 3)), "micro_batch": 4},
+}  # fmt: skip
+PROCESSES = 4
+
+
+@dataclass
+class Life:
+    """A job that was run to its end."""
+
+    status: sync_pb2.PsStatus
+    model: Vector
+    outcomes: list[list[dict[str, Any]]]
+    """By worker, and then by invocation."""
+    left: list[str]
+    """Keys in the channel."""
+
+
+def _workers(pipeline: dict[str, Any]) -> int:
+    return len(pipeline["stages"]) * pipeline.get("degree", 1)
+
+
+class Process:
+    """Lives one worker's lives, one after the other."""
+
+    def __init__(self, bodies: list[Any], scratch: Path) -> None:
+        scratch.mkdir(exist_ok=True)
+        path = os.pathsep.join(path for path in sys.path if path)
+        environment = {**os.environ, "TMPDIR": str(scratch), "PYTHONPATH": path}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "support.jobs"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True,
+        )  # fmt: skip
+        assert self.process.stdin is not None
+        json.dump([body.model_dump(mode="json") for body in bodies], self.process.stdin)
+        self.process.stdin.close()
+
+    def end(self) -> list[list[dict[str, Any]]]:
+        """The outcomes of each life; none where the process died."""
+        assert self.process.stdout is not None
+        told = self.process.stdout.read()
+        self.process.wait()
+        return json.loads(told) if told else []
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+def _server(folder: Path, name: str, workers: int, **more: Any) -> Server:
+    # Parts of few elements, so that a stage's part of the model lies in several and shares some with its neighbours.
+    settings = {"workers": workers, "rounds": ROUNDS, "steps_per_round": STEPS, "evaluate_every": 1, **more}
+    server = Server(folder / name.replace(" ", "-"), Authority(), "east", ("east",), part_elements=37, **settings)
+    server.launch()
+    server.await_ready()
+    return server
+
+
+def _bodies(server: Server, data: Path, pipeline: dict[str, Any], **more: Any) -> list[Any]:
+    told = {"region_batch": BATCH, "seed": SEED, **pipeline, **more}
+    return [invocation(server, TASK, data, worker, **told) for worker in range(_workers(pipeline))]
+
+
+def _life(server: Server, outcomes: list[list[dict[str, Any]]]) -> Life:
+    channel, folder = FileChannel(server.channel_folder), server.channel_folder
+    model = parted.read_vector(channel, f"model/{ROUNDS}", "model")
+    assert model is not None, outcomes
+    left = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    return Life(server.status(), model, outcomes, left)
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Life]]:
+    folder = tmp_path_factory.mktemp("lives")
+    data = write_samples(folder / "data.npz", SAMPLES)
+    servers, bodies = {}, {}
+    for name, pipeline in PIPELINES.items():
+        more = {"wan_settings": {"background": 1.0}} if "background" in name else {}
+        servers[name] = _server(folder, name, _workers(pipeline), **more)
+        bodies[name] = _bodies(servers[name], data, pipeline)
+    processes = [
+        Process([bodies[name][worker] for name in PIPELINES if worker < len(bodies[name])], folder / "scratch")
+        for worker in range(PROCESSES)
+    ]
+    try:
+        told = [process.end() for process in processes]
+        found = {}
+        for name in PIPELINES:
+            found[name] = _life(servers[name], [told[worker].pop(0) for worker in range(len(bodies[name]))])
+        yield found
+    finally:
+        for process in processes:
+            process.close()
+        for server in servers.values():
+            server.kill()
+
+
+def _alone(data: Path) -> tuple[Vector, float]:
+    """What a single process makes of the same samples; and its mean absolute error on all of them."""
+    namespace: dict[str, Any] = {}
+    exec(TASK, namespace)
+    layers = Layers.declared(namespace["layers"]({}), SEED)
+    model = layers.stage(0, len(layers) - 1)
+    held = np.load(data)
+    x, y = torch.from_numpy(held["x"]), torch.from_numpy(held["y"])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    stream = BatchStream(range(SAMPLES), SEED, "east", 0, 1, BATCH)
+    for step in range(1, STEPS * ROUNDS + 1):
+        drawn = stream.indices(step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x[drawn]), y[drawn]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        error = float((model(x) - y).abs().mean())
+    return torch.cat([one.detach().reshape(-1) for one in model.parameters()]).numpy(), error
+
+
+@pytest.mark.parametrize("name", [name for name in PIPELINES if "background" not in name])
+def test_a_pipeline_makes_the_model_of_a_single_process(lives: dict[str, Life], name: str, tmp_path: Path) -> None:
+    life = lives[name]
+    model, error = _alone(write_samples(tmp_path / "again.npz", SAMPLES))
+    np.testing.assert_allclose(life.model, model, atol=2e-5)
+    assert life.status.phase == "finished"
+    assert life.status.metrics["error"] == pytest.approx(error, abs=1e-4)
+    assert life.status.metrics_samples == SAMPLES
+
+
+def test_every_step_is_counted_once(lives: dict[str, Life]) -> None:
+    for name, life in lives.items():
+        assert life.status.samples == STEPS * ROUNDS * BATCH, name
+        for outcomes in life.outcomes:
+            assert [outcome["status"] for outcome in outcomes] == ["continue"] * (len(outcomes) - 1) + ["done"]
+            assert sum(outcome["steps"] for outcome in outcomes) == STEPS * ROUNDS
+        counted = [sum(outcome["samples"] for outcome in outcomes) for outcomes in life.outcomes]
+        last = PIPELINES[name].get("degree", 1)
+        assert sum(counted) == sum(counted[-last:]) == STEPS * ROUNDS * BATCH
+
+
+def test_a_stage_goes_through_many_invocations(lives: dict[str, Life]) -> None:
+    assert all(len(outcomes) >= STEPS * ROUNDS for outcomes in lives["three stages in many slices"].outcomes)
+    whole, cut = lives["three stages"], lives["three stages in many slices"]
+    assert cut.status.model_digest == whole.status.model_digest
+    assert cut.status.metrics == whole.status.metrics
+
+
+def test_nothing_of_the_pipeline_stays_in_the_channel(lives: dict[str, Life]) -> None:
+    for life in lives.values():
+        folders = {key.split("/")[0] for key in life.left}
+        assert "w" not in folders
+        assert "init" not in folders
+        # Merged chunks of the last steps stay for a worker that would have to make them again.
+        assert not [key for key in life.left if key.startswith("p/") and "/c" not in key]
+
+
+@pytest.mark.parametrize("dies", [0, 1, 3], ids=["first stage", "middle stage", "last stage"])
+def test_a_stage_that_is_killed_costs_at_most_two_steps(tmp_path: Path, dies: int) -> None:
+    data, pipeline = write_samples(tmp_path / "data.npz", SAMPLES), PIPELINES["three stages"]
+    server = _server(tmp_path, "server", 3)
+    channel = FileChannel(server.channel_folder)
+    micro_batches = 4
+    # In the sixth step, in the middle of the second round.
+    (tmp_path / f"die-{dies}").write_text(str(5 * micro_batches + 2))
+    victim = {0: 0, 1: 1, 3: 2}[dies]
+    config = {"place": str(tmp_path)}
+    processes = [Process([body], tmp_path / "scratch") for body in _bodies(server, data, pipeline, config=config)]
+    again: list[Process] = []
+    try:
+        assert processes[victim].end() == []
+        channel.put(fence_key(1), [b"over"])
+        ended = [process.end()[0][-1] for number, process in enumerate(processes) if number != victim]
+        assert [outcome["status"] for outcome in ended] == ["left", "left"]
+        furthest = max(ended, key=lambda outcome: outcome["step"])
+        assert 5 <= furthest["step"] <= 6
+        told = {"attempt": 2, "resume_key": furthest["resume_key"], "config": config}
+        bodies = [
+            body.model_copy(update={"token": server.token(worker, 2)})
+            for worker, body in enumerate(_bodies(server, data, pipeline, **told))
+        ]
+        again = [Process([body], tmp_path / "scratch") for body in bodies]
+        outcomes = [Outcome.model_validate(process.end()[0][-1]) for process in again]
+        assert {outcome.status for outcome in outcomes} == {"done"}
+        made = {outcome.steps for outcome in outcomes}
+        assert len(made) == 1
+        # Steps that the second attempt made, beyond those that the furthest worker had not.
+        lost = made.pop() - (STEPS * ROUNDS - furthest["step"])
+        assert 0 <= lost <= 2
+        status = wait_until(lambda: server.status().phase == "finished" and server.status(), "the end")
+        assert status.samples == STEPS * ROUNDS * BATCH
+        model, _ = _alone(data)
+        life = _life(server, [])
+        np.testing.assert_allclose(life.model, model, atol=2e-5)
+    finally:
+        for process in (*processes, *again):
+            process.close()
+        server.kill()
