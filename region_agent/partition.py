@@ -21,7 +21,14 @@ from region_agent.billing import invocation_amounts
 from region_agent.config import DatasetConfig, RegionConfig
 from region_agent.gateway import FunctionSpec, GatewayClient, fixed_scale_labels, timeout_env
 from region_agent.identity import Identity
-from region_agent.partition_calls import CALL_GRACE, Told, bundle_key, invocation_of, server_config_of
+from region_agent.partition_calls import (
+    CALL_GRACE,
+    Told,
+    bundle_key,
+    invocation_of,
+    server_config_of,
+    whole_pipelines,
+)
 from region_agent.partition_events import (
     Action,
     Begin,
@@ -101,7 +108,7 @@ class Partition:
         if row is None:
             raise GeofedError("INTERNAL", f"partition {start.job} was not stored")
         self._row = row
-        workers = start.plan.workers if row.workers is None else row.workers
+        workers = start.plan.workers if row.workers is None else whole_pipelines(start.plan, row.workers)
         self.machine = PartitionMachine(start.region, workers, epoch=start.epoch, attempt=row.attempt)
         self._folder = around.state_dir / "jobs" / start.job
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +152,7 @@ class Partition:
 
     def scale(self, workers: int, reason: str) -> None:
         """The control plane wants another number of workers; it is stored already."""
-        self.feed(Scaled(workers, reason))
+        self.feed(Scaled(whole_pipelines(self.start.plan, workers), reason))
 
     def peers(self, message: agent_pb2.Peers) -> None:
         self.feed(PeersKnown(tuple(PsPeer(p.region, p.epoch, p.address) for p in message.peers)))

@@ -19,11 +19,13 @@ from region_agent.worker.invocation import Invocation
 from sync.ps.config import PsConfig
 from sync.ps.tokens import WorkerIdentity, sign
 
-__all__ = ["CALL_GRACE", "Told", "bundle_key", "invocation_of", "server_config_of"]
+__all__ = ["CALL_GRACE", "Told", "bundle_key", "invocation_of", "server_config_of", "whole_pipelines"]
 
 CALL_GRACE = timedelta(seconds=120)
 """Beyond its slice an invocation may finish the step it is in, and wait for the parameter server."""
 _TOKEN_GRACE = timedelta(seconds=300)
+_PART_ELEMENTS = 1 << 22
+"""Of a model that workers read in parts: 16 MiB each."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,19 @@ def bundle_key(start: agent_pb2.StartPartition) -> str:
     return f"bundle/{start.task.bundle_digest.removeprefix('sha256:')}"
 
 
+def whole_pipelines(plan: agent_pb2.PartitionPlan, workers: int) -> int:
+    """How many of these workers can work: of a pipeline, as many for each stage. 0: it is paused."""
+    stages = len(plan.pipeline.stages) or 1
+    return max(stages, workers - workers % stages) if workers else 0
+
+
 def invocation_of(start: agent_pb2.StartPartition, action: Invoke, told: Told) -> Invocation:
     """One bounded call of a worker."""
     plan, task = start.plan, start.task
     who = WorkerIdentity(start.job, start.region, action.worker, action.attempt, action.workers)
     life = timedelta(seconds=plan.slice_seconds) + _TOKEN_GRACE
+    pipeline = plan.pipeline
+    replicas = pipeline.degree if plan.HasField("pipeline") else plan.workers
     return Invocation(
         job=start.job,
         region=start.region,
@@ -67,7 +77,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, told: Told) -
         module=task.module,
         config=json.loads(task.config_json or "{}"),
         splits=dict(told.splits),
-        region_batch=plan.batch * plan.workers,
+        region_batch=plan.batch * replicas,
         steps_per_round=plan.steps_per_round,
         rounds=plan.rounds,
         seed=plan.seed,
@@ -77,6 +87,12 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, told: Told) -
         merging=dict(plan.merging),
         merging_codec=plan.merging_codec or "fp32",
         channel_costs=dict(told.channel_costs),
+        stages=tuple((stage.first_layer, stage.last_layer) for stage in pipeline.stages),
+        degree=action.workers // len(pipeline.stages) if pipeline.stages else 1,
+        micro_batch=pipeline.micro_batch or 1,
+        order="gpipe" if pipeline.order == "gpipe" else "1f1b",
+        rematerialise=tuple(stage.rematerialise for stage in pipeline.stages),
+        activation_codec="bf16" if pipeline.activation_codec == "bf16" else "fp32",
     )
 
 
@@ -112,6 +128,7 @@ def server_config_of(
         shares=dict(plan.shares),
         neighbours=tuple((pair.a, pair.b) for pair in plan.neighbours),
         codec=plan.codec,
+        part_elements=_PART_ELEMENTS if plan.HasField("pipeline") else 0,
         channel=channel,
         channel_address=channel_address,
         state_dir=folder / "ps",

@@ -128,7 +128,7 @@ class TaskRef(_message.Message):
     def __init__(self, bundle_digest: _Optional[str] = ..., module: _Optional[str] = ..., config_json: _Optional[str] = ..., dataset: _Optional[str] = ...) -> None: ...
 
 class PartitionPlan(_message.Message):
-    __slots__ = ("workers", "batch", "steps_per_round", "rounds", "seed", "memory_mb", "slice_seconds", "collective", "channel", "wan_policy", "codec", "evaluate_every", "wan_settings", "topology", "neighbours", "shares", "merging", "merging_codec")
+    __slots__ = ("workers", "batch", "steps_per_round", "rounds", "seed", "memory_mb", "slice_seconds", "collective", "channel", "wan_policy", "codec", "evaluate_every", "wan_settings", "topology", "neighbours", "shares", "merging", "merging_codec", "pipeline")
     class WanSettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +168,7 @@ class PartitionPlan(_message.Message):
     SHARES_FIELD_NUMBER: _ClassVar[int]
     MERGING_FIELD_NUMBER: _ClassVar[int]
     MERGING_CODEC_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_FIELD_NUMBER: _ClassVar[int]
     workers: int
     batch: int
     steps_per_round: int
@@ -186,7 +187,34 @@ class PartitionPlan(_message.Message):
     shares: _containers.ScalarMap[str, float]
     merging: _containers.ScalarMap[str, float]
     merging_codec: str
-    def __init__(self, workers: _Optional[int] = ..., batch: _Optional[int] = ..., steps_per_round: _Optional[int] = ..., rounds: _Optional[int] = ..., seed: _Optional[int] = ..., memory_mb: _Optional[int] = ..., slice_seconds: _Optional[float] = ..., collective: _Optional[str] = ..., channel: _Optional[str] = ..., wan_policy: _Optional[str] = ..., codec: _Optional[str] = ..., evaluate_every: _Optional[int] = ..., wan_settings: _Optional[_Mapping[str, float]] = ..., topology: _Optional[str] = ..., neighbours: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., shares: _Optional[_Mapping[str, float]] = ..., merging: _Optional[_Mapping[str, float]] = ..., merging_codec: _Optional[str] = ...) -> None: ...
+    pipeline: Pipeline
+    def __init__(self, workers: _Optional[int] = ..., batch: _Optional[int] = ..., steps_per_round: _Optional[int] = ..., rounds: _Optional[int] = ..., seed: _Optional[int] = ..., memory_mb: _Optional[int] = ..., slice_seconds: _Optional[float] = ..., collective: _Optional[str] = ..., channel: _Optional[str] = ..., wan_policy: _Optional[str] = ..., codec: _Optional[str] = ..., evaluate_every: _Optional[int] = ..., wan_settings: _Optional[_Mapping[str, float]] = ..., topology: _Optional[str] = ..., neighbours: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., shares: _Optional[_Mapping[str, float]] = ..., merging: _Optional[_Mapping[str, float]] = ..., merging_codec: _Optional[str] = ..., pipeline: _Optional[_Union[Pipeline, _Mapping]] = ...) -> None: ...
+
+class Pipeline(_message.Message):
+    __slots__ = ("stages", "degree", "micro_batch", "order", "activation_codec")
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    DEGREE_FIELD_NUMBER: _ClassVar[int]
+    MICRO_BATCH_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_CODEC_FIELD_NUMBER: _ClassVar[int]
+    stages: _containers.RepeatedCompositeFieldContainer[Stage]
+    degree: int
+    micro_batch: int
+    order: str
+    activation_codec: str
+    def __init__(self, stages: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., degree: _Optional[int] = ..., micro_batch: _Optional[int] = ..., order: _Optional[str] = ..., activation_codec: _Optional[str] = ...) -> None: ...
+
+class Stage(_message.Message):
+    __slots__ = ("first_layer", "last_layer", "rematerialise", "memory_mb")
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    LAST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    REMATERIALISE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_MB_FIELD_NUMBER: _ClassVar[int]
+    first_layer: int
+    last_layer: int
+    rematerialise: bool
+    memory_mb: int
+    def __init__(self, first_layer: _Optional[int] = ..., last_layer: _Optional[int] = ..., rematerialise: bool = ..., memory_mb: _Optional[int] = ...) -> None: ...
 
 class RegionPair(_message.Message):
     __slots__ = ("a", "b")
