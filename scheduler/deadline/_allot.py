@@ -16,12 +16,14 @@ from scheduler.deadline._model import Capacity, Overhead, Rules
 
 __all__ = ["LIVE", "Allotment", "Offer", "allot", "offer"]
 
-LIVE = Rules(Overhead(base_s=3.0, doubling_s=0.0), margin=0.1, kept_margin=0.03, grace_s=30.0)
+LIVE = Rules(
+    Overhead(base_s=3.0, doubling_s=0.0), margin=0.1, kept_margin=0.03, reserve_s=6.0, kept_reserve_s=3.0, grace_s=30.0
+)
 """Of jobs that train on functions: a change takes 0.5 to 2 s on warm replicas (measured on one machine)."""
 _WORTH = 0.1
 """A running job goes faster only where that saves so much of the time that it has left, beyond the change."""
-_STICKY = 2.0
-"""What a job has already counts so many times as much as what it could get."""
+_LEAN = 0.5
+"""Of what a worker adds at the slowest pace: at a pace where one adds less, workers are better used elsewhere."""
 _ORDERS = 3
 """How often those that the order of deadlines leaves out are tried first."""
 _FEW = 200
@@ -60,7 +62,7 @@ def allot(now: float, capacities: Mapping[str, Capacity], gangs: Sequence[Gang],
 
     What cannot change is held first, then every promise gets the least worker time that keeps it, in the order of
     deadlines; where somebody does not fit, other orders are tried, then without margins. What is free now goes to best
-    effort at the slowest pace, those that run first, then to the least served user's; and then to whoever gains most.
+    effort at the slowest pace, those that run first, then to the least served user's; then to those that use it best.
     """
     ledger, held = _promises(now, capacities, gangs, rules)
     paces = {gang.name: held[gang.name].now if gang.name in held else -1 for gang in gangs}
@@ -83,7 +85,7 @@ def offer(
         if after is not None and not (over_quota := _over_quota([*gangs, asked], after, new.user, rules)):
             return Offer(deadline_s, after[new.name].end_s)
     soonest = before[0].soonest(new, rules).end_s
-    margin = (soonest - now + _pause(new, rules)) / (1.0 - rules.margin)
+    margin = rules.reserve_s + (soonest - now + _pause(new, rules)) / (1.0 - rules.margin)
     return Offer(None, now + margin if math.isfinite(soonest) else math.inf, over_quota)
 
 
@@ -97,11 +99,17 @@ def _with(
 ) -> Mapping[str, Held] | None:
     """What all hold with the new one among them; None where it does not fit, or another would be late for it."""
     ledger, held = _promises(now, capacities, gangs, rules)
-    found = ledger.least(new, new.deadline_s, rules, rules.margin)
+    margin, reserve_s = _care(rules, is_new=True)
+    found = ledger.least(new, new.deadline_s - reserve_s, rules, margin)
     if found is not None:
         return {**held, new.name: found}
     _, held = _promises(now, capacities, [*gangs, new], rules, new.name)
     return held if not held[new.name].late and _broken(held) <= broken else None
+
+
+def _care(rules: Rules, *, is_new: bool) -> tuple[float, float]:
+    """The part of the window, and the time before its end, that are kept free."""
+    return (rules.margin, rules.reserve_s) if is_new else (rules.kept_margin, rules.kept_reserve_s)
 
 
 def _broken(held: Mapping[str, Held]) -> frozenset[str]:
@@ -141,8 +149,8 @@ def _promises(
         order = [*first, *(gang for gang in asking if gang not in first)]
         ledger, held, missing = empty.copy(), dict(kept), []
         for gang in order:
-            margin = rules.margin if gang.name == new else rules.kept_margin
-            found = ledger.least(gang, gang.deadline_s, rules, margin)
+            margin, reserve_s = _care(rules, is_new=gang.name == new)
+            found = ledger.least(gang, gang.deadline_s - reserve_s, rules, margin)
             if found is None and gang.name != new:
                 found = ledger.least(gang, gang.deadline_s, rules, 0.0)
             if found is None:
@@ -217,11 +225,13 @@ def _begins_now(gang: Gang, ledger: Ledger, rules: Rules) -> bool:
 def _grow(
     gangs: Sequence[Gang], paces: dict[str, int], free: dict[str, int], held: Mapping[str, Held], rules: Rules
 ) -> None:
-    """One more pace where it returns most of its owner's wish for each worker, until nothing fits or helps.
+    """One more pace after the other, up to what their owners wish, until nothing fits or helps.
 
-    A gang that is to be late has all its paces to wish for. Who runs goes faster only where that is worth the change.
+    First what is there already, since a change costs; then paces that use workers about as well as the slowest, those
+    of promises first, by deadline; then the others, by what they return for each worker. A gang that is to be late has
+    all its paces to wish for. Who runs goes faster only where that is worth the change.
     """
-    heap: list[tuple[float, float, str, int, Gang]] = []
+    heap: list[tuple[int, float, float, str, int, Gang]] = []
 
     def wish(gang: Gang) -> int:
         late = gang.name in held and held[gang.name].late
@@ -231,15 +241,17 @@ def _grow(
         now = paces[gang.name]
         if now < 0 or pace > wish(gang) or (gang.fixed and gang.held >= 0):
             return
-        workers = max(1, sum(_more(gang, now, pace).values()))
-        gain = (gang.paces[pace].rate - gang.paces[now].rate) / gang.paces[wish(gang)].rate / workers
-        heapq.heappush(heap, (-gain * (_STICKY if pace <= gang.held else 1.0), gang.since_s, gang.name, pace, gang))
+        gain = (gang.paces[pace].rate - gang.paces[now].rate) / max(1, sum(_more(gang, now, pace).values()))
+        gain /= gang.paces[0].rate / max(1, sum(gang.workers(0).values()))
+        tier = 0 if pace <= gang.held else 1 if gain >= _LEAN else 2
+        first = -gain if tier == 2 else min(gang.deadline_s, 1e15)
+        heapq.heappush(heap, (tier, first, gang.since_s, gang.name, pace, gang))
 
     for gang in gangs:
         push(gang, paces[gang.name] + 1)
     grown: dict[str, int] = {}
     while heap:
-        _, _, name, pace, gang = heapq.heappop(heap)
+        *_, name, pace, gang = heapq.heappop(heap)
         more = _more(gang, paces[name], pace)
         if not _fits(more, free):
             continue
