@@ -216,6 +216,7 @@ class Profiler:
             "steps": [{**step.model_dump(), "memory_mb": one.memory_mb} for one in told for step in one.numbers.steps],
             "update_seconds": first.update_seconds,
             "norms": [pair.model_dump() for pair in first.norms],
+            "evaluation_peak_mb": max(one.numbers.evaluation_peak_mb for one in told),
             "channel": channel,
             "start_seconds": cold,
             "again_seconds": min(one.again_seconds for one in told),

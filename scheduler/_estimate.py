@@ -101,7 +101,8 @@ def _basis(plan: Plan, regions: dict[str, Region], snapshot: Snapshot) -> str:
 
 
 def round_compute_seconds(part: Partition) -> float:
-    merging = MERGE_SECONDS if part.workers > 1 else 0.0
+    usual = MERGE_SECONDS if part.merge_seconds is None else part.merge_seconds
+    merging = usual if part.workers > 1 else 0.0
     return part.steps_per_round * (part.batch / part.samples_per_second + merging)
 
 

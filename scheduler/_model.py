@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from scheduler.tuning import Profile
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,8 @@ class Snapshot:
     """Size of the task's flat model, if an earlier run told it."""
     start_seconds: float | None = None
     """From submission to the first step, measured in earlier runs."""
+    profiles: Mapping[str, Profile] = field(default_factory=dict)
+    """What `control-plane profile` has measured of the task, by region."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +164,8 @@ class Partition:
     """Local steps between two WAN exchanges; in proportion to the data, so that all regions make the same epochs."""
     samples_per_second: float
     """Of one worker; the figure the estimate was made with."""
+    merge_seconds: float | None = None
+    """Of one step, as a profile of the task foretells it; None: a prior is used."""
 
 
 @dataclass(frozen=True)

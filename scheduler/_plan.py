@@ -9,6 +9,7 @@ from dataclasses import replace
 from scheduler._elastic import MUCH_THE_SAME, Option, Staffing, Weighed, options, taken
 from scheduler._estimate import estimate, worker_speed
 from scheduler._model import Alternative, Declined, Demand, Estimate, Partition, Plan, Range, Reason, Region, Snapshot
+from scheduler._tuned import Tuned, merging_of, tuned
 from scheduler._wan import choose_wan
 
 DEFAULT_INTERVAL_STEPS = 20
@@ -92,13 +93,14 @@ def _planned(
     wan = choose_wan(candidates, partitions, snapshot, demand, rounds)
     if isinstance(wan, Declined):
         return wan
+    taken_by_all = merging_of(partitions, candidates, snapshot, demand)
     chosen = Plan(
         partitions=tuple(partitions),
         rounds=rounds,
         interval=interval,
-        collective=demand.collective or "auto",
+        collective=demand.collective or (taken_by_all.collective if taken_by_all else "auto"),
         channel=demand.channel or "auto",
-        merging=demand.merging,
+        merging=_merging(demand, taken_by_all),
         merging_codec=demand.merging_codec,
         wan_policy=demand.wan_policy or "ma",
         wan_settings=wan.settings,
@@ -119,8 +121,23 @@ def _planned(
 def _alike(way: Option, like: Plan, candidates: list[Region], snapshot: Snapshot, demand: Demand) -> Plan:
     """The plan that exchanges like another one, and has other workers."""
     partitions, rounds, interval = _steps(_partitions(candidates, way, snapshot, demand), demand)
-    other = replace(like, partitions=tuple(partitions), rounds=rounds, interval=interval)
+    taken_by_all = merging_of(partitions, candidates, snapshot, demand)
+    other = replace(
+        like,
+        partitions=tuple(partitions),
+        rounds=rounds,
+        interval=interval,
+        collective=demand.collective or (taken_by_all.collective if taken_by_all else "auto"),
+        merging=_merging(demand, taken_by_all),
+    )
     return replace(other, estimate=estimate(other, snapshot))
+
+
+def _merging(demand: Demand, taken_by_all: Tuned | None) -> dict[str, float]:
+    """Settings of the collective; K, where profiles say it and the demand does not."""
+    if taken_by_all is None or taken_by_all.collective != "k-reduce" or "k" in demand.merging:
+        return demand.merging
+    return {**demand.merging, "k": float(taken_by_all.chunks)}
 
 
 def _weighed(way: Option, took: Estimate) -> Weighed:
@@ -245,18 +262,22 @@ def _staffing(region: Region, snapshot: Snapshot, demand: Demand) -> Staffing:
 
 
 def _partitions(regions: list[Region], way: Option, snapshot: Snapshot, demand: Demand) -> list[Partition]:
-    return [
-        Partition(
+    found = []
+    for region, workers in zip(regions, way.workers, strict=True):
+        best = tuned(region, workers, snapshot, demand)
+        usual = best.memory_mb if best is not None else min(DEFAULT_MEMORY_MB, region.capacity.memory_mb)
+        part = Partition(
             region=region.name,
             samples=_shard_samples(region, demand.dataset),
             workers=workers,
             batch=demand.batch,
-            memory_mb=demand.memory_mb or min(DEFAULT_MEMORY_MB, region.capacity.memory_mb),
+            memory_mb=demand.memory_mb or usual,
             steps_per_round=1,
             samples_per_second=worker_speed(region, snapshot),
+            merge_seconds=best.merge_seconds if best is not None else None,
         )
-        for region, workers in zip(regions, way.workers, strict=True)
-    ]
+        found.append(part)
+    return found
 
 
 def _unfit(region: Region, part: Partition, snapshot: Snapshot, demand: Demand) -> list[Reason]:

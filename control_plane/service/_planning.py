@@ -6,17 +6,20 @@ import hashlib
 import json
 from calendar import monthrange
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
 from control_plane.core import JobState, Partition
 from control_plane.pki import utc_now
 from control_plane.service._draft import JobEntry, RegionEntry
+from control_plane.service._tuning import profile_from_json
 from control_plane.service._wire import to_json
 from control_plane.spec import JobSpec
 from control_plane.store import RunRow
 from geofed_pb.errors import GeofedError
 from scheduler import Declined, Plan, Snapshot
+from scheduler.tuning import Profile
 
 STALE_DAYS = 90
 """Clouds change their lists a few times a year."""
@@ -42,8 +45,13 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], runs: 
             for region, workers in workers_now(job).items():
                 busy[region] = busy.get(region, 0) + workers
     speeds: dict[str, float] = {}
+    profiles: dict[str, Profile] = {}
     for run in runs:
         speeds.setdefault(run.region, run.samples_per_second)
+        if run.profile_json and run.region not in profiles:
+            # One that another version of geofed has stored counts as a run without it.
+            with suppress(GeofedError):
+                profiles[run.region] = profile_from_json(run.profile_json, run.region)
     return Snapshot(
         regions=tuple(live),
         absent=tuple(sorted(absent)),
@@ -51,6 +59,7 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], runs: 
         speeds=speeds,
         model_bytes=next((run.model_bytes for run in runs if run.model_bytes), None),
         start_seconds=runs[0].start_seconds if runs else None,
+        profiles=profiles,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -19,6 +20,7 @@ _SHOWN = 60
 """Of a longer front, evenly; its ends are kept."""
 
 
+@lru_cache(maxsize=256)
 def profile_from_json(text: str, region: str) -> Profile:
     """What an agent has measured. Raises ``GeofedError("FRAME_INVALID")``."""
     try:

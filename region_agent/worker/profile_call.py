@@ -98,6 +98,8 @@ class Profiled(_Body):
     update_seconds: float = 0.0
     """Of the optimiser's step."""
     norms: tuple[NormNumbers, ...] = ()
+    evaluation_peak_mb: float = 0.0
+    """Of the process, while it evaluated one batch; 0: the system does not tell, or there is no test split."""
     layers: tuple[LayerNumbers, ...] = ()
     layers_note: str = ""
     """Why there are none."""

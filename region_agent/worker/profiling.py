@@ -5,6 +5,7 @@ Nothing of the data leaves: what goes out are sizes, seconds and norms of gradie
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from geofed_pb.errors import GeofedError
-from region_agent.worker.data import BatchStream, move
+from region_agent.worker.data import BatchStream, evaluation_batches, move
 from region_agent.worker.profile_call import LayerNumbers, NormNumbers, ProfileCall, Profiled, StepNumbers
 from region_agent.worker.task import Task, task_errors
 from sync.flat import FlatModel
@@ -91,6 +92,7 @@ def profile(call: ProfileCall, task: Task, data: dict[str, Any], begun: float) -
         steps=tuple(steps),
         update_seconds=update,
         norms=tuple(norms),
+        evaluation_peak_mb=_evaluation_peak_mb(bench, data) if call.measure else 0.0,
         layers=layers,
         layers_note=note,
     )
@@ -155,6 +157,18 @@ def _norms(bench: _Bench, quickest: StepNumbers) -> Iterator[NormNumbers]:
             bench.optimizer.step()
         if time.monotonic() > bench.ends:
             return
+
+
+def _evaluation_peak_mb(bench: _Bench, data: dict[str, Any]) -> float:
+    """Of one batch of the test split: an evaluation's are larger than a step's."""
+    if "test" not in data or not len(data["test"]):
+        return 0.0
+    _forget_peak()
+    _, batches = evaluation_batches(data["test"], 0, 1)
+    bench.module.eval()
+    with torch.no_grad():
+        bench.task.metrics(bench.module, (move(batch, bench.device) for batch in itertools.islice(batches, 1)))
+    return _peak_mb()
 
 
 def _layers(bench: _Bench) -> tuple[tuple[LayerNumbers, ...], str]:

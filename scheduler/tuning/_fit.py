@@ -22,6 +22,8 @@ _HUBER = 1.345
 _ROUNDS = 30
 _LEAST_SPREAD = 1e-3
 """Relative; of points that agree better than this no one is an outlier."""
+_MOST_APART = 0.5
+"""Relative; a residual counts for no more where platforms are compared."""
 _CORE_MB = (0.0, 1769.0)
 """Platforms where memory buys no speed, and AWS Lambda."""
 
@@ -116,7 +118,8 @@ def fit_compute(points: Sequence[StepPoint], core_mbs: Sequence[float] = _CORE_M
         slower = np.array([max(1.0, core_mb / point.memory_mb) for point in points])
         features = np.column_stack([slower, slower * [point.batch for point in points]])
         fixed, each = least_squares(features, seconds)
-        residual = float(np.median(np.abs(features @ [fixed, each] / seconds - 1)))
+        # Not the median: where most points are of much memory, those of little are what tells platforms apart.
+        residual = float(np.minimum(np.abs(features @ [fixed, each] / seconds - 1), _MOST_APART).mean())
         found.append((residual, Compute(float(fixed), float(each), core_mb)))
     return min(found, key=lambda one: one[0])[1]
 

@@ -65,7 +65,9 @@ class Memory:
 
     base_mb: float
     mb_per_sample: float
-    spare: float = 0.1
+    least_mb: float = 0.0
+    """What it needs besides its steps, as for an evaluation."""
+    spare: float = 0.2
     """Share of it that is left free besides."""
 
 

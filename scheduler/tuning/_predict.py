@@ -28,7 +28,8 @@ def step_seconds(compute: Compute, batch: Floats | float, memory_mb: Floats | fl
 def needed_mb(memory: Memory, batch: Floats | float, model_bytes: float, chunks: Floats | float) -> Floats:
     """Memory of a worker that owns one of so many chunks, spare included."""
     merging = model_bytes * (_HELD_VECTORS + _SUM_BYTES / np.asarray(chunks, float)) / _MB
-    return np.asarray((memory.base_mb + memory.mb_per_sample * batch + merging) * (1 + memory.spare))
+    training = memory.base_mb + memory.mb_per_sample * np.asarray(batch, float) + merging
+    return np.asarray(np.maximum(training, memory.least_mb) * (1 + memory.spare))
 
 
 def iterations(progress: Progress, global_batch: Floats | float, stale_share: Floats | float = 0.0) -> Floats:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from scheduler.tuning._fit import MergePoint, StepPoint, fit_compute, fit_correction, fit_memory
 from scheduler.tuning._model import Channel, Correction, Platform, Progress, Space, Task
@@ -34,6 +34,8 @@ class Profile:
     """Of the optimiser's step."""
     norms: tuple[NormPair, ...]
     """Of gradients along the first steps of training."""
+    evaluation_peak_mb: float
+    """Largest memory of an evaluation; 0: not measured."""
     channel: Channel
     start_seconds: float
     """From the command to a worker that is ready to make its first step."""
@@ -42,7 +44,7 @@ class Profile:
     gb_seconds: float
     """That measuring took."""
     usd: float
-    layers: tuple[dict[str, float | str], ...] = ()
+    layers: tuple[dict[str, float | str], ...] = field(default=(), hash=False)
     """By layer, as the room of pipelines measures them; empty where the model is not made of layers."""
     layers_note: str = ""
     """Why there are none."""
@@ -100,7 +102,7 @@ def task_of(
     return Task(
         model_bytes=profile.model_bytes,
         compute=compute,
-        memory=fit_memory(profile.steps),
+        memory=replace(fit_memory(profile.steps), least_mb=profile.evaluation_peak_mb),
         progress=Progress(samples=samples, noise_samples=profile.noise_samples or 0.0, staleness=staleness),
         platform=replace(platform, start_seconds=profile.start_seconds, again_seconds=profile.again_seconds),
         channels=(profile.channel,),

@@ -229,7 +229,9 @@ def _iterated(
         time.sleep(compute)
         computed = time.monotonic() - began
         one.merge(step, vector, float(worker + 1))
-        told.append((computed, driver.over if isinstance(driver, AsPublished) else time.monotonic()))
+        # A worker alone asks nobody for anything.
+        published = isinstance(driver, AsPublished) and driver.over > began
+        told.append((computed, driver.over if published else time.monotonic()))
     driver.drain()
     return told
 

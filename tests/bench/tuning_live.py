@@ -20,7 +20,7 @@ from collectives_live import Contender, Group, Workers, counts, group
 from sync.collective import ChannelCosts, Settings
 
 MB = 1e6
-ITERATIONS = 10
+ITERATIONS = 8
 """Of one setting; the first is not counted."""
 
 
@@ -38,6 +38,8 @@ class Setting:
     batch: int
     memory_mb: int
     faithful: bool = False
+    per_sample_seconds: float = 0.006
+    """That is computed, on a whole core."""
 
     @property
     def contender(self) -> Contender:
@@ -71,9 +73,9 @@ class Measured:
     """Of the machine, as the setting began."""
 
 
-def compute_seconds(batch: int, memory_mb: int) -> float:
+def compute_seconds(batch: int, memory_mb: int, per_sample_seconds: float) -> float:
     """What the emulated function takes for a step: a core of Lambda's, which is whole from 1769 MB on."""
-    return 0.03 + 0.006 * batch * max(1.0, 1769 / memory_mb)
+    return (0.03 + per_sample_seconds * batch) * max(1.0, 1769 / memory_mb)
 
 
 def measured(settings: Sequence[Setting]) -> Iterator[tuple[Setting, Measured, ChannelCosts]]:
@@ -96,7 +98,7 @@ def measured(settings: Sequence[Setting]) -> Iterator[tuple[Setting, Measured, C
 def _iterations(group: Group, name: str, setting: Setting, costs: ChannelCosts) -> Measured:
     load = float(Path("/proc/loadavg").read_text().split()[0])
     group.open(name, setting.contender, costs)
-    compute = compute_seconds(setting.batch, setting.memory_mb) * group.slower
+    compute = compute_seconds(setting.batch, setting.memory_mb, setting.per_sample_seconds) * group.slower
     if group.control:
         counts(group.control)
     begin = time.monotonic() + 0.06

@@ -89,7 +89,7 @@ def profile_of(region: str, batch: int = 10) -> dict[str, Any]:
             "name": "redis", "put_seconds": 0.001, "get_seconds": 0.001, "up_bytes_per_second": 1e8,
             "down_bytes_per_second": 1e8,
         },
-        "start_seconds": 1.5, "again_seconds": 0.05, "gb_seconds": 3.0, "usd": 3e-5,
+        "evaluation_peak_mb": 210.0, "start_seconds": 1.5, "again_seconds": 0.05, "gb_seconds": 3.0, "usd": 3e-5,
         "layers": [], "layers_note": "the model is one block",
     }  # fmt: skip
 

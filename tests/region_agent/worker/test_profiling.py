@@ -29,7 +29,7 @@ def profiled(folder: Path, task: str = LINEAR_TASK, samples: int = 200, **change
     files = (ShardFile(name=data.name, path=str(data)),)
     fields: dict[str, Any] = {
         "job": "profile-1", "region": "east", "channel": "file", "channel_address": str(folder / "channel"),
-        "bundle_key": key, "module": "task.py", "config": {}, "splits": {"train": files}, "batch": 16, "seed": 5,
+        "bundle_key": key, "module": "task.py", "config": {}, "splits": {"train": files, "test": files}, "batch": 16, "seed": 5,
         "limit_seconds": 20.0, **changed,
     }  # fmt: skip
     answer = handle(SimpleNamespace(body=ProfileCall(**fields).model_dump_json().encode()), None)
@@ -48,6 +48,7 @@ def test_a_profile_tells_sizes_seconds_memory_and_noise(tmp_path: Path) -> None:
     assert told.norms
     assert all(pair.small_batch * 2 <= pair.large_batch <= 200 for pair in told.norms)
     assert all(pair.large_norm2 > 0 for pair in told.norms)
+    assert told.evaluation_peak_mb > 1
     # One linear layer is no chain of layers, and it says so.
     assert not told.layers
     assert "nn.Sequential" in told.layers_note

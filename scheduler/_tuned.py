@@ -1,0 +1,105 @@
+"""What profiles say for the partitions of a plan: their memory, and how their workers merge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from scheduler._model import Demand, Partition, Prices, Region, Snapshot
+
+if TYPE_CHECKING:
+    from scheduler.tuning import Profile
+
+__all__ = ["Tuned", "merging_of", "tuned"]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The best of a region's configurations with a given number of workers."""
+
+    memory_mb: int
+    merge_seconds: float
+    """Of one step; 0 of a worker alone."""
+    collective: str
+    chunks: int
+
+
+def tuned(region: Region, workers: int, snapshot: Snapshot, demand: Demand) -> Tuned | None:
+    """By the task's profile in this region; None: there is none for its channel, or nothing has memory enough."""
+    profile, prices = snapshot.profiles.get(region.name), region.prices
+    wanted = demand.collective
+    if profile is None or prices is None or profile.channel.name != region.channel or wanted == "isp":
+        return None
+    if wanted is None and region.channel == "file":
+        # There the region's parameter server merges, where the plan leaves it open.
+        wanted = "server-reduce"
+    return _tuned(
+        profile, _Paid.of(prices), workers, demand.batch, demand.slice_seconds, demand.epochs, demand.steps,
+        demand.minimise, demand.memory_mb, region.capacity.memory_mb, wanted, demand.merging.get("k"),
+    )  # fmt: skip
+
+
+def merging_of(
+    parts: Sequence[Partition], regions: Sequence[Region], snapshot: Snapshot, demand: Demand
+) -> Tuned | None:
+    """How all partitions merge that have several workers, where profiles take the same for all of them."""
+    found = [
+        tuned(region, part.workers, snapshot, demand)
+        for part, region in zip(parts, regions, strict=True)
+        if part.workers > 1
+    ]
+    first = found[0] if found else None
+    if first is None or any(one is None or _way(one) != _way(first) for one in found):
+        return None
+    return first
+
+
+def _way(one: Tuned) -> tuple[str, int]:
+    return one.collective, one.chunks if one.collective == "k-reduce" else 0
+
+
+@dataclass(frozen=True)
+class _Paid:
+    """What of a region's prices matters here."""
+
+    usd_per_gb_second: float
+    usd_per_call: float
+    server_usd_per_hour: float
+
+    @classmethod
+    def of(cls, prices: Prices) -> _Paid:
+        return cls(prices.function_usd_per_gb_second, prices.function_usd_per_request, prices.server_usd_per_hour)
+
+
+@lru_cache(maxsize=4096)
+def _tuned(
+    profile: Profile,
+    paid: _Paid,
+    workers: int,
+    batch: int,
+    slice_seconds: float,
+    epochs: float | None,
+    steps: int | None,
+    minimise: str,
+    memory_mb: int | None,
+    most_memory_mb: int,
+    collective: str | None,
+    chunks: float | None,
+) -> Tuned | None:
+    """Kept, as jobs that wait are planned again and again."""
+    from scheduler.tuning import Platform, cheapest, fastest, space_of, task_of
+
+    platform = Platform(paid.usd_per_gb_second, paid.usd_per_call, paid.server_usd_per_hour, slice_seconds)
+    task = task_of(profile, platform, epochs=epochs, steps=steps)
+    space = space_of(
+        profile, most_workers=workers, most_memory_mb=most_memory_mb, batch=batch, collective=collective,
+        chunks=int(chunks) if chunks is not None and collective == "k-reduce" else None, workers=workers,
+        memory_mb=memory_mb,
+    )  # fmt: skip
+    best = (fastest if minimise == "time" else cheapest)(task, space)
+    if best is None:
+        return None
+    chosen = best.configuration
+    return Tuned(chosen.memory_mb, best.merge_seconds, chosen.collective, chosen.chunks)

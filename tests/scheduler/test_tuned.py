@@ -1,0 +1,109 @@
+"""Plans of tasks that were profiled: memory, merging and workers follow from what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler import Capacity, Region, Snapshot
+from scheduler.tuning import Channel, NormPair, Profile, StepPoint
+from tests.scheduler.test_plan import demand, planned, region
+
+
+def profile(
+    name: str, *, peak_mb: float = 300.0, put_seconds: float = 0.001, put_usd: float = 0.0, channel: str = "redis"
+) -> Profile:
+    return Profile(
+        region=name,
+        samples=1000,
+        batch=32,
+        parameters=1_000_000,
+        model_bytes=4_000_000,
+        steps=tuple(StepPoint(b, 1024, 0.01 + 0.001 * b, peak_mb + b) for b in (8, 16, 32, 64)),
+        update_seconds=0.001,
+        norms=(NormPair(8, 10.0, 64, 2.0),),
+        evaluation_peak_mb=0.0,
+        channel=Channel(channel, put_seconds, put_seconds, 1e8, 1e8, put_usd=put_usd),
+        start_seconds=1.0,
+        again_seconds=0.1,
+        gb_seconds=1.0,
+        usd=1e-5,
+        layers=({"name": "0"},),
+    )
+
+
+def there(name: str, channel: str = "redis", **more: object) -> Region:
+    return region(name, channel=channel, **more)
+
+
+def snapshot(*profiles: Profile, channel: str = "redis") -> Snapshot:
+    regions = tuple(there(name, channel) for name in "ab")
+    return Snapshot(regions, model_bytes=4_000_000, profiles={one.region: one for one in profiles})
+
+
+def test_memory_is_what_the_task_needs_and_no_more() -> None:
+    small = planned(snapshot(profile("a"), profile("b", peak_mb=700.0)), demand(workers=1))
+    assert [part.memory_mb for part in small.partitions] == [512, 1024]
+    without = planned(snapshot(), demand(workers=1))
+    assert [part.memory_mb for part in without.partitions] == [1024, 1024]
+    assert small.estimate.usd.expected < without.estimate.usd.expected
+
+
+def test_what_the_job_file_names_stays() -> None:
+    asked = demand(memory_mb=2048, workers=3, collective="k-reduce", merging={"k": 2.0})
+    plan = planned(snapshot(profile("a"), profile("b")), asked)
+    assert {part.memory_mb for part in plan.partitions} == {2048}
+    assert (plan.collective, plan.merging) == ("k-reduce", {"k": 2.0})
+
+
+def test_all_regions_merge_as_their_profiles_say_where_these_agree() -> None:
+    plan = planned(snapshot(profile("a"), profile("b")), demand(workers=4))
+    assert plan.collective != "auto"
+    assert plan.merging.get("k", 1.0) <= 4
+    # A dear store and a free one are not best served alike: each region then chooses by what it measures.
+    apart = planned(snapshot(profile("a"), profile("b", put_usd=1e-3)), demand(workers=4))
+    assert apart.collective == "auto"
+    assert not apart.merging
+
+
+def test_one_profile_alone_does_not_speak_for_the_other_region() -> None:
+    plan = planned(snapshot(profile("a")), demand(workers=4))
+    assert plan.collective == "auto"
+    assert [part.memory_mb for part in plan.partitions] == [512, 1024]
+
+
+def test_a_profile_over_another_channel_does_not_count() -> None:
+    plan = planned(snapshot(profile("a"), profile("b"), channel="s3"), demand(workers=4))
+    assert plan.collective == "auto"
+    assert {part.merge_seconds for part in plan.partitions} == {None}
+
+
+def test_merges_that_take_long_keep_workers_from_being_hired() -> None:
+    """With a store of half a second a request, four workers are slower than one."""
+    lone = Snapshot((there("a"),), model_bytes=4_000_000)
+    quick = replace(lone, profiles={"a": profile("a")})
+    slow = replace(lone, profiles={"a": profile("a", put_seconds=0.5)})
+    fast = demand(minimise="time")
+    assert planned(quick, fast).partitions[0].workers > 1
+    assert planned(slow, fast).partitions[0].workers == 1
+    with_four = planned(slow, demand(workers=4)).partitions[0]
+    assert with_four.merge_seconds is not None
+    assert with_four.merge_seconds > 1.0
+
+
+def test_where_nothing_has_memory_enough_the_plan_is_as_without_a_profile() -> None:
+    tight = replace(there("a"), capacity=Capacity(4, 256))
+    plan = planned(Snapshot((tight,), profiles={"a": profile("a")}), demand())
+    assert plan.partitions[0].memory_mb == 256
+
+
+@pytest.mark.parametrize("collective", ["isp", "server-reduce"])
+def test_what_has_no_model_here_or_needs_none_is_planned(collective: str) -> None:
+    plan = planned(snapshot(profile("a"), profile("b")), demand(workers=2, collective=collective))
+    assert plan.collective == collective
+
+
+def test_in_shared_memory_the_server_merges() -> None:
+    held = snapshot(profile("a", channel="file"), profile("b", channel="file"), channel="file")
+    assert planned(held, demand(workers=2)).collective == "server-reduce"
