@@ -1,0 +1,44 @@
+"""Pipelines of functions for models that one function cannot hold: where to cut, in what memory, with what replicas."""
+
+from scheduler.partition._evaluate import evaluate
+from scheduler.partition._explain import explain
+from scheduler.partition._front import cheapest, fastest, front, uniform
+from scheduler.partition._model import (
+    Channel,
+    Cut,
+    FunctionSize,
+    Hop,
+    Layer,
+    Line,
+    NothingFitsError,
+    Order,
+    Pipeline,
+    Place,
+    Problem,
+    Profile,
+    Stage,
+    Way,
+)
+
+__all__ = [
+    "Channel",
+    "Cut",
+    "FunctionSize",
+    "Hop",
+    "Layer",
+    "Line",
+    "NothingFitsError",
+    "Order",
+    "Pipeline",
+    "Place",
+    "Problem",
+    "Profile",
+    "Stage",
+    "Way",
+    "cheapest",
+    "evaluate",
+    "explain",
+    "fastest",
+    "front",
+    "uniform",
+]

@@ -1,0 +1,177 @@
+"""What one pipeline takes: the model of time, money and memory that the planner searches over.
+
+After FuncPipe (Proc. ACM Meas. Anal. Comput. Syst. 6(3), 2022, DOI 10.1145/3570607, section 3.3), whose planner was not
+published. A stage has three lanes, which overlap: it computes, it puts, it gets. n is the number of micro-batches.
+
+GPipe: all forward passes, then all backward passes. n equal micro-batches through a line of lanes take the sum over
+all lanes once, and n - 1 times the slowest lane (a permutation flow shop). A stage merges its gradients when it has
+sent its last one; an iteration ends when the last stage to merge has done so:
+
+    T = sum_g fill_f + (n-1) max_g beat_f + max_g [ sum_{h>=g} fill_b + (n-1) max_{h>=g} beat_b + merge_g ]
+    fill_f = get + forward + put,  beat_f = max(get, forward, put),  fill_b and beat_b likewise
+
+1F1B: a stage holds at most as many micro-batches as stages follow, itself included, and alternates. Micro-batches go
+around between stages g and h no faster than (h - g + 1) for each time around, so that a beat is the mean over g..h of
+compute and transfers. It is at most what the slowest stage computes and transfers, one after the other:
+
+    T = sum_g fill_f + (n-1) max_g (fill_f + fill_b) + max_g [ sum_{h>=g} fill_b + merge_g ]
+
+That is never too little: transfers do not overlap with compute here, which is what the saved memory costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from scheduler.partition._model import MIB, Cut, Hop, Pipeline, Place, Problem, Stage, Way
+
+__all__ = ["evaluate", "held_bytes", "hop_between", "merge_seconds"]
+
+
+def evaluate(problem: Problem, way: Way, cuts: Sequence[Cut]) -> Pipeline | None:
+    """The pipeline of some cuts, in order, which must cover all layers; None where a stage does not fit its function.
+
+    Raises ValueError where cuts leave layers out, or a cut crosses regions that no hop joins.
+    """
+    _check(problem, cuts)
+    count = way.micro_batches(problem.batch)
+    fill_f = beat_f = fill_b = beat_b = ends = rate = other_usd = 0.0
+    stages: list[Stage] = []
+    for number, cut in reversed(list(enumerate(cuts))):
+        place, size = problem.places[cut.place], problem.places[cut.place].sizes[cut.size]
+        needed = held_bytes(problem, way, cut, len(cuts) - number)
+        if needed > size.memory_mb * MIB:
+            return None
+        stage = _stage(problem, way, cut, needed)
+        after = cuts[number + 1] if number + 1 < len(cuts) else None
+        forward, backward = _lanes(problem, way, cut, after, stage)
+        fill_f, fill_b = fill_f + sum(forward), fill_b + sum(backward)
+        if way.order == "gpipe":
+            beat_f, beat_b = max(beat_f, *forward), max(beat_b, *backward)
+        else:
+            beat_f = max(beat_f, sum(forward) + sum(backward))
+        ends = max(ends, fill_b + (count - 1) * beat_b + stage.merge_s)
+        rate += way.degree * size.memory_mb / 1024 * size.usd_per_gb_second
+        other_usd += _requests_usd(place, way, count, cut, after) + _egress_usd(problem, cut, after)
+        stages.insert(0, stage)
+    seconds = fill_f + (count - 1) * beat_f + ends
+    return Pipeline(tuple(stages), way, count, seconds, seconds * rate + other_usd, seconds * rate)
+
+
+def held_bytes(problem: Problem, way: Way, cut: Cut, from_end: int) -> float:
+    """What a worker of a stage holds at most; `from_end` counts the stages from it to the end, itself included.
+
+    Parameters, their gradients and the optimiser's state, what merging needs, the activations of the micro-batches
+    that are under way, and an input and an output in each lane, both ways.
+    """
+    profile, held = problem.profile, problem.profile.layers[cut.first : cut.last + 1]
+    live = way.micro_batches(problem.batch)
+    if way.order == "1f1b":
+        live = min(live, from_end)
+    copies = 2.0 + profile.state_factor + (problem.merge_copies if way.degree > 1 else 0.0)
+    activations = sum(layer.activation_bytes for layer in held)
+    entering, leaving = input_bytes(problem, cut.first), held[-1].output_bytes
+    kept = live * entering + activations if cut.rematerialise else live * activations
+    lanes = 2 * (entering + (leaving if cut.last + 1 < len(profile.layers) else 0))
+    parameters = sum(layer.parameter_bytes for layer in held)
+    return profile.base_mb * MIB + copies * parameters + way.micro_batch * (kept + lanes)
+
+
+def input_bytes(problem: Problem, first: int) -> int:
+    """Of one sample, as a stage that begins with this layer gets it."""
+    return problem.profile.layers[first - 1].output_bytes if first else problem.profile.input_bytes
+
+
+def hop_between(problem: Problem, source: int, destination: int) -> Hop | None:
+    """Between two places; free within a region. None: there is none."""
+    a, b = problem.places[source].name, problem.places[destination].name
+    return _HERE if a == b else problem.hops.get((a, b))
+
+
+def merge_seconds(size_bytes: float, degree: int, place: Place, bandwidth: float = 1.0) -> float:
+    """Pipelined scatter-reduce of one vector by so many replicas (FuncPipe, section 3.2), requests side by side.
+
+    Each puts the others' parts and gets its own ones at the same time, puts the merged part, and gets the others'.
+    """
+    if degree == 1:
+        return 0.0
+    channel, part = place.channel, size_bytes / degree
+    up, down = part / (channel.up_bytes_per_s * bandwidth), part / (channel.down_bytes_per_s * bandwidth)
+    others = degree - 1
+    turns = -(-others // channel.parallel)
+    puts = max(channel.put_s + others * up, turns * (channel.put_s + up))
+    gets = max(channel.get_s + others * down, turns * (channel.get_s + down))
+    one_up, one_down = channel.put_s + up, channel.get_s + down
+    return max(puts + one_down, one_up + gets) + one_up + gets
+
+
+def _check(problem: Problem, cuts: Sequence[Cut]) -> None:
+    starts = [cut.first for cut in cuts] + [len(problem.profile.layers)]
+    if not cuts or starts[0] != 0 or any(cut.last + 1 != after for cut, after in zip(cuts, starts[1:], strict=True)):
+        raise ValueError("the stages must cover all layers, each once and in order")
+    if any(cut.last < cut.first for cut in cuts):
+        raise ValueError("a stage has at least one layer")
+    for cut, after in pairwise(cuts):
+        there, back = hop_between(problem, cut.place, after.place), hop_between(problem, after.place, cut.place)
+        if after.place < cut.place or there is None or back is None:
+            raise ValueError(f"no cut may cross from place {cut.place} to place {after.place}")
+
+
+def _stage(problem: Problem, way: Way, cut: Cut, needed: float) -> Stage:
+    place, held = problem.places[cut.place], problem.profile.layers[cut.first : cut.last + 1]
+    size = place.sizes[cut.size]
+    forward = sum(layer.forward.seconds(way.micro_batch) for layer in held) / size.speed
+    backward = sum(layer.backward.seconds(way.micro_batch) for layer in held) / size.speed
+    parameters = sum(layer.parameter_bytes for layer in held)
+    return Stage(
+        first=cut.first,
+        last=cut.last,
+        place=place.name,
+        memory_mb=size.memory_mb,
+        rematerialise=cut.rematerialise,
+        needed_mb=needed / MIB,
+        forward_s=forward,
+        backward_s=backward + (forward if cut.rematerialise else 0.0),
+        merge_s=merge_seconds(parameters, way.degree, place, size.bandwidth),
+    )
+
+
+def _lanes(problem: Problem, way: Way, cut: Cut, after: Cut | None, stage: Stage) -> tuple[list[float], list[float]]:
+    """Seconds of one micro-batch in each lane that a stage uses, and in the hop after it: forward, backward."""
+    channel, width = problem.places[cut.place].channel, problem.places[cut.place].sizes[cut.size].bandwidth
+    up, down = channel.up_bytes_per_s * width, channel.down_bytes_per_s * width
+    forward, backward = [stage.forward_s], [stage.backward_s]
+    if cut.first:
+        entering = input_bytes(problem, cut.first) * way.micro_batch
+        forward.append(channel.get_s + entering / down)
+        backward.append(channel.put_s + entering / up)
+    if after is not None:
+        leaving = problem.profile.layers[cut.last].output_bytes * way.micro_batch
+        forward.append(channel.put_s + leaving / up)
+        backward.append(channel.get_s + leaving / down)
+        there, back = hop_between(problem, cut.place, after.place), hop_between(problem, after.place, cut.place)
+        if there is not None and back is not None and there is not _HERE:
+            forward.append(there.latency_s + way.degree * leaving / there.bytes_per_s)
+            backward.append(back.latency_s + way.degree * leaving / back.bytes_per_s)
+    return forward, backward
+
+
+def _requests_usd(place: Place, way: Way, count: int, cut: Cut, after: Cut | None) -> float:
+    sides = (cut.first > 0) + (after is not None)
+    passed, d = sides * way.degree * count, way.degree
+    merged = (d * d, 2 * d * (d - 1)) if d > 1 else (0, 0)
+    return (passed + merged[0]) * place.channel.put_usd + (passed + merged[1]) * place.channel.get_usd
+
+
+def _egress_usd(problem: Problem, cut: Cut, after: Cut | None) -> float:
+    if after is None:
+        return 0.0
+    there, back = hop_between(problem, cut.place, after.place), hop_between(problem, after.place, cut.place)
+    if there is None or back is None:
+        return 0.0
+    sent_gb = problem.batch * problem.profile.layers[cut.last].output_bytes / 1e9
+    return sent_gb * (there.usd_per_gb + back.usd_per_gb)
+
+
+_HERE = Hop(0.0, float("inf"), 0.0)

@@ -1,0 +1,98 @@
+"""The planner: which stages, in what memory, with how many replicas, in what order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from scheduler.partition._evaluate import evaluate, held_bytes
+from scheduler.partition._model import MIB, Cut, NothingFitsError, Pipeline, Problem, Way
+from scheduler.partition._search import search
+
+__all__ = ["cheapest", "fastest", "front", "uniform", "ways_of"]
+
+
+def front(problem: Problem, most_labels: int | None = None) -> tuple[Pipeline, ...]:
+    """All pipelines that no other one beats in both seconds and USD of an iteration, the fastest first.
+
+    Over all cuts, places and memory of each stage, degrees, micro-batches and orders; of pipelines that are equal in
+    both, one. Exact by `evaluate`'s model. ``most_labels`` bounds the work for long models: so many unfinished
+    pipelines are kept at a cut for each way; what comes of it is feasible, but may not be all of the front.
+
+    Raises NothingFitsError where no pipeline fits.
+    """
+    if not problem.profile.layers or problem.batch < 1:
+        raise ValueError("a pipeline needs at least one layer and one sample")
+    found = search(problem, ways_of(problem), most_labels)
+    if not found:
+        raise NothingFitsError(_why_not(problem))
+    plans = (evaluate(problem, way, cuts) for way, cuts in found)
+    return best_of(plan for plan in plans if plan is not None)
+
+
+def cheapest(plans: Sequence[Pipeline], within_seconds: float) -> Pipeline | None:
+    """Of a front, the cheapest whose iteration takes no longer."""
+    return min((plan for plan in plans if plan.seconds <= within_seconds), key=lambda plan: plan.usd, default=None)
+
+
+def fastest(plans: Sequence[Pipeline], within_usd: float) -> Pipeline | None:
+    """Of a front, the fastest whose iteration costs no more."""
+    return min((plan for plan in plans if plan.usd <= within_usd), key=lambda plan: plan.seconds, default=None)
+
+
+def uniform(problem: Problem) -> tuple[Pipeline, ...]:
+    """The front of what FuncPipe's published set-up comes to, whose planner was not published: the baseline.
+
+    GPipe order, stages of as equal a number of layers as can be, one memory size for all, in the first place, nothing
+    computed again; over the number of stages, sizes, degrees and micro-batches.
+    """
+    length, sizes = len(problem.profile.layers), problem.places[0].sizes
+    found: list[Pipeline] = []
+    for way in (way for way in ways_of(problem) if way.order == "gpipe"):
+        for stages in range(1, length + 1):
+            if problem.most_workers is not None and stages * way.degree > problem.most_workers:
+                break
+            ends = [length * number // stages for number in range(stages + 1)]
+            for size in range(len(sizes)):
+                cuts = [Cut(first, after - 1, 0, size) for first, after in pairwise(ends)]
+                plan = evaluate(problem, way, cuts)
+                found += [plan] if plan is not None else []
+    return best_of(found)
+
+
+def best_of(plans: Iterable[Pipeline]) -> tuple[Pipeline, ...]:
+    """Those that no other one beats, the fastest first."""
+    best: list[Pipeline] = []
+    for plan in sorted(plans, key=lambda plan: (plan.seconds, plan.usd, len(plan.stages))):
+        if not best or plan.usd < best[-1].usd:
+            best.append(plan)
+    return tuple(best)
+
+
+def ways_of(problem: Problem) -> tuple[Way, ...]:
+    """All degrees, micro-batches and orders that are tried."""
+    found = []
+    for degree in sorted({degree for degree in problem.degrees if degree <= problem.batch}):
+        share = -(-problem.batch // degree)
+        sizes = problem.micro_batches or [size for size in range(1, share + 1) if share % size == 0]
+        found += [
+            Way(degree, size, order) for size in sorted({min(share, s) for s in sizes}) for order in problem.orders
+        ]
+    return tuple(found)
+
+
+def _why_not(problem: Problem) -> str:
+    """The first layer that fits no function alone, whatever the way; or what else is in the way."""
+    roomiest = [
+        (size.memory_mb, p, s) for p, place in enumerate(problem.places) for s, size in enumerate(place.sizes)
+    ]  # fmt: skip
+    most_mb, place, size = max(roomiest)
+    for number, layer in enumerate(problem.profile.layers):
+        cut = Cut(number, number, place, size)
+        least = min(held_bytes(problem, way, cut, 1) for way in ways_of(problem))
+        if least > most_mb * MIB:
+            needed = least / MIB
+            return (
+                f"layer {number} ({layer.name}) alone needs {needed:,.0f} MB, the largest function has {most_mb:,} MB"
+            )
+    return f"no cut fits the functions, the largest of which has {most_mb:,} MB, with the workers and places allowed"

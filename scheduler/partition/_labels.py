@@ -1,0 +1,123 @@
+"""Unfinished pipelines, as columns: what begins with some layer and goes on to the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.partition._tables import Floats, Ints
+
+Mask = npt.NDArray[np.bool_]
+
+FIRST_WINDOW = 16
+"""Labels that each is compared with at first; what is left is compared with ever more, until with all."""
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """Each row is a choice of stages from layer `first` to the end. Times are sums and maxima over these stages."""
+
+    way: Ints
+    first: Ints
+    place: Ints
+    """Of the first of the stages."""
+    fill_f: Floats
+    beat_f: Floats
+    fill_b: Floats
+    beat_b: Floats
+    ends: Floats
+    """max of: backward passes down to a stage done, and its gradients merged."""
+    rate: Floats
+    """USD per second of all functions."""
+    other_usd: Floats
+    stages: Ints
+    before: Ints
+    """Row of the label that this one puts a stage in front of; -1: none."""
+    option: Ints
+    """Of the stage in front."""
+    again: Mask
+    """Whether it computes its forward pass again."""
+
+    def __len__(self) -> int:
+        return len(self.way)
+
+    def take(self, rows: Ints | Mask) -> Labels:
+        """Some of the rows."""
+        return Labels(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+
+def joined(parts: Sequence[Labels]) -> Labels:
+    """One after the other."""
+    return Labels(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Labels)))
+
+
+def ends_of(ways: Ints, length: int, place: int) -> Labels:
+    """Nothing yet, behind the last layer, in the place where the last stage must be at the latest."""
+    n = len(ways)
+    none, zero = np.full(n, -1), np.zeros(n)
+    return Labels(
+        ways, np.full(n, length), np.full(n, place), zero, zero, zero, zero, zero, zero, zero,
+        np.zeros(n, dtype=np.int64), none, none, np.zeros(n, dtype=bool),
+    )  # fmt: skip
+
+
+def seconds_of(labels: Labels, count: Floats) -> Floats:
+    """Of whole pipelines; `count` by row."""
+    done: Floats = labels.fill_f + (count - 1) * labels.beat_f + labels.ends
+    return done
+
+
+def undominated(labels: Labels, raised: Labels, count: Floats) -> Labels:
+    """Without those that another label of the same way and place is certain to end no worse than, with any stages in
+    front.
+
+    Seconds of any completion are max(u, a + ..) + max(x, v + .., b + ..), with u = fill_f + (n-1) beat_f, a = fill_f,
+    x = ends, v = fill_b + (n-1) beat_b, b = fill_b and the same additions for all labels: one that is no larger in the
+    six sums is no slower. It must also have no larger rate, price and number of stages. ``raised``: what the times of
+    a label come to in every completion that matters; the other label is taken as it is.
+    """
+    window = FIRST_WINDOW
+    while True:
+        keep = _unbeaten(_measures(labels, count), _measures(raised, count), _groups(labels), window)
+        labels, raised, count = labels.take(keep), raised.take(keep), count[keep]
+        if not len(labels) or window >= np.bincount(_groups(labels)).max():
+            return labels
+        window *= 4
+
+
+def _groups(labels: Labels) -> Ints:
+    """Labels that go on alike: of one way, their first stage in one place."""
+    group: Ints = labels.way * (1 + labels.place.max(initial=0)) + labels.place
+    return group
+
+
+def _measures(labels: Labels, count: Floats) -> Floats:
+    """What one label must be no larger in than another, by row."""
+    a, b, x = labels.fill_f, labels.fill_b, labels.ends
+    u, v = a + (count - 1) * labels.beat_f, b + (count - 1) * labels.beat_b
+    others = labels.rate, labels.other_usd, labels.stages.astype(float)
+    return np.stack([u + x, u + v, u + b, a + x, a + v, a + b, *others])
+
+
+def _unbeaten(low: Floats, high: Floats, group: Ints, window: int) -> Mask:
+    """Compare each label with the `window` ones before it, in two orders. Whoever beats comes first in the order, so
+    that no two labels can beat each other."""
+    alive = np.ones(len(group), dtype=bool)
+    for key in (low[0], low[6]):
+        rows = np.flatnonzero(alive)
+        order = rows[np.lexsort((low[0][rows] + low[5][rows], key[rows], group[rows]))]
+        first, then, own = low[:, order], high[:, order], group[order]
+        worse = np.zeros(len(order), dtype=bool)
+        for shift in range(1, min(window, len(order) - 1) + 1):
+            alike = own[shift:] == own[:-shift]
+            if not alike.any():
+                break
+            same = np.flatnonzero(alike & ~worse[shift:])
+            for measure in range(len(low)):
+                same = same[first[measure, same] <= then[measure, same + shift]]
+            worse[same + shift] = True
+        alive[order[worse]] = False
+    return alive

@@ -1,0 +1,197 @@
+"""What the planner of pipelines works on, and what it answers. Units are in the names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Order = Literal["gpipe", "1f1b"]
+ORDERS: tuple[Order, ...] = ("gpipe", "1f1b")
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds by samples: what a micro-batch costs at all, and what each of its samples adds."""
+
+    base_s: float
+    sample_s: float
+
+    def seconds(self, samples: float) -> float:
+        """Of one micro-batch."""
+        return self.base_s + self.sample_s * samples
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer, or a run of layers that nobody wants to cut, as it was measured on a function of speed 1."""
+
+    name: str
+    parameter_bytes: int
+    activation_bytes: int
+    """Per sample: what the forward pass keeps for the backward pass."""
+    output_bytes: int
+    """Per sample; the gradient that comes back is as large."""
+    forward: Line
+    backward: Line
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model as a chain of layers."""
+
+    layers: tuple[Layer, ...]
+    input_bytes: int
+    """Of one sample, as the first layer gets it."""
+    state_factor: float = 1.0
+    """The optimiser's state, in sizes of the parameters: 0 for plain SGD, 1 with momentum, 2 for Adam."""
+    base_mb: float = 200.0
+    """What a worker takes in memory before it has a layer, and what is kept free (FuncPipe keeps 200 MB)."""
+
+
+@dataclass(frozen=True)
+class FunctionSize:
+    """One memory option of a function."""
+
+    memory_mb: int
+    speed: float
+    """Relative to the function that the profile was measured on."""
+    usd_per_gb_second: float
+    bandwidth: float = 1.0
+    """Relative to what the channel gives one function: small functions may get less."""
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One function's use of the store that stages exchange tensors through."""
+
+    put_s: float
+    """Latency of a request."""
+    get_s: float
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    parallel: int = 8
+    """Requests of one function that may be on their way at once, each way, while gradients are merged. Activations go
+    one after the other: each lane is one thread."""
+    put_usd: float = 0.0
+    get_usd: float = 0.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """A region that stages may run in."""
+
+    name: str
+    sizes: tuple[FunctionSize, ...]
+    channel: Channel
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One directed way between regions, as a cut uses it."""
+
+    latency_s: float
+    bytes_per_s: float
+    """Of the way, which the replicas of a stage share."""
+    usd_per_gb: float
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be planned."""
+
+    profile: Profile
+    batch: int
+    """Samples of one iteration, over all replicas."""
+    places: tuple[Place, ...]
+    """In the order in which data flow: a stage never runs in an earlier place than the one before it. The first stage
+    is in the first place, where the data are. A region may stand twice, so that a model can begin and end in it."""
+    hops: Mapping[tuple[str, str], Hop] = field(default_factory=dict)
+    """By (from, to), by name. Where one way of a pair is missing, no cut crosses it."""
+    ends_last: bool = False
+    """The last stage must be in the last place: where labels may not leave it."""
+    degrees: tuple[int, ...] = (1, 2, 4, 8)
+    """Replicas of every stage that are tried; more than `batch` are not."""
+    micro_batches: tuple[int, ...] | None = None
+    """Samples of one micro-batch that are tried; None: the divisors of a replica's share of the batch."""
+    orders: tuple[Order, ...] = ORDERS
+    rematerialise: bool = True
+    """Whether stages may compute their forward pass again, where they would not fit otherwise."""
+    most_workers: int | None = None
+    """Stages times replicas; None: any number."""
+    merge_copies: float = 2.0
+    """Sizes of the gradient that a stage with replicas needs besides: what it sends and what it gets (FuncPipe)."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """What all stages of a pipeline have in common."""
+
+    degree: int
+    micro_batch: int
+    order: Order
+
+    def micro_batches(self, batch: int) -> int:
+        """Of one replica in one iteration; the last may be smaller, and is counted as a whole one."""
+        share = -(-batch // self.degree)
+        return -(-share // self.micro_batch)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One stage as it is decided, without what follows from it."""
+
+    first: int
+    last: int
+    """Inclusive."""
+    place: int
+    """Index into the problem's places."""
+    size: int
+    """Index into the place's sizes."""
+    rematerialise: bool = False
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive layers in functions of one size."""
+
+    first: int
+    last: int
+    """Inclusive."""
+    place: str
+    memory_mb: int
+    rematerialise: bool
+    """The forward pass is computed again before the backward pass; only the stage's input is kept until then."""
+    needed_mb: float
+    """At most at one time, with what a worker takes anyway."""
+    forward_s: float
+    """Compute of one micro-batch."""
+    backward_s: float
+    """The same, with what is computed again."""
+    merge_s: float
+    """Of the gradients of its replicas, once an iteration."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """One way to run the model, and what an iteration of it takes."""
+
+    stages: tuple[Stage, ...]
+    way: Way
+    micro_batches: int
+    """Of one replica in one iteration."""
+    seconds: float
+    usd: float
+    """Functions, requests and bytes between regions of one iteration."""
+    function_usd: float
+    """Of it, the functions."""
+
+    @property
+    def workers(self) -> int:
+        """Functions that run at one time."""
+        return len(self.stages) * self.way.degree
+
+
+class NothingFitsError(ValueError):
+    """No pipeline fits into the memory that there is; the text says which layer is too large."""

@@ -1,0 +1,162 @@
+"""All best pipelines: label-setting dynamic programming over cut points, from the last layer to the first.
+
+A label is a choice of stages for the layers from one on (`_labels`). Putting a stage in front of it gives another one.
+Two things keep labels few, and lose no point of the front: a label that another one is better than in every respect
+goes, and so does one that cannot end better than a whole pipeline that is known already, by a bound on what the layers
+before it still add (`_bounds`). A first pass that keeps only a few labels at each cut finds such pipelines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from scheduler.partition._bounds import Bounds, Front
+from scheduler.partition._labels import Labels, Mask, ends_of, joined, seconds_of, undominated
+from scheduler.partition._model import Cut, Problem, Way
+from scheduler.partition._tables import Floats, Ints, Stages, Tables
+
+__all__ = ["search"]
+
+FIRST_PASSES = (6, 16)
+"""Labels kept at a cut, for each way, to find pipelines that rule others out."""
+
+
+def search(problem: Problem, ways: Sequence[Way], most: int | None = None) -> list[tuple[Way, tuple[Cut, ...]]]:
+    """The ways and cuts on the front of seconds and USD of an iteration, the fastest first; one for each point.
+
+    ``most``: so many labels are kept at a cut, for each way and place; the front then is what was found, not all that
+    there is. None: it is exact.
+    """
+    tables = Tables(problem, ways)
+    bounds, front, passes = Bounds(tables), Front(), []
+    for few in (*FIRST_PASSES, most):
+        passes.append(_pass(tables, bounds, front, few))
+        bounds.close(front)
+    return [_cuts(tables, passes[number], row) for number, row in front.sources]
+
+
+def _pass(tables: Tables, bounds: Bounds, front: Front, few: int | None) -> Labels:
+    """All labels; what is known of the front grows."""
+    labels = ends_of(bounds.possible, tables.length, len(tables.problem.places) - 1)
+    for first in range(tables.length - 1, -1, -1):
+        found = _extended(tables, bounds, labels, tables.starting(first, bounds.possible))
+        labels = joined([labels, _kept(tables, bounds, front, found, few)])
+    rows = np.flatnonzero(labels.first == 0)
+    front.add(*_worth(tables, labels.take(rows)), rows)
+    return labels
+
+
+def _worth(tables: Tables, whole: Labels) -> tuple[Floats, Floats]:
+    seconds = seconds_of(whole, tables.count[whole.way])
+    return seconds, seconds * whole.rate + whole.other_usd
+
+
+def _extended(tables: Tables, bounds: Bounds, labels: Labels, stages: Stages) -> Labels:
+    """Every label with every stage in front of it that begins with a layer, fits, and may be there."""
+    problem, first = tables.problem, stages.first
+    row, last = bounds.row[labels.way], labels.first - first - 1
+    live = tables.count[labels.way]
+    live = np.where(tables.alternates[labels.way], np.minimum(live, labels.stages + 1), live)[:, None]
+    kept = stages.fits[row, last] >= live
+    fits = kept | (stages.fits_again[row, last] >= live) if problem.rematerialise else kept
+    behind = labels.first < tables.length
+    place = tables.place
+    fits &= place <= labels.place[:, None]
+    if first == 0:
+        fits &= place == 0
+    if problem.ends_last:
+        fits &= behind[:, None] | (place == len(problem.places) - 1)
+    fits &= ~behind[:, None] | np.isfinite(tables.hop_s[0, place][:, labels.place].T)
+    if problem.most_workers is not None:
+        fits &= ((labels.stages + 1) * tables.degree[labels.way] <= problem.most_workers)[:, None]
+    before, option = np.nonzero(fits)
+    return _put_in_front(tables, labels, stages, before, option, ~kept[before, option], row)
+
+
+def _put_in_front(
+    tables: Tables, labels: Labels, stages: Stages, before: Ints, option: Ints, again: Mask, rows: Ints
+) -> Labels:
+    """One stage in front of each of some labels, as `_evaluate` adds it up."""
+    old, row = labels.take(before), rows[before]
+    at = row, old.first - stages.first - 1, option
+    forward = stages.forward[at]
+    backward = stages.backward[at] + again * forward
+    get_in, put_back = stages.get_in[row, option], stages.put_back[row, option]
+    put_out, get_back = stages.put_out[at], stages.get_back[at]
+    there, back, egress_usd = _hops(tables, old, option)
+    fill_f = forward + get_in + put_out + there
+    fill_b = backward + put_back + get_back + back
+    alternates = tables.alternates[old.way]
+    slowest_f = np.maximum(np.maximum(forward, get_in), np.maximum(put_out, there))
+    slowest_b = np.maximum(np.maximum(backward, put_back), np.maximum(get_back, back))
+    beat_f = np.maximum(old.beat_f, np.where(alternates, fill_f + fill_b, slowest_f))
+    beat_b = np.maximum(old.beat_b, np.where(alternates, 0.0, slowest_b))
+    fill_f, fill_b = old.fill_f + fill_f, old.fill_b + fill_b
+    done = fill_b + (tables.count[old.way] - 1) * beat_b + stages.merge[at]
+    return Labels(
+        way=old.way,
+        first=np.full(len(before), stages.first),
+        place=tables.place[option],
+        fill_f=fill_f,
+        beat_f=beat_f,
+        fill_b=fill_b,
+        beat_b=beat_b,
+        ends=np.maximum(old.ends, done),
+        rate=old.rate + tables.rate[old.way, option],
+        other_usd=old.other_usd + stages.other_usd[at] + egress_usd,
+        stages=old.stages + 1,
+        before=before,
+        option=option,
+        again=again,
+    )
+
+
+def _hops(tables: Tables, after: Labels, option: Ints) -> tuple[Floats, Floats, Floats]:
+    """Seconds there and back, and USD of an iteration, between a stage and the label behind it."""
+    pair = tables.place[option], after.place
+    behind = after.first < tables.length
+    if len(tables.problem.places) == 1:
+        none = np.zeros(len(option))
+        return none, none, none
+    leaving = np.where(behind, tables.passed[after.first], 0.0)
+    sent = leaving * tables.micro[after.way] * tables.degree[after.way]
+    there, back = (
+        np.where(behind, tables.hop_s[k][pair] + sent * tables.hop_byte_s[k][pair], 0.0) for k in (0, 1)
+    )  # fmt: skip
+    return there, back, leaving * tables.problem.batch * tables.hop_byte_usd[pair]
+
+
+def _kept(tables: Tables, bounds: Bounds, front: Front, found: Labels, few: int | None) -> Labels:
+    """What may still reach the front."""
+    if not len(found):
+        return found
+    if found.first[0] == 0:
+        return found.take(~front.beats(*_worth(tables, found)))
+    kept, raised = bounds.promising(found, front)
+    return undominated(kept, raised, tables.count[kept.way]) if few is None else _few(tables, kept, few)
+
+
+def _few(tables: Tables, labels: Labels, few: int) -> Labels:
+    """Of each way and place the labels that a few mixtures of seconds and rate find best, as far as they are."""
+    seconds, rate = seconds_of(labels, tables.count[labels.way]), labels.rate
+    group = labels.way * len(tables.problem.places) + labels.place
+    best: list[Ints] = [np.zeros(0, dtype=np.int64)]
+    for share in np.linspace(0.0, 1.0, few):
+        order = np.lexsort((rate ** (1 - share) * seconds**share, group))
+        ahead = np.ones(len(order), dtype=bool)
+        ahead[1:] = group[order][1:] != group[order][:-1]
+        best.append(order[ahead])
+    return labels.take(np.unique(np.concatenate(best)))
+
+
+def _cuts(tables: Tables, labels: Labels, row: int) -> tuple[Way, tuple[Cut, ...]]:
+    way, cuts = tables.ways[labels.way[row]], []
+    while labels.before[row] >= 0:
+        before = int(labels.before[row])
+        place, size = tables.options[labels.option[row]]
+        last = int(labels.first[before]) - 1
+        cuts.append(Cut(int(labels.first[row]), last, place, size, bool(labels.again[row])))
+        row = before
+    return way, tuple(cuts)

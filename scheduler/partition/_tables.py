@@ -1,0 +1,185 @@
+"""Every stage that there could be, in numbers: for each way, first layer, last layer and function size, as arrays.
+
+An axis of ways (degree, micro-batch, order), one of options (a place and one of its sizes), and for a first layer one
+of the layers after it. `_evaluate` says what the numbers mean; here they are only computed for many stages at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.partition._evaluate import hop_between
+from scheduler.partition._model import MIB, Line, Problem, Way
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+ROUNDING = 1e-9
+"""Of a memory: what a sum in another order may be off by."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """All stages that begin with one layer. Axes are (way, last layer, option) where nothing else is said."""
+
+    first: int
+    fits: Ints
+    """Micro-batches that may be under way at once."""
+    fits_again: Ints
+    """The same, where the forward pass is computed again."""
+    forward: Floats
+    backward: Floats
+    get_in: Floats
+    """(way, option): the input; 0 for the first layer."""
+    put_back: Floats
+    """(way, option): the input's gradient."""
+    put_out: Floats
+    get_back: Floats
+    merge: Floats
+    """Seconds."""
+    other_usd: Floats
+    """Requests of one iteration."""
+
+
+class Tables:
+    """Of one problem."""
+
+    def __init__(self, problem: Problem, ways: Sequence[Way]) -> None:
+        self.problem, self.ways = problem, tuple(ways)
+        self.options = [(p, s) for p, place in enumerate(problem.places) for s in range(len(place.sizes))]
+        self.place = np.array([p for p, _ in self.options])
+        self._layers()
+        self._options()
+        self.degree = np.array([float(way.degree) for way in ways])
+        self.micro = np.array([float(way.micro_batch) for way in ways])
+        self.count = np.array([float(way.micro_batches(problem.batch)) for way in ways])
+        self.alternates = np.array([way.order == "1f1b" for way in ways])
+        self.rate = self.degree[:, None] * self._gb_usd
+        """(way, option): USD per second of a stage."""
+        self._hops()
+
+    def _layers(self) -> None:
+        layers, profile = self.problem.profile.layers, self.problem.profile
+        self.length = len(layers)
+        self.parameters = _sums(layer.parameter_bytes for layer in layers)
+        self.activations = _sums(layer.activation_bytes for layer in layers)
+        self.forward_base, self.forward_sample = _lines([layer.forward for layer in layers])
+        self.backward_base, self.backward_sample = _lines([layer.backward for layer in layers])
+        self.passed = np.array([profile.input_bytes, *(layer.output_bytes for layer in layers)], dtype=float)
+        """Bytes of a sample that enter a layer; the last entry leaves the model."""
+
+    def _options(self) -> None:
+        places = self.problem.places
+        sizes = [places[p].sizes[s] for p, s in self.options]
+        channels = [places[p].channel for p, _ in self.options]
+        self.speed = np.array([size.speed for size in sizes])
+        self._gb_usd = np.array([size.memory_mb / 1024 * size.usd_per_gb_second for size in sizes])
+        self._room = np.array([size.memory_mb * MIB for size in sizes]) * (1 + ROUNDING)
+        self._room -= self.problem.profile.base_mb * MIB
+        pairs = list(zip(channels, sizes, strict=True))
+        self._up = np.array([channel.up_bytes_per_s * size.bandwidth for channel, size in pairs])
+        self._down = np.array([channel.down_bytes_per_s * size.bandwidth for channel, size in pairs])
+        self._put_s = np.array([channel.put_s for channel in channels])
+        self._get_s = np.array([channel.get_s for channel in channels])
+        self._parallel = np.array([channel.parallel for channel in channels])
+        self._put_usd = np.array([channel.put_usd for channel in channels])
+        self._get_usd = np.array([channel.get_usd for channel in channels])
+
+    def _hops(self) -> None:
+        """(place, place): latency and seconds per byte both ways, USD per byte both ways; infinite: no way."""
+        n = len(self.problem.places)
+        self.hop_s, self.hop_byte_s = np.full((2, n, n), np.inf), np.zeros((2, n, n))
+        self.hop_byte_usd = np.zeros((n, n))
+        for a in range(n):
+            for b in range(a, n):
+                ways = hop_between(self.problem, a, b), hop_between(self.problem, b, a)
+                for k, hop in enumerate(ways):
+                    if ways[0] is not None and ways[1] is not None and hop is not None:
+                        self.hop_s[k, a, b] = hop.latency_s
+                        self.hop_byte_s[k, a, b] = 1 / hop.bytes_per_s
+                        self.hop_byte_usd[a, b] += hop.usd_per_gb / 1e9
+
+    def compute(self, ways: Ints, first: int | Ints, after: Ints) -> tuple[Floats, Floats]:
+        """(way, stage): forward and backward seconds at speed 1 of layers from `first` up to `after`."""
+        micro = self.micro[ways][:, None]
+        forward = self.forward_base[after] - self.forward_base[first]
+        backward = self.backward_base[after] - self.backward_base[first]
+        forward = forward + micro * (self.forward_sample[after] - self.forward_sample[first])
+        backward = backward + micro * (self.backward_sample[after] - self.backward_sample[first])
+        return forward, backward
+
+    def starting(self, first: int, ways: Ints) -> Stages:
+        """All stages that begin with a layer, for some ways."""
+        after = np.arange(first + 1, self.length + 1)
+        fits, fits_again = self.most_live(first, ways)
+        forward, backward = self.compute(ways, first, after)
+        leaving = np.where(after < self.length, self.passed[after], 0.0)
+        inner = (after < self.length).astype(float)[None, :, None]
+        bytes_out = self.micro[ways][:, None, None] * leaving[None, :, None]
+        bytes_in = self.micro[ways][:, None] * self.passed[first]
+        entered = float(first > 0)
+        return Stages(
+            first=first,
+            fits=fits,
+            fits_again=fits_again,
+            forward=forward[:, :, None] / self.speed,
+            backward=backward[:, :, None] / self.speed,
+            get_in=entered * (self._get_s + bytes_in / self._down),
+            put_back=entered * (self._put_s + bytes_in / self._up),
+            put_out=inner * self._put_s + bytes_out / self._up,
+            get_back=inner * self._get_s + bytes_out / self._down,
+            merge=self._merging(ways, self.parameters[after] - self.parameters[first]),
+            other_usd=self._requests(ways, entered + inner),
+        )
+
+    def most_live(self, first: int, ways: Ints) -> tuple[Ints, Ints]:
+        """Micro-batches that may be under way at once in stages from `first` on: kept, and computed again."""
+        after = np.arange(first + 1, self.length + 1)
+        own = 2.0 + self.problem.profile.state_factor
+        copies = own + np.where(self.degree[ways] > 1, self.problem.merge_copies, 0.0)
+        parameters = self.parameters[after] - self.parameters[first]
+        activations = (self.activations[after] - self.activations[first])[None, :, None]
+        leaving = np.where(after < self.length, self.passed[after], 0.0)
+        entering = self.passed[first]
+        left = self._room - (copies[:, None] * parameters)[:, :, None]
+        left = left / self.micro[ways][:, None, None] - 2 * (entering + leaving)[None, :, None]
+        kept = np.where(activations > 0, left / np.maximum(activations, 1e-9), np.where(left >= 0, np.inf, -1.0))
+        left = left - activations
+        again = left / entering if entering > 0 else np.where(left >= 0, np.inf, -1.0)
+        most = float(1 << 40)
+        return np.floor(np.clip(kept, -1, most)).astype(np.int64), np.floor(np.clip(again, -1, most)).astype(np.int64)
+
+    def _merging(self, ways: Ints, sizes: Floats) -> Floats:
+        """(way, stage, option): `merge_seconds` of many sizes."""
+        degrees, rows = np.unique(self.degree[ways], return_inverse=True)
+        d = degrees[:, None, None]
+        part = sizes[None, :, None] / d
+        up, down = part / self._up, part / self._down
+        others = d - 1
+        turns = np.ceil(others / self._parallel)
+        puts = np.maximum(self._put_s + others * up, turns * (self._put_s + up))
+        gets = np.maximum(self._get_s + others * down, turns * (self._get_s + down))
+        one_up = self._put_s + up
+        found = np.maximum(puts + self._get_s + down, one_up + gets) + one_up + gets
+        found[degrees == 1] = 0.0
+        merged: Floats = found[rows]
+        return merged
+
+    def _requests(self, ways: Ints, sides: Floats) -> Floats:
+        d, count = self.degree[ways][:, None, None], self.count[ways][:, None, None]
+        passed = sides * d * count
+        merged = np.where(d > 1, d * d, 0.0), 2 * d * (d - 1)
+        found: Floats = (passed + merged[0]) * self._put_usd + (passed + merged[1]) * self._get_usd
+        return found
+
+
+def _sums(values: Iterable[float]) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(np.array(list(values), dtype=float))])
+
+
+def _lines(lines: Sequence[Line]) -> tuple[Floats, Floats]:
+    return _sums(line.base_s for line in lines), _sums(line.sample_s for line in lines)

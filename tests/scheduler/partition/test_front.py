@@ -1,0 +1,137 @@
+"""That the front is the front: against trying everything, and what holds of every plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.partition import FunctionSize, NothingFitsError, cheapest, evaluate, explain, fastest, front, uniform
+from scheduler.partition._explain import cuts_of
+from scheduler.partition._front import ways_of
+
+from .problems import brute_force, problem
+
+QUICK = settings(max_examples=25, deadline=None)
+SEEDS = st.integers(0, 100_000)
+
+
+def points(plans: object) -> list[tuple[float, float]]:
+    return [(plan.seconds, plan.usd) for plan in plans]  # type: ignore[attr-defined]
+
+
+def same(found: list[tuple[float, float]], wanted: list[tuple[float, float]]) -> bool:
+    """Equal but for rounding; where two points are nearly one, either may stand."""
+
+    def covered(point: tuple[float, float], by: list[tuple[float, float]]) -> bool:
+        return any(s <= point[0] * (1 + 1e-9) and u <= point[1] * (1 + 1e-9) for s, u in by)
+
+    return all(covered(p, found) for p in wanted) and all(covered(p, wanted) for p in found)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_it_is_what_trying_everything_finds(seed: int) -> None:
+    asked = problem(seed, layers=4, sizes=2, places=1 + seed % 3 // 2)
+    wanted = brute_force(asked, ways_of(asked))
+    if not wanted:
+        with pytest.raises(NothingFitsError):
+            front(asked)
+        return
+    assert same(points(front(asked)), wanted)
+
+
+@QUICK
+@given(SEEDS)
+def test_plans_fit_and_beat_each_other_in_one_thing(seed: int) -> None:
+    asked = problem(seed, layers=6, places=1 + seed % 2)
+    try:
+        plans = front(asked)
+    except NothingFitsError:
+        return
+    for before, after in pairwise(plans):
+        assert before.seconds < after.seconds
+        assert before.usd > after.usd
+    for plan in plans:
+        assert all(stage.needed_mb <= stage.memory_mb for stage in plan.stages)
+        assert plan.stages[0].place == asked.places[0].name
+        assert asked.most_workers is None or plan.workers <= asked.most_workers
+        if not asked.ends_last:
+            assert evaluate(asked, plan.way, cuts_of(asked, plan)) == plan
+
+
+@QUICK
+@given(SEEDS)
+def test_a_larger_function_to_choose_from_never_hurts(seed: int) -> None:
+    asked = problem(seed)
+    size = asked.places[0].sizes[-1]
+    more = FunctionSize(2 * size.memory_mb, size.speed * 1.5, size.usd_per_gb_second, size.bandwidth)
+    wider = replace(asked, places=(replace(asked.places[0], sizes=(*asked.places[0].sizes, more)),))
+    try:
+        plans = front(asked)
+    except NothingFitsError:
+        return
+    assert all(any(s <= p.seconds and u <= p.usd * (1 + 1e-9) for s, u in points(front(wider))) for p in plans)
+
+
+@QUICK
+@given(SEEDS)
+def test_more_memory_at_the_same_price_is_never_worse(seed: int) -> None:
+    asked = problem(seed)
+    try:
+        plans = front(asked)
+    except NothingFitsError:
+        return
+    less = replace(asked, profile=replace(asked.profile, base_mb=asked.profile.base_mb / 2))
+    roomier = points(front(less))
+    assert all(any(s <= p.seconds * (1 + 1e-9) and u <= p.usd * (1 + 1e-9) for s, u in roomier) for p in plans)
+
+
+@QUICK
+@given(SEEDS)
+def test_fewer_labels_still_give_plans_that_are_possible(seed: int) -> None:
+    asked = problem(seed, layers=6)
+    try:
+        exact = points(front(asked))
+    except NothingFitsError:
+        return
+    for seconds, usd in points(front(asked, most_labels=4)):
+        assert any(s <= seconds * (1 + 1e-9) and u <= usd * (1 + 1e-9) for s, u in exact)
+
+
+@QUICK
+@given(SEEDS)
+def test_the_baseline_is_never_better(seed: int) -> None:
+    asked = problem(seed)
+    base = uniform(asked)
+    if base:
+        exact = points(front(asked))
+        assert all(any(s <= p.seconds * (1 + 1e-9) and u <= p.usd * (1 + 1e-9) for s, u in exact) for p in base)
+
+
+def test_limits_pick_from_the_front() -> None:
+    plans = front(problem(3))
+    assert cheapest(plans, plans[0].seconds) == plans[0]
+    assert cheapest(plans, 1e9) == plans[-1]
+    assert cheapest(plans, plans[0].seconds / 2) is None
+    assert fastest(plans, plans[-1].usd) == plans[-1]
+    assert fastest(plans, 1e9) == plans[0]
+    assert fastest(plans, 0.0) is None
+
+
+def test_it_says_which_layer_is_too_large() -> None:
+    asked = problem(1)
+    layers = list(asked.profile.layers)
+    layers[1] = replace(layers[1], parameter_bytes=1 << 40)
+    with pytest.raises(NothingFitsError, match="layer 1"):
+        front(replace(asked, profile=replace(asked.profile, layers=tuple(layers))))
+
+
+def test_every_cut_is_explained() -> None:
+    plan = next(plan for plan in front(problem(5)) if len(plan.stages) > 1)
+    said = explain(problem(5), plan)
+    assert len(said) == 2 * len(plan.stages)
+    for stage in plan.stages[:-1]:
+        assert any(f"cut after layer {stage.last} " in text for text in said)

@@ -1,0 +1,129 @@
+"""The closed forms against what they stand for: a schedule played event by event, and the collective as it is sent."""
+
+from __future__ import annotations
+
+import heapq
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.partition import Cut, NothingFitsError, Problem, Way, evaluate, front
+from scheduler.partition._evaluate import _lanes, merge_seconds
+from scheduler.partition._explain import cuts_of
+from sync.collective import ChannelCosts, Merge, estimate
+
+from .problems import problem
+
+QUICK = settings(max_examples=40, deadline=None)
+
+
+@QUICK
+@given(st.integers(0, 100_000))
+def test_seconds_are_those_of_the_schedule(seed: int) -> None:
+    """GPipe exactly; 1F1B never less than the schedule takes, since it counts transfers as not hidden."""
+    asked = problem(seed)
+    try:
+        plans = front(asked)
+    except NothingFitsError:
+        return
+    for plan in plans[:: max(1, len(plans) // 4)]:
+        cuts = cuts_of(asked, plan)
+        for order in ("gpipe", "1f1b"):
+            way = Way(plan.way.degree, plan.way.micro_batch, order)
+            own = evaluate(asked, way, cuts)
+            if own is None:
+                continue
+            played = _play(asked, way, cuts)
+            if order == "gpipe":
+                assert own.seconds == pytest.approx(played, rel=1e-9)
+            else:
+                assert own.seconds >= played * (1 - 1e-9)
+
+
+def _play(asked: Problem, way: Way, cuts: tuple[Cut, ...]) -> float:
+    """Seconds of one iteration, every task as soon as its lane is free, in each lane's order."""
+    plan = evaluate(asked, way, cuts)
+    assert plan is not None
+    count, stages = way.micro_batches(asked.batch), len(cuts)
+    after = [*cuts[1:], None]
+    lanes = [_lanes(asked, way, c, a, s) for c, a, s in zip(cuts, after, plan.stages, strict=True)]
+    took: dict[tuple[str, int, int], float] = {}
+    order: dict[tuple[str, int], list[tuple[str, int, int]]] = {}
+    needs: dict[tuple[str, int, int], tuple[str, int, int] | None] = {}
+    for g, (forward, backward) in enumerate(lanes):
+        first, last = g == 0, g == stages - 1
+        for m in range(count):
+            took["F", g, m], took["R", g, m] = forward[0], backward[0]
+            needs["F", g, m] = None if first else ("get", g, m)
+            needs["R", g, m] = ("F", g, m) if last else ("back", g, m)
+            if not first:
+                took["get", g, m], took["gput", g, m] = forward[1], backward[1]
+                needs["get", g, m], needs["gput", g, m] = ("put", g - 1, m), ("R", g, m)
+            if not last:
+                took["put", g, m], took["back", g, m] = forward[-1], backward[-1]
+                needs["put", g, m], needs["back", g, m] = ("F", g, m), ("gput", g + 1, m)
+        order["compute", g] = _sequence(way, g, stages, count)
+        puts = {"F": "put", "R": "gput"}
+        gets = {"F": "get", "R": "back"}
+        order["up", g] = [(puts[k], g, m) for k, _, m in order["compute", g] if (puts[k], g, m) in took]
+        order["down", g] = [(gets[k], g, m) for k, _, m in order["compute", g] if (gets[k], g, m) in took]
+    done = _run(took, order, needs)
+    ends = []
+    for g, stage in enumerate(plan.stages):
+        sent = ("R", g, count - 1) if g == 0 else ("gput", g, count - 1)
+        ends.append(done[sent] + stage.merge_s)
+    return max(ends)
+
+
+def _sequence(way: Way, g: int, stages: int, count: int) -> list[tuple[str, int, int]]:
+    if way.order == "gpipe":
+        return [("F", g, m) for m in range(count)] + [("R", g, m) for m in range(count)]
+    ahead = min(count, stages - g)
+    tasks = [("F", g, m) for m in range(ahead)]
+    for m in range(count):
+        tasks.append(("R", g, m))
+        if m + ahead < count:
+            tasks.append(("F", g, m + ahead))
+    return tasks
+
+
+def _run(
+    took: dict[tuple[str, int, int], float],
+    order: dict[tuple[str, int], list[tuple[str, int, int]]],
+    needs: dict[tuple[str, int, int], tuple[str, int, int] | None],
+) -> dict[tuple[str, int, int], float]:
+    """When each task is done: after the one before it in its lane, and after what it needs."""
+    waits: dict[tuple[str, int, int], list[tuple[str, int, int]]] = {}
+    for tasks in order.values():
+        for before, task in zip([None, *tasks], tasks, strict=False):
+            waits[task] = [need for need in (before, needs[task]) if need is not None]
+    followers: dict[tuple[str, int, int], list[tuple[str, int, int]]] = {}
+    for task, before in waits.items():
+        for need in before:
+            followers.setdefault(need, []).append(task)
+    left = {task: len(before) for task, before in waits.items()}
+    ready = dict.fromkeys(waits, 0.0)
+    done: dict[tuple[str, int, int], float] = {}
+    queue = [(0.0, task) for task, count in left.items() if count == 0]
+    heapq.heapify(queue)
+    while queue:
+        start, task = heapq.heappop(queue)
+        done[task] = start + took[task]
+        for follower in followers.get(task, []):
+            ready[follower] = max(ready[follower], done[task])
+            left[follower] -= 1
+            if left[follower] == 0:
+                heapq.heappush(queue, (ready[follower], follower))
+    assert len(done) == len(took)
+    return done
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5, 12])
+@pytest.mark.parametrize("parallel", [1, 8])
+def test_merging_takes_what_the_collective_takes(workers: int, parallel: int) -> None:
+    place = problem(7).places[0]
+    channel = type(place.channel)(0.01, 0.02, 3e7, 5e7, parallel, 0.0, 0.0)
+    own = merge_seconds(8e6, workers, type(place)("p", place.sizes, channel), 0.5)
+    costs = ChannelCosts(0.01, 0.02, 1.5e7, 2.5e7, parallel=parallel)
+    assert own == pytest.approx(estimate(Merge("pipelined-scatter-reduce", workers, 8e6), costs).seconds)
