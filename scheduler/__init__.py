@@ -1,6 +1,6 @@
 """Every decision of geofed, as pure functions over dataclasses: no I/O, no clock, nothing of the other rooms."""
 
-from scheduler._estimate import estimate
+from scheduler._estimate import estimate, step_seconds
 from scheduler._link import LinkTable, Path, link_table
 from scheduler._model import (
     Alternative,
@@ -63,5 +63,6 @@ __all__ = [
     "plan",
     "rechosen",
     "restaff",
+    "step_seconds",
     "weigh_topologies",
 ]

@@ -100,10 +100,14 @@ def _basis(plan: Plan, regions: dict[str, Region], snapshot: Snapshot) -> str:
     return "prior"
 
 
-def round_compute_seconds(part: Partition) -> float:
+def step_seconds(part: Partition) -> float:
+    """Of one local step: compute, and the merge among the partition's workers."""
     usual = MERGE_SECONDS if part.merge_seconds is None else part.merge_seconds
-    merging = usual if part.workers > 1 else 0.0
-    return part.steps_per_round * (part.batch / part.samples_per_second + merging)
+    return part.batch / part.samples_per_second + (usual if part.workers > 1 else 0.0)
+
+
+def round_compute_seconds(part: Partition) -> float:
+    return part.steps_per_round * step_seconds(part)
 
 
 def coding_seconds(model_bytes: int, codec: str) -> float:

@@ -7,7 +7,8 @@ from typing import Any
 
 from control_plane.core import JobState, Partition, Report
 from control_plane.store import JobRow, RunRow
-from scheduler import Plan
+from scheduler import Partition as Planned
+from scheduler import Plan, step_seconds
 
 
 def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
@@ -18,7 +19,8 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
     links = {f"{name}>{other}": count for name, report in reports.items() for other, count in report.sent_bytes.items()}
     seconds = state.finished_at - row.created_at
     expected = plan.estimate
-    workers = {part.region: part.workers for part in plan.partitions}
+    planned = {part.region: part for part in plan.partitions}
+    training = state.finished_at - state.started_at if state.started_at else 0.0
     return {
         "job": row.id,
         "name": row.name,
@@ -27,8 +29,8 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
         "steps": {name: report.step for name, report in reports.items()},
         "rounds": max((report.round for report in reports.values()), default=0),
         "seconds": seconds,
-        "training_seconds": state.finished_at - state.started_at if state.started_at else 0.0,
-        "regions": [_region(part, workers.get(part.region, 0)) for part in state.partitions],
+        "training_seconds": training,
+        "regions": [_region(part, planned.get(part.region), training) for part in state.partitions],
         "wan_bytes": links,
         "money": money,
         "usd": usd,
@@ -72,12 +74,16 @@ def runs_of(row: JobRow, state: JobState) -> tuple[RunRow, ...]:
     )
 
 
-def _region(part: Partition, planned_workers: int) -> dict[str, Any]:
+def _region(part: Partition, planned: Planned | None, training_seconds: float) -> dict[str, Any]:
     report = part.report or Report(part.epoch, part.state)
+    # All but the waits for other regions: evaluations, and invocations that begin again, are in it.
+    own_seconds = max(0.0, training_seconds - report.wait_seconds)
     return {
         "name": part.region,
         "epoch": part.epoch,
-        "workers": report.workers or planned_workers,
+        "workers": report.workers or (planned.workers if planned is not None else 0),
+        "predicted_step_seconds": step_seconds(planned) if planned is not None else None,
+        "step_seconds": own_seconds / report.step if report.step else None,
         "samples": report.samples,
         "steps": report.step,
         "rounds": report.round,

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.running import Running, digits_sites
+from support.running import Running, check_succeeded, digits_sites
 from support.stores import redis_server
 
 from deploy.local import LocalFederation
@@ -42,3 +42,11 @@ def test_a_profile_measures_the_task_and_the_first_run_is_planned_by_it(tmp_path
             assert plan["estimate"]["basis"] == "measured"
             # Nothing of it is left in the channel.
             assert not redis.command("KEYS", "*profile*").strip()
+            # Less memory than the usual is enough for it, and the run that is planned so has its model.
+            assert all(part["memory_mb"] < 1024 for part in plan["partitions"])
+            described = running.wait_end(running.submit("train.workers=2", "train.end.epochs=12"))
+            check_succeeded(described)
+            assert described["plan"]["collective"] != "auto"
+            for region in described["result"]["regions"]:
+                assert region["predicted_step_seconds"] > 0
+                assert region["step_seconds"] > 0
