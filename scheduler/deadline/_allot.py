@@ -170,7 +170,7 @@ def _promises(
 
 
 def _pause(gang: Gang, rules: Rules) -> float:
-    return (1 + (len(gang.paces) > 1)) * rules.overhead.base_s
+    return (1 + (len(gang.paces) > 1)) * rules.overhead.seconds(sum(gang.paces[-1].workers.values()))
 
 
 def _more(gang: Gang, before: int, after: int) -> dict[str, int]:
@@ -269,4 +269,4 @@ def _grow(
 def _worthwhile(gang: Gang, before: int, after: int, rules: Rules) -> bool:
     left_s = gang.work / gang.paces[before].rate
     saved_s = left_s - gang.work / gang.paces[after].rate
-    return saved_s > rules.overhead.base_s + _WORTH * left_s
+    return saved_s > rules.overhead.seconds(sum(gang.workers(after).values())) + _WORTH * left_s

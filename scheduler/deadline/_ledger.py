@@ -200,7 +200,7 @@ class Ledger:
 
     def stretch(self, gang: Gang, rules: Rules, until_s: float = math.inf) -> Held | None:
         """Hold the earliest stretch in which a gang can run to its end without a change; None: there is none."""
-        takes_s = rules.overhead.base_s + gang.work / gang.paces[0].rate
+        takes_s = rules.overhead.seconds(sum(gang.workers(0).values())) + gang.work / gang.paces[0].rate
         fits = self.fitting(gang) > 0
         edges = np.flatnonzero(np.diff(fits, prepend=False, append=False))
         for begin, end in zip(edges[::2], edges[1::2], strict=True):
@@ -256,7 +256,8 @@ class Ledger:
         """Seconds without progress: a gang changes to the first pace, between two, and where less fits."""
         changes = int(np.count_nonzero(np.diff(chosen)))
         changes += bool(len(chosen)) and int(chosen[0]) != gang.held + 1
-        return (changes + (len(gang.paces) > 1)) * rules.overhead.base_s
+        most = gang.workers(int(chosen.max(initial=1)) - 1)
+        return (changes + (len(gang.paces) > 1)) * rules.overhead.seconds(max(1, sum(most.values())))
 
     def _needs(self, gang: Gang) -> NDArray[np.int64]:
         """Workers by pace, a row of zeros first, and region; shape (paces + 1, regions)."""

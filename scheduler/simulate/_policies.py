@@ -8,6 +8,7 @@ from scheduler.deadline import Overhead, Rules
 from scheduler.simulate._elasticflow import ElasticFlow
 from scheduler.simulate._engine import Pauses, Policy
 from scheduler.simulate._fair import FinishTimeFairness, Speedups, TimeSlices
+from scheduler.simulate._live import Live
 from scheduler.simulate._ours import Deadlines
 from scheduler.simulate._simple import EarliestDeadline, EarliestDeadlineWithAdmission, Tiresias
 
@@ -16,6 +17,7 @@ _LARGE = 256
 
 POLICIES: Mapping[str, Callable[[Rules, float, float], Policy]] = {
     "geofed": lambda rules, slot_s, error: Deadlines(rules, curve_error=error),
+    "geofed-live": lambda rules, slot_s, error: Live(rules),
     "elasticflow": lambda rules, slot_s, error: ElasticFlow(slot_s),
     "elasticflow-singly": lambda rules, slot_s, error: ElasticFlow(slot_s, singly=True),
     "edf": lambda rules, slot_s, error: EarliestDeadline(slot_s),

@@ -1,0 +1,72 @@
+"""The core that shares the live federation out, as a policy of one region: how good its decisions are on traces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from scheduler.deadline import Capacity, Gang, Pace, Rules, allot, offer
+from scheduler.simulate._engine import Decision, Running
+
+__all__ = ["Live"]
+
+_REGION = "here"
+
+
+class Live:
+    """``scheduler.deadline.offer`` at each arrival, ``allot`` at each event. Jobs that are refused are sent away."""
+
+    at_edges = False
+    slot_s = 0.0
+
+    def __init__(self, rules: Rules, name: str = "geofed-live") -> None:
+        self.rules, self.name = rules, name
+
+    def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
+        capacities = {_REGION: Capacity(devices)}
+        new = {job.name for job in arrived if job.spec.deadlines}
+        gangs = {job.name: _gang(job, now, devices) for job in active if job.name not in new}
+        promised: dict[str, float] = {}
+        declined = []
+        for job in sorted((job for job in arrived if job.name in new), key=lambda job: job.spec.deadlines[0][0]):
+            gang = _gang(job, now, devices)
+            told = offer(now, capacities, list(gangs.values()), gang, self.rules)
+            if told.deadline_s is None:
+                declined.append(job.name)
+                continue
+            promised[job.name] = told.deadline_s
+            gangs[job.name] = replace(gang, deadline_s=told.deadline_s)
+        answer = allot(now, capacities, list(gangs.values()), self.rules)
+        shares = {name: gangs[name].workers(pace).get(_REGION, 0) for name, pace in answer.paces.items()}
+        rises = [
+            at
+            for name, held in answer.held.items()
+            for at, pace in zip(held.times, held.paces, strict=False)
+            if at > now and pace > answer.paces[name]
+        ]
+        return Decision(shares, tuple(declined), promised, max(now + 1.0, min(rises, default=math.inf)))
+
+
+def _gang(job: Running, now: float, devices: int) -> Gang:
+    """Its paces are the levels of the curve's lower hull that the region has."""
+    levels, rates = job.believed.ladder
+    paces = tuple(
+        Pace({_REGION: level}, rate)
+        for level, rate in zip(levels[1:], rates[1:], strict=True)
+        if level <= max(devices, levels[1])
+    )
+    first, *later = job.spec.deadlines or ((math.inf, 0.0),)
+    held = next((index for index, pace in enumerate(paces) if pace.workers[_REGION] == job.share), -1)
+    waited = max(0.0, job.ready_s - now) * paces[held].rate if held >= 0 else 0.0
+    return Gang(
+        job.name,
+        paces,
+        job.left + waited,
+        job.promised_s if math.isfinite(job.promised_s) else first[0],
+        tuple(at for at, _ in later),
+        held=held,
+        wish=len(paces) - 1,
+        since_s=job.spec.submit_s,
+        user=job.spec.user,
+    )
