@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from scheduler.tuning._fit import MergePoint, StepPoint, fit_compute, fit_correction, fit_memory
-from scheduler.tuning._model import Channel, Correction, Platform, Progress, Space, Task
+from scheduler.tuning._model import Channel, Correction, Memory, Platform, Progress, Space, Task
 from scheduler.tuning._progress import NormPair, noise_scale
 
 _MEMORIES_MB = (128, 256, 512, 768, 1024, 1536, 1769, 2048, 3008, 4096, 6144, 8192, 10240)
@@ -81,7 +81,7 @@ def task_of(
     samples_per_second: float | None = None,
     merges: Sequence[MergePoint] = (),
 ) -> Task:
-    """Coefficients of a task that makes so many epochs, or so many steps of the job's batch by one worker.
+    """Coefficients of a task that makes so many epochs, or so many steps whatever the number of workers.
 
     ``samples_per_second``: of a worker of a later run, which counts more than the profile. ``merges``: of earlier runs,
     which mend the closed form. Raises ``ValueError`` where the profile has no steps.
@@ -95,19 +95,31 @@ def task_of(
             seconds_per_sample=compute.seconds_per_sample * slower,
         )
     compute = replace(compute, fixed_seconds=compute.fixed_seconds + profile.update_seconds)
-    samples = profile.samples * epochs if epochs is not None else float((steps or 1) * profile.batch)
     corrections: dict[str, Correction] = {}
     if merges:
         corrections[profile.channel.name] = fit_correction(merges, profile.channel)
     return Task(
         model_bytes=profile.model_bytes,
         compute=compute,
-        memory=replace(fit_memory(profile.steps), least_mb=profile.evaluation_peak_mb),
-        progress=Progress(samples=samples, noise_samples=profile.noise_samples or 0.0, staleness=staleness),
+        memory=_memory(profile),
+        progress=replace(_progress(profile, epochs, steps), staleness=staleness),
         platform=replace(platform, start_seconds=profile.start_seconds, again_seconds=profile.again_seconds),
         channels=(profile.channel,),
         corrections=corrections,
     )
+
+
+def _memory(profile: Profile) -> Memory:
+    if not any(point.peak_mb for point in profile.steps):
+        # The system does not tell: what it ran in is enough, and nothing else is known.
+        return Memory(0.0, 0.0, least_mb=float(min(point.memory_mb for point in profile.steps)), spare=0.0)
+    return replace(fit_memory(profile.steps), least_mb=profile.evaluation_peak_mb)
+
+
+def _progress(profile: Profile, epochs: float | None, steps: int | None) -> Progress:
+    if epochs is None:
+        return Progress(least_steps=float(steps or 1))
+    return Progress(samples=profile.samples * epochs, noise_samples=profile.noise_samples or 0.0)
 
 
 def space_of(
