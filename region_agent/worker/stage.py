@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import torch
-
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data import EVALUATION_BATCH, BatchStream, evaluation_batches, move, share_of
 from region_agent.worker.holding import checked_loss, device
@@ -180,8 +178,7 @@ class ModelStage:
                 samples, batches = evaluation_batches(self._data["test"], replica, degree, size)
                 count = -(-samples // size)
             moved = (move(batch, self._device) for batch in batches)
-            with torch.no_grad():
-                metrics = self._runner.evaluate(f"e{sequence}", moved, count, self._task.metrics)
+            metrics = self._runner.evaluate(f"e{sequence}", moved, count, self._task.metrics)
             self._found = (sequence, samples if self._runner.is_last else 0, metrics)
         return self._found[1], self._found[2]
 

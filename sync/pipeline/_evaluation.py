@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from geofed_pb.errors import GeofedError
-from sync.channel import Channel
 from sync.pipeline._carried import Carried
 from sync.pipeline._contract import Answering, model_input
 from sync.pipeline._lanes import Lanes
@@ -31,8 +31,8 @@ _COUNT = "count"
 class _Hop:
     """What one stage receives from the one before it, and sends to the one after it."""
 
-    def __init__(self, runner: StageRunner, lanes: Lanes, channel: Channel, place: str) -> None:
-        self._runner, self._lanes, self._channel, self._place = runner, lanes, channel, place
+    def __init__(self, runner: StageRunner, lanes: Lanes, place: str) -> None:
+        self._runner, self._lanes, self._place = runner, lanes, place
 
     def receive(self, number: int) -> tuple[Carried | None, int]:
         """The activations of a batch, and how many batches there are; with none, nothing comes but that."""
@@ -62,7 +62,6 @@ def evaluate(
     runner: StageRunner,
     stage: Stage,
     lanes: Lanes,
-    channel: Channel,
     place: str,
     batches: Iterable[Any],
     count: int,
@@ -70,16 +69,17 @@ def evaluate(
 ) -> dict[str, float]:
     """This stage's part; see `StageRunner.evaluate`."""
     stage.layers.eval()
-    hop = _Hop(runner, lanes, channel, place)
+    hop = _Hop(runner, lanes, place)
     told: dict[str, float] = {}
-    if runner.is_first and runner.is_last:
-        told = metrics(stage.layers, batches) if count else {}
-    elif runner.is_first:
-        _begin(hop, stage, batches, count, metrics)
-    elif runner.is_last:
-        told = _end(hop, stage, batches, count, metrics)
-    else:
-        _pass_on(hop, stage)
+    with torch.no_grad():
+        if runner.is_first and runner.is_last:
+            told = metrics(stage.layers, batches) if count else {}
+        elif runner.is_first:
+            _begin(hop, stage, batches, count, metrics)
+        elif runner.is_last:
+            told = _end(hop, stage, batches, count, metrics)
+        else:
+            _pass_on(hop, stage)
     lanes.flush()
     lanes.drain()
     return told

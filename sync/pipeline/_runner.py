@@ -78,7 +78,7 @@ class StageRunner:
             rematerialise=shape.rematerialises(stage),
         )
         self._device = next((one.device for one in layers.parameters()), torch.device("cpu"))
-        self._lanes, self._channel = Lanes(channel, timeout_seconds), channel
+        self._lanes = Lanes(channel, timeout_seconds)
         self._place, self._codec, self._merge = place, codec, merge
         self._seed = (*seed, self.position.replica)
         self._computing = computing
@@ -139,7 +139,7 @@ class StageRunner:
         every batch. Stages between the first and the last need neither.
         """
         self._lanes.drain()
-        return evaluate(self, self._stage, self._lanes, self._channel, f"{self._place}/{tag}", batches, count, metrics)
+        return evaluate(self, self._stage, self._lanes, f"{self._place}/{tag}", batches, count, metrics)
 
     def drain(self) -> None:
         """Wait until everything has been sent."""

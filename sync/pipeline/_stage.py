@@ -129,9 +129,8 @@ class Stage:
         return () if live.arrived is None else _filled(live.arrived)
 
     def evaluate(self, value: Carried) -> Carried:
-        """Forward only, as it is when a model is used."""
-        with torch.no_grad():
-            out: Carried = self.layers(value)
+        """Forward only, as it is when a model is used; whoever calls sees to it that no graph is made."""
+        out: Carried = self.layers(value)
         return out
 
     def _through(self, number: int, live: _Live) -> Carried:
