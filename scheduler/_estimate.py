@@ -102,6 +102,8 @@ def _basis(plan: Plan, regions: dict[str, Region], snapshot: Snapshot) -> str:
 
 def step_seconds(part: Partition) -> float:
     """Of one local step: compute, and the merge among the partition's workers."""
+    if part.pipeline is not None:
+        return part.pipeline.step_seconds
     usual = MERGE_SECONDS if part.merge_seconds is None else part.merge_seconds
     return part.batch / part.samples_per_second + (usual if part.workers > 1 else 0.0)
 

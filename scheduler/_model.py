@@ -125,6 +125,10 @@ class Demand:
     avoid: tuple[str, ...] = ()
     workers: int | Mapping[str, int] | None = None
     """Workers in each region, or by region; None: the plan says."""
+    parallelism: str = "auto"
+    """"data": every worker holds the whole model; "pipeline"; "auto": data, unless no function is large enough."""
+    stages: int | None = None
+    """Of a pipeline; None: the plan says."""
     memory_mb: int | None = None
     slice_seconds: float = 30.0
     interval: int | None = None
@@ -152,6 +156,38 @@ class Demand:
 
 @dataclass(frozen=True)
 class Partition:
+@dataclass(frozen=True)
+class PipelineStage:
+    """Consecutive layers of a model, which some workers hold and no others."""
+
+    first: int
+    """Layer, counted from 0."""
+    last: int
+    """Inclusive."""
+    memory_mb: int
+    needed_mb: float
+    """What it is expected to hold at most."""
+    rematerialise: bool = False
+    """Its forward pass is computed again before each backward pass."""
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """How a partition runs a model that its workers hold in stages. They are numbered stage * degree + replica."""
+
+    stages: tuple[PipelineStage, ...]
+    degree: int
+    """Replicas of each stage."""
+    micro_batch: int
+    """Samples."""
+    order: str
+    """"gpipe" or "1f1b"."""
+    step_seconds: float
+    """Expected of one step, the merge of gradients included."""
+    why: tuple[str, ...] = ()
+    """Sentences for people: what each stage holds, and why it ends where it does."""
+
+
     """The part of a plan that runs in one region."""
 
     region: str
@@ -161,13 +197,21 @@ class Partition:
     batch: int
     memory_mb: int
     steps_per_round: int
+    """Samples of one replica of the model in one step: of one worker, but in a pipeline."""
     """Local steps between two WAN exchanges; in proportion to the data, so that all regions make the same epochs."""
     samples_per_second: float
-    """Of one worker; the figure the estimate was made with."""
+    """Of one worker, of a pipeline on the mean; the figure the estimate was made with."""
     merge_seconds: float | None = None
     """Of one step, as a profile of the task foretells it; None: a prior is used."""
 
 
+    pipeline: PipelineShape | None = None
+    """None: every worker holds the whole model."""
+
+    @property
+    def replicas(self) -> int:
+        """Of the model; each takes `batch` samples in a step."""
+        return self.pipeline.degree if self.pipeline else self.workers
 @dataclass(frozen=True)
 class Range:
     """A prediction: what is expected, and the bounds it should fall in."""
@@ -250,7 +294,7 @@ class Plan:
     @property
     def shares(self) -> dict[str, float]:
         """What each region contributes to the mean of a round, by its samples; their sum is 1."""
-        samples = {part.region: part.workers * part.batch * part.steps_per_round for part in self.partitions}
+        samples = {part.region: part.replicas * part.batch * part.steps_per_round for part in self.partitions}
         total = sum(samples.values())
         return {region: count / total for region, count in samples.items()}
 

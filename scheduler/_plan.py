@@ -9,6 +9,7 @@ from dataclasses import replace
 from scheduler._elastic import MUCH_THE_SAME, Option, Staffing, Weighed, options, taken
 from scheduler._estimate import estimate, worker_speed
 from scheduler._model import Alternative, Declined, Demand, Estimate, Partition, Plan, Range, Reason, Region, Snapshot
+from scheduler._pipelined import Staged, staged, unstaged
 from scheduler._tuned import Tuned, merging_of, tuned
 from scheduler._wan import choose_wan
 
@@ -30,10 +31,13 @@ def plan(snapshot: Snapshot, demand: Demand) -> Plan | Declined:
     candidates, reasons = _candidates(snapshot, demand)
     if reasons:
         return Declined(tuple(reasons))
+    reasons = [reason for region in candidates if (reason := unstaged(region, snapshot, demand)) is not None]
+    if reasons:
+        return Declined(tuple(reasons))
     staffing = [_staffing(region, snapshot, demand) for region in candidates]
     if isinstance(demand.workers, Mapping) and (unnamed := _unnamed(demand.workers, candidates)):
         return Declined(unnamed)
-    ways = _ways(candidates, staffing, demand)
+    ways = _ways(candidates, staffing, snapshot, demand)
     partitions = _partitions(candidates, ways[0], snapshot, demand)
     reasons = [
         reason
@@ -64,13 +68,14 @@ def plan(snapshot: Snapshot, demand: Demand) -> Plan | Declined:
     return Declined(too_much) if too_much else chosen
 
 
-def _ways(candidates: list[Region], staffing: list[Staffing], demand: Demand) -> list[Option]:
-    """As the demand says, or all that there are."""
+def _ways(candidates: list[Region], staffing: list[Staffing], snapshot: Snapshot, demand: Demand) -> list[Option]:
+    """As the demand says, or all that there are. Of a region that runs a pipeline, its replicas are counted."""
     if demand.workers is None:
         return list(options(staffing))
-    if isinstance(demand.workers, int):
-        return [Option("", (demand.workers,) * len(candidates))]
-    return [Option("", tuple(demand.workers[region.name] for region in candidates))]
+    asked = demand.workers
+    counts = [asked if isinstance(asked, int) else asked[region.name] for region in candidates]
+    cuts = [staged(region, snapshot, demand) for region in candidates]
+    return [Option("", tuple(n // cut.stages if cut else n for n, cut in zip(counts, cuts, strict=True)))]
 
 
 def _unnamed(workers: Mapping[str, int], candidates: list[Region]) -> tuple[Reason, ...]:
@@ -258,17 +263,24 @@ def _staffing(region: Region, snapshot: Snapshot, demand: Demand) -> Staffing:
     samples = _shard_samples(region, demand.dataset)
     free = region.capacity.workers - snapshot.busy_workers.get(region.name, 0)
     enough = max(1, samples // demand.batch)
-    return Staffing(samples / worker_speed(region, snapshot), max(1, min(free, enough)))
+    speed, cut = worker_speed(region, snapshot), staged(region, snapshot, demand)
+    if cut is not None:
+        speed, free = demand.batch / cut.shape(1).step_seconds, free // cut.stages
+    return Staffing(samples / speed, max(1, min(free, enough)))
 
 
 def _partitions(regions: list[Region], way: Option, snapshot: Snapshot, demand: Demand) -> list[Partition]:
     found = []
     for region, workers in zip(regions, way.workers, strict=True):
+        samples, cut = _shard_samples(region, demand.dataset), staged(region, snapshot, demand)
+        if cut is not None:
+            found.append(_in_stages(region, samples, cut, workers, demand))
+            continue
         best = tuned(region, workers, snapshot, demand)
         usual = best.memory_mb if best is not None else min(DEFAULT_MEMORY_MB, region.capacity.memory_mb)
         part = Partition(
             region=region.name,
-            samples=_shard_samples(region, demand.dataset),
+            samples=samples,
             workers=workers,
             batch=demand.batch,
             memory_mb=demand.memory_mb or usual,
@@ -278,6 +290,21 @@ def _partitions(regions: list[Region], way: Option, snapshot: Snapshot, demand: 
         )
         found.append(part)
     return found
+
+
+def _in_stages(region: Region, samples: int, cut: Staged, replicas: int, demand: Demand) -> Partition:
+    """A partition that runs a pipeline."""
+    shape = cut.shape(replicas)
+    return Partition(
+        region=region.name,
+        samples=samples,
+        workers=replicas * cut.stages,
+        batch=demand.batch,
+        memory_mb=cut.memory_mb,
+        steps_per_round=1,
+        samples_per_second=demand.batch / shape.step_seconds / cut.stages,
+        pipeline=shape,
+    )
 
 
 def _unfit(region: Region, part: Partition, snapshot: Snapshot, demand: Demand) -> list[Reason]:
@@ -308,7 +335,7 @@ def _unfit(region: Region, part: Partition, snapshot: Snapshot, demand: Demand) 
 
 def _steps(partitions: list[Partition], demand: Demand) -> tuple[list[Partition], int, int]:
     """Rounds and steps per round, such that every region makes the demanded epochs to within one step a round."""
-    per_epoch = [max(1, math.ceil(part.samples / (part.batch * part.workers))) for part in partitions]
+    per_epoch = [max(1, math.ceil(part.samples / (part.batch * part.replicas))) for part in partitions]
     longest = max(per_epoch)
     total = demand.steps if demand.steps is not None else max(1, round((demand.epochs or 1.0) * longest))
     usual = POLICY_INTERVAL_STEPS.get(demand.wan_policy or "", DEFAULT_INTERVAL_STEPS)

@@ -48,7 +48,7 @@ def merging_of(
     found = [
         tuned(region, part.workers, snapshot, demand)
         for part, region in zip(parts, regions, strict=True)
-        if part.workers > 1
+        if part.workers > 1 and part.pipeline is None
     ]
     first = found[0] if found else None
     if first is None or any(one is None or _way(one) != _way(first) for one in found):

@@ -125,8 +125,13 @@ def plan_text(plan: Data) -> str:
             for part in plan["partitions"]
         ],
     )
+    stages = [
+        f"{part['region']}:\n" + "\n".join(f"  {text}" for text in part["pipeline"]["why"])
+        for part in plan["partitions"]
+        if part.get("pipeline")
+    ]
     data = columns(["SHARD IN", "VERDICT"], [[region, verdict] for region, verdict in plan["residency"].items()])
-    parts = [head, regions, data, link_table(estimate["link_bytes"], {}), money_table(estimate["items"])]
+    parts = [head, regions, *stages, data, link_table(estimate["link_bytes"], {}), money_table(estimate["items"])]
     if plan.get("alternatives"):
         weighed = [f"{other['text']}: {other['why_not']}" for other in plan["alternatives"]]
         parts.append("also weighed:\n" + "\n".join(weighed))

@@ -94,7 +94,7 @@ def staffed_of(
             workers=workers[part.region],
             planned=part.workers,
             free=max(workers[part.region], catalogue.capacity.workers),
-            batch=part.workers * part.batch,
+            batch=part.replicas * part.batch,
             steps_per_round=part.steps_per_round,
             samples_per_second=speeds.get(part.region, part.samples_per_second),
             worker_usd_per_second=part.memory_mb / 1024 * catalogue.prices.function_usd_per_gb_second,

@@ -105,7 +105,7 @@ async def scale(federation: Federation, job: str, workers: dict[str, int], reaso
                 raise GeofedError(
                     "REGION_NOT_FOUND", f"region {region} takes no part in {entry.row.id}", hint=", ".join(planned)
                 )
-            batch = planned[region].workers * planned[region].batch
+            batch = planned[region].replicas * planned[region].batch
             held = workers_now(entry)[region]
             free = max(0, capacity.get(region, held) - snapshot.busy_workers.get(region, 0)) + held
             if wanted > free:

@@ -27,7 +27,7 @@ from control_plane.spec import JobSpec
 from control_plane.store import EventRow, JobRow, LogRow
 from geofed_pb.errors import CATALOGUE
 from geofed_pb.v1 import agent_pb2, common_pb2, control_pb2
-from scheduler import Plan
+from scheduler import PipelineShape, Plan
 
 
 def report_of(message: agent_pb2.PartitionReport) -> Report:
@@ -133,11 +133,29 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             evaluate_every=plan.evaluate_every,
         ),
         regions=sorted(part.region for part in plan.partitions),
+            pipeline=_pipeline(part.pipeline) if part.pipeline is not None else None,
     )
 
 
 def job_message(row: JobRow, state: JobState, plan: Plan, contacts: dict[str, float]) -> control_pb2.Job:
     """A job as users see it; `contacts` says when each region was last heard."""
+def _pipeline(shape: PipelineShape) -> agent_pb2.Pipeline:
+    return agent_pb2.Pipeline(
+        stages=[
+            agent_pb2.Stage(
+                first_layer=stage.first,
+                last_layer=stage.last,
+                rematerialise=stage.rematerialise,
+                memory_mb=stage.memory_mb,
+            )
+            for stage in shape.stages
+        ],
+        degree=shape.degree,
+        micro_batch=shape.micro_batch,
+        order=shape.order,
+    )
+
+
     workers = {part.region: part.workers for part in plan.partitions}
     message = control_pb2.Job(
         id=row.id,

@@ -257,6 +257,16 @@ class Wan(_Section):
         return self
 
 
+class PipelineStages(_Section):
+    stages: AutoOrCount = "auto"
+    """How many parts the model's layers are cut into; where, the plan says."""
+
+
+class Parallelism(_Section):
+    pipeline: PipelineStages = Field(default_factory=PipelineStages)
+    """Workers hold consecutive layers each, and pass activations on."""
+
+
 class Merge(_Section):
     """How the workers of a region merge, beyond the collective's name."""
 
@@ -301,6 +311,9 @@ class JobSpec(_Section):
         "auto", "server-reduce", "all-reduce", "scatter-reduce", "pipelined-scatter-reduce", "k-reduce", "isp"
     ] = "auto"
     """How the workers of a region merge. `auto`: each region takes the fastest, by what it measures of its channel."""
+    parallelism: Literal["auto", "data"] | Parallelism = "auto"
+    """`data`: every worker holds the whole model. `pipeline`: each holds a stage of its layers. `auto`: a pipeline
+    where a profile says that the model does not fit a function's memory, else `data`."""
     k: AutoOrCount = "auto"
     """Of `k-reduce` and `isp`: how many workers merge a part each; never more than there are."""
     channel: Literal["auto", "file", "redis", "s3"] = "auto"

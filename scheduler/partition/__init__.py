@@ -1,7 +1,7 @@
 """Pipelines of functions for models that one function cannot hold: where to cut, in what memory, with what replicas."""
 
 from scheduler.partition._evaluate import evaluate
-from scheduler.partition._explain import explain
+from scheduler.partition._explain import cuts_of, explain
 from scheduler.partition._front import cheapest, fastest, front, uniform
 from scheduler.partition._model import (
     Channel,
@@ -36,6 +36,7 @@ __all__ = [
     "Stage",
     "Way",
     "cheapest",
+    "cuts_of",
     "evaluate",
     "explain",
     "fastest",

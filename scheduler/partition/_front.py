@@ -50,6 +50,8 @@ def uniform(problem: Problem) -> tuple[Pipeline, ...]:
     found: list[Pipeline] = []
     for way in (way for way in ways_of(problem) if way.order == "gpipe"):
         for stages in range(1, length + 1):
+            if problem.stages not in (None, stages):
+                continue
             if problem.most_workers is not None and stages * way.degree > problem.most_workers:
                 break
             ends = [length * number // stages for number in range(stages + 1)]

@@ -70,28 +70,29 @@ def seconds_of(labels: Labels, count: Floats) -> Floats:
     return done
 
 
-def undominated(labels: Labels, raised: Labels, count: Floats) -> Labels:
+def undominated(labels: Labels, raised: Labels, count: Floats, alike: bool = False) -> Labels:
     """Without those that another label of the same way and place is certain to end no worse than, with any stages in
     front.
 
     Seconds of any completion are max(u, a + ..) + max(x, v + .., b + ..), with u = fill_f + (n-1) beat_f, a = fill_f,
     x = ends, v = fill_b + (n-1) beat_b, b = fill_b and the same additions for all labels: one that is no larger in the
     six sums is no slower. It must also have no larger rate, price and number of stages. ``raised``: what the times of
-    a label come to in every completion that matters; the other label is taken as it is.
+    a label come to in every completion that matters; the other label is taken as it is. ``alike``: only labels of as
+    many stages are compared, since their number is fixed.
     """
     window = FIRST_WINDOW
     while True:
-        keep = _unbeaten(_measures(labels, count), _measures(raised, count), _groups(labels), window)
+        keep = _unbeaten(_measures(labels, count), _measures(raised, count), groups(labels, alike), window)
         labels, raised, count = labels.take(keep), raised.take(keep), count[keep]
-        if not len(labels) or window >= np.bincount(_groups(labels)).max():
+        if not len(labels) or window >= np.bincount(groups(labels, alike)).max():
             return labels
         window *= 4
 
 
-def _groups(labels: Labels) -> Ints:
-    """Labels that go on alike: of one way, their first stage in one place."""
+def groups(labels: Labels, alike: bool = False) -> Ints:
+    """Labels that go on alike: of one way, their first stage in one place; ``alike``: also of as many stages."""
     group: Ints = labels.way * (1 + labels.place.max(initial=0)) + labels.place
-    return group
+    return group * (1 + labels.stages.max(initial=0)) + labels.stages if alike else group
 
 
 def _measures(labels: Labels, count: Floats) -> Floats:

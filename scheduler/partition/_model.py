@@ -118,6 +118,8 @@ class Problem:
     orders: tuple[Order, ...] = ORDERS
     rematerialise: bool = True
     """Whether stages may compute their forward pass again, where they would not fit otherwise."""
+    stages: int | None = None
+    """Exactly so many; None: any number."""
     most_workers: int | None = None
     """Stages times replicas; None: any number."""
     merge_copies: float = 2.0

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from scheduler.partition._bounds import Bounds, Front
-from scheduler.partition._labels import Labels, Mask, ends_of, joined, seconds_of, undominated
+from scheduler.partition._labels import Labels, Mask, ends_of, groups, joined, seconds_of, undominated
 from scheduler.partition._model import Cut, Problem, Way
 from scheduler.partition._tables import Floats, Ints, Stages, Tables
 
@@ -69,6 +69,8 @@ def _extended(tables: Tables, bounds: Bounds, labels: Labels, stages: Stages) ->
     if problem.ends_last:
         fits &= behind[:, None] | (place == len(problem.places) - 1)
     fits &= ~behind[:, None] | np.isfinite(tables.hop_s[0, place][:, labels.place].T)
+    if problem.stages is not None:
+        fits &= ((labels.stages + 1 == problem.stages) if first == 0 else (labels.stages + 1 < problem.stages))[:, None]
     if problem.most_workers is not None:
         fits &= ((labels.stages + 1) * tables.degree[labels.way] <= problem.most_workers)[:, None]
     before, option = np.nonzero(fits)
@@ -135,13 +137,15 @@ def _kept(tables: Tables, bounds: Bounds, front: Front, found: Labels, few: int 
     if found.first[0] == 0:
         return found.take(~front.beats(*_worth(tables, found)))
     kept, raised = bounds.promising(found, front)
-    return undominated(kept, raised, tables.count[kept.way]) if few is None else _few(tables, kept, few)
+    if few is not None:
+        return _few(tables, kept, few)
+    return undominated(kept, raised, tables.count[kept.way], alike=tables.problem.stages is not None)
 
 
 def _few(tables: Tables, labels: Labels, few: int) -> Labels:
     """Of each way and place the labels that a few mixtures of seconds and rate find best, as far as they are."""
     seconds, rate = seconds_of(labels, tables.count[labels.way]), labels.rate
-    group = labels.way * len(tables.problem.places) + labels.place
+    group = groups(labels, alike=tables.problem.stages is not None)
     best: list[Ints] = [np.zeros(0, dtype=np.int64)]
     for share in np.linspace(0.0, 1.0, few):
         order = np.lexsort((rate ** (1 - share) * seconds**share, group))

@@ -74,7 +74,7 @@ def every_cut(problem: Problem, way: Way) -> Iterator[tuple[Cut, ...]]:
     """All cuts, places, sizes and choices to compute again, whether they fit or not."""
     length, places = len(problem.profile.layers), problem.places
     options = [(p, s, again) for p, place in enumerate(places) for s in range(len(place.sizes)) for again in (0, 1)]
-    for stages in range(1, length + 1):
+    for stages in range(1, length + 1) if problem.stages is None else (problem.stages,):
         if problem.most_workers is not None and stages * way.degree > problem.most_workers:
             return
         for inner in combinations(range(1, length), stages - 1):

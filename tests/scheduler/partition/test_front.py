@@ -35,6 +35,8 @@ def same(found: list[tuple[float, float]], wanted: list[tuple[float, float]]) ->
 @pytest.mark.parametrize("seed", range(24))
 def test_it_is_what_trying_everything_finds(seed: int) -> None:
     asked = problem(seed, layers=4, sizes=2, places=1 + seed % 3 // 2)
+    if seed % 4 == 3:
+        asked = replace(asked, stages=2)
     wanted = brute_force(asked, ways_of(asked))
     if not wanted:
         with pytest.raises(NothingFitsError):

@@ -1,0 +1,196 @@
+"""Models in stages, as part of a plan: whether a region needs them, and which ones it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from scheduler._model import Demand, PipelineShape, PipelineStage, Reason, Region, Snapshot
+
+if TYPE_CHECKING:
+    from scheduler.partition import Pipeline, Problem
+    from scheduler.tuning import Profile
+
+__all__ = ["Staged", "staged", "unstaged"]
+
+SIZES_MB = (256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 16384, 32768)
+"""Function sizes that are tried, up to what the region gives. A partition has one function, so all stages have one."""
+MOST_LABELS = 12
+"""Unfinished pipelines kept at a cut: planning must answer soon."""
+STATE_FACTOR = 2.0
+"""Adam's, since the optimiser is not known: rather too much memory than too little."""
+USUAL_BASE_MB, LEAST_BASE_MB = 300.0, 128.0
+"""Of a worker with torch loaded."""
+SPARE = 0.2
+"""Share of what a worker needs that is left free besides, as for workers that hold the whole model."""
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """The stages of one region's part, for any number of replicas."""
+
+    memory_mb: int
+    plan: Pipeline
+    problem: Problem
+    """Which the plan solves; for another number of replicas the same cuts are evaluated."""
+
+    @property
+    def stages(self) -> int:
+        return len(self.plan.stages)
+
+    def shape(self, degree: int) -> PipelineShape:
+        """With so many replicas of each stage, each of which takes the job's batch in a step."""
+        from dataclasses import replace
+
+        from scheduler.partition import Way, cuts_of, evaluate, explain
+
+        one = self.problem.batch // self.plan.way.degree
+        problem = replace(self.problem, batch=one * degree, degrees=(degree,))
+        way = Way(degree, self.plan.way.micro_batch, self.plan.way.order)
+        own = evaluate(problem, way, cuts_of(self.problem, self.plan))
+        if own is None:
+            raise ValueError("stages that fit with replicas fit with any number of them")
+        return PipelineShape(
+            stages=tuple(
+                PipelineStage(s.first, s.last, self.memory_mb, s.needed_mb * (1 + SPARE), s.rematerialise)
+                for s in own.stages
+            ),
+            degree=degree,
+            micro_batch=way.micro_batch,
+            order=way.order,
+            step_seconds=own.seconds,
+            why=explain(problem, own),
+        )
+
+
+def staged(region: Region, snapshot: Snapshot, demand: Demand) -> Staged | None:
+    """The stages of a region's part; None: its workers hold the whole model, or no stages are known to fit."""
+    profile, prices = snapshot.profiles.get(region.name), region.prices
+    if demand.parallelism == "data" or profile is None or prices is None or not _measured(profile):
+        return None
+    most_mb = min(demand.memory_mb or region.capacity.memory_mb, region.capacity.memory_mb)
+    if demand.parallelism == "auto" and _fits_whole(profile, demand.batch, most_mb):
+        return None
+    sizes = (demand.memory_mb,) if demand.memory_mb else tuple(size for size in SIZES_MB if size <= most_mb)
+    workers = demand.workers.get(region.name) if isinstance(demand.workers, Mapping) else demand.workers
+    free = region.capacity.workers - snapshot.busy_workers.get(region.name, 0)
+    return _staged(
+        profile, prices.function_usd_per_gb_second, demand.batch, sizes, workers or max(1, free), demand.stages,
+        demand.minimise,
+    )  # fmt: skip
+
+
+def unstaged(region: Region, snapshot: Snapshot, demand: Demand) -> Reason | None:
+    """Why a region cannot run the pipeline that the demand asks for; None: it can, or need not."""
+    if demand.parallelism != "pipeline" or staged(region, snapshot, demand) is not None:
+        return None
+    profile = snapshot.profiles.get(region.name)
+    if profile is None:
+        text, remedy = "has no profile of the task", "run `control-plane profile` for it first"
+    elif not _measured(profile):
+        text = f"knows no layers of the model{': ' if profile.layers_note else ''}{profile.layers_note}"
+        remedy = "make the model an nn.Sequential or declare its layers, or take `parallelism: data`"
+    else:
+        text = "has no cut that fits its functions and its free workers"
+        remedy = "allow more stages, memory or workers, or fewer samples in train.batch"
+    return Reason("INADMISSIBLE", f"region {region.name} {text}", remedy)
+
+
+def _measured(profile: Profile) -> bool:
+    return bool(profile.layers) and all("backward_beta_seconds" in layer for layer in profile.layers)
+
+
+def _fits_whole(profile: Profile, batch: int, most_mb: int) -> bool:
+    from scheduler.tuning import fit_memory, needed_mb
+
+    try:
+        memory = fit_memory(profile.steps)
+    except ValueError:
+        return True
+    return float(needed_mb(memory, float(batch), 0.0, 1.0)) <= most_mb
+
+
+def _base_mb(profile: Profile) -> float:
+    """Of a worker without a model: what steps need whatever the batch, less parameters and gradients."""
+    from scheduler.tuning import fit_memory
+
+    try:
+        whole = fit_memory(profile.steps).base_mb
+    except ValueError:
+        return USUAL_BASE_MB
+    return max(LEAST_BASE_MB, whole - 2 * profile.model_bytes / 2**20)
+
+
+@lru_cache(maxsize=1024)
+def _staged(
+    profile: Profile,
+    usd_per_gb_second: float,
+    batch: int,
+    sizes_mb: tuple[int, ...],
+    workers: int,
+    stages: int | None,
+    minimise: str,
+) -> Staged | None:
+    """Kept, as jobs that wait are planned again and again.
+
+    Two replicas are planned for where there are workers for two: with their merging the stages are as small as they
+    need to be for any number of replicas.
+    """
+    from scheduler.partition import NothingFitsError, front
+
+    def worth(plan: Pipeline) -> float:
+        # With so many workers as there are, the fewer stages, the more replicas.
+        return plan.seconds * len(plan.stages) if minimise == "time" else plan.usd
+
+    found: list[Staged] = []
+    for degree in (2, 1):
+        for size_mb in sizes_mb:
+            problem = _problem(profile, usd_per_gb_second, batch, size_mb, workers, stages, degree)
+            try:
+                plans = front(problem, MOST_LABELS)
+            except NothingFitsError:
+                continue
+            found.append(Staged(size_mb, min(plans, key=worth), problem))
+        if found:
+            break
+    return min(found, key=lambda one: worth(one.plan), default=None)
+
+
+def _problem(
+    profile: Profile,
+    usd_per_gb_second: float,
+    batch: int,
+    size_mb: int,
+    workers: int,
+    stages: int | None,
+    degree: int,
+) -> Problem:
+    from scheduler.partition import Channel, FunctionSize, Layer, Line, Place, Problem
+    from scheduler.partition import Profile as Chain
+
+    numbers = [{name: value for name, value in layer.items() if not isinstance(value, str)} for layer in profile.layers]
+    layers = tuple(
+        Layer(
+            str(layer["name"]),
+            round(n["parameter_bytes"] + n["state_bytes"]),
+            round(n["activation_bytes"]),
+            round(n["output_bytes"]),
+            Line(max(0.0, n["forward_alpha_seconds"]), max(0.0, n["forward_beta_seconds"])),
+            Line(max(0.0, n["backward_alpha_seconds"]), max(0.0, n["backward_beta_seconds"])),
+        )
+        for layer, n in zip(profile.layers, numbers, strict=True)
+    )
+    # What a sample takes is not measured; the first layer keeps it, so that it is no more than that.
+    chain = Chain(layers, layers[0].activation_bytes, STATE_FACTOR, _base_mb(profile))
+    size = FunctionSize(int(size_mb / (1 + SPARE)), 1.0, usd_per_gb_second * (1 + SPARE))
+    its = profile.channel
+    channel = Channel(
+        its.put_seconds, its.get_seconds, its.up_bytes_per_second, its.down_bytes_per_second, its.parallel,
+        its.put_usd, its.get_usd,
+    )  # fmt: skip
+    return Problem(
+        chain, batch * degree, (Place(profile.region, (size,), channel),), degrees=(degree,), stages=stages,
+        most_workers=workers,
+    )  # fmt: skip

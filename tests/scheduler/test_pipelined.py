@@ -1,0 +1,110 @@
+"""Plans of models in stages: when there are stages, what follows for workers and steps, and what is declined."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler import Capacity, Declined, Partition, Plan, Snapshot, plan
+from scheduler.tuning import Profile, StepPoint
+from tests.scheduler.test_plan import demand, planned
+from tests.scheduler.test_tuned import profile, there
+
+LAYERS = 6
+
+
+def deep(name: str, *, peak_mb: float = 300.0, layer_mb: float = 40.0) -> Profile:
+    """A model of equal layers."""
+    layer = {
+        "kind": "Linear",
+        "parameter_bytes": layer_mb * 1e6,
+        "state_bytes": 0.0,
+        "activation_bytes": 2e5,
+        "output_bytes": 1e5,
+        "forward_alpha_seconds": 0.001,
+        "forward_beta_seconds": 0.002,
+        "backward_alpha_seconds": 0.001,
+        "backward_beta_seconds": 0.004,
+    }
+    layers = tuple({**layer, "name": str(number)} for number in range(LAYERS))
+    steps = tuple(StepPoint(b, 1024, 0.01 + 0.036 * b, peak_mb + b) for b in (8, 16, 32, 64))
+    return replace(profile(name), steps=steps, layers=layers, model_bytes=int(LAYERS * layer_mb * 1e6))
+
+
+def snapshot(peak_mb: float, *, workers: int = 12, memory_mb: int = 1024) -> Snapshot:
+    regions = tuple(replace(there(n), capacity=Capacity(workers, memory_mb)) for n in "ab")
+    return Snapshot(regions, model_bytes=4_000_000, profiles={n: deep(n, peak_mb=peak_mb) for n in "ab"})
+
+
+def cut(found: Plan) -> list[Partition]:
+    parts = [part for part in found.partitions if part.pipeline is not None]
+    for part in parts:
+        shape = part.pipeline
+        assert shape is not None
+        assert [stage.first for stage in shape.stages] == [0, *(stage.last + 1 for stage in shape.stages[:-1])]
+        assert shape.stages[-1].last == LAYERS - 1
+        assert part.workers == len(shape.stages) * shape.degree
+        assert all(stage.needed_mb <= stage.memory_mb == part.memory_mb for stage in shape.stages)
+        assert len(shape.why) == 2 * len(shape.stages)
+    return parts
+
+
+def test_a_model_that_fits_stays_whole_and_one_that_does_not_is_cut() -> None:
+    assert not cut(planned(snapshot(300.0), demand()))
+    assert not cut(planned(snapshot(900.0), demand(parallelism="data", memory_mb=1024)))
+    parts = cut(planned(snapshot(900.0), demand()))
+    assert [part.region for part in parts] == ["a", "b"]
+    assert all(len(part.pipeline.stages) > 1 for part in parts if part.pipeline)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_the_job_file_may_ask_for_stages(stages: int) -> None:
+    asked = demand(parallelism="pipeline", stages=stages, workers=6)
+    for part in cut(planned(snapshot(300.0, memory_mb=10240), asked)):
+        assert part.pipeline is not None
+        assert len(part.pipeline.stages) == stages
+        assert part.workers == 6
+
+
+def test_steps_and_shares_count_replicas_not_workers() -> None:
+    whole = planned(snapshot(300.0), demand(workers=2, parallelism="data", epochs=3, steps=None))
+    split = planned(snapshot(300.0), demand(workers=4, parallelism="pipeline", stages=2, epochs=3, steps=None))
+    assert cut(split)
+    assert (split.rounds, split.interval) == (whole.rounds, whole.interval)
+    assert split.shares == whole.shares
+
+
+def test_the_estimate_rests_on_the_pipelines_step() -> None:
+    found = planned(snapshot(900.0), demand())
+    part = cut(found)[0]
+    assert part.pipeline is not None
+    steps = found.rounds * max(other.steps_per_round for other in found.partitions)
+    assert found.estimate.seconds.expected >= steps * part.pipeline.step_seconds * 0.99
+
+
+def test_time_takes_no_slower_stages_than_cost() -> None:
+    fast, cheap = (
+        cut(planned(snapshot(300.0), demand(minimise=m, parallelism="pipeline", workers=6)))[0]
+        for m in ("time", "cost")
+    )
+    assert fast.pipeline is not None
+    assert cheap.pipeline is not None
+    assert fast.pipeline.step_seconds / fast.replicas <= cheap.pipeline.step_seconds / cheap.replicas * 1.02
+
+
+@pytest.mark.parametrize(
+    ("there_is", "why"),
+    [
+        (Snapshot(tuple(there(n) for n in "ab")), "no profile"),
+        (
+            Snapshot(tuple(there(n) for n in "ab"), profiles={n: replace(profile(n), layers=()) for n in "ab"}),
+            "no layers",
+        ),
+        (snapshot(300.0, memory_mb=256), "no cut"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_is_declined_with_what_to_do(there_is: Snapshot, why: str) -> None:
+    answer = plan(there_is, demand(parallelism="pipeline"))
+    assert isinstance(answer, Declined)
+    assert all(why in reason.text and reason.remedy for reason in answer.reasons)
