@@ -3,6 +3,7 @@ it is cut into invocations, and whoever dies, the model is the one that a single
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ from support.server_process import Server, wait_until
 from torch import nn
 
 from geofed_pb.v1 import sync_pb2
+from region_agent.worker import handler
 from region_agent.worker.data import BatchStream
 from region_agent.worker.invocation import Outcome
 from sync import parted
@@ -288,3 +290,67 @@ def test_a_stage_that_is_killed_costs_at_most_two_steps(tmp_path: Path, dies: in
         for process in (*processes, *again):
             process.close()
         server.kill()
+
+
+WIDE_TASK = """
+import gc
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+WIDTH = 256
+most = 0
+
+
+def held():
+    # Parameters that take memory in this process.
+    return sum(one.nbytes for one in gc.get_objects() if type(one) is nn.Parameter and one.device.type != "meta")
+
+
+class Wide(nn.Linear):
+    def __init__(self, *sizes):
+        global most
+        super().__init__(*sizes)
+        most = max(most, held())
+
+
+def layers(config):
+    return [lambda: Wide(4, WIDTH), *[lambda: Wide(WIDTH, WIDTH)] * 6, lambda: Wide(WIDTH, 2)]
+
+
+def dataset(uri, split, config):
+    data = np.load(uri)
+    return TensorDataset(torch.from_numpy(data["x"]), torch.from_numpy(data["y"]))
+
+
+def loss(model, batch):
+    x, y = batch
+    return nn.functional.mse_loss(model(x), y)
+"""
+
+
+@pytest.mark.parametrize("worker", [0, 1, 2])
+def test_a_worker_never_holds_more_parameters_than_its_stage(tmp_path: Path, worker: int) -> None:
+    server = Server(tmp_path / "server", Authority(), "east", ("east",), workers=3)
+    stages = ((0, 1), (2, 4), (5, 7))
+    call = invocation(server, WIDE_TASK, write_samples(tmp_path / "data.npz", 20), worker, stages=stages, micro_batch=4)
+    channel = FileChannel(server.channel_folder)
+    before = _held()
+    task = handler._task(channel, call)
+    holding = handler._holding(call, task, channel)
+    try:
+        own = sum(parameter.nbytes for parameter in holding.flat.module.parameters())
+        whole = 4 * sum(slot.size for slot in holding.layout.slots)
+        assert own < whole / 2
+        # While layers were made, and now.
+        assert sys.modules["geofed_task"].most - before <= own
+        assert _held() - before == own
+    finally:
+        holding.close()
+
+
+def _held() -> int:
+    gc.collect()
+    return sum(one.nbytes for one in gc.get_objects() if type(one) is nn.Parameter and one.device.type != "meta")

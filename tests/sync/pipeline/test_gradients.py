@@ -94,7 +94,7 @@ def _check(case: dict[str, Any], dtype: torch.dtype, open_one: Callable[[], Chan
             for replica in range(case["shape"].degree):
                 found = crew.gradients(replica)
                 for name, gradient in expected.items():
-                    torch.testing.assert_close(found[name], gradient, rtol=tolerance * 10, atol=tolerance)
+                    torch.testing.assert_close(found[name], gradient, rtol=tolerance, atol=tolerance)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
