@@ -123,12 +123,12 @@ class Demand:
     use: tuple[str, ...] = ()
     """Regions to use; empty: all that hold data."""
     avoid: tuple[str, ...] = ()
-    workers: int | Mapping[str, int] | None = None
-    """Workers in each region, or by region; None: the plan says."""
     parallelism: str = "auto"
     """"data": every worker holds the whole model; "pipeline"; "auto": data, unless no function is large enough."""
     stages: int | None = None
     """Of a pipeline; None: the plan says."""
+    workers: int | Mapping[str, int] | None = None
+    """Workers in each region, or by region; None: the plan says."""
     memory_mb: int | None = None
     slice_seconds: float = 30.0
     interval: int | None = None
@@ -154,8 +154,6 @@ class Demand:
     budget_usd: float | None = None
 
 
-@dataclass(frozen=True)
-class Partition:
 @dataclass(frozen=True)
 class PipelineStage:
     """Consecutive layers of a model, which some workers hold and no others."""
@@ -188,6 +186,8 @@ class PipelineShape:
     """Sentences for people: what each stage holds, and why it ends where it does."""
 
 
+@dataclass(frozen=True)
+class Partition:
     """The part of a plan that runs in one region."""
 
     region: str
@@ -195,16 +195,14 @@ class PipelineShape:
     """In the region's training split."""
     workers: int
     batch: int
+    """Samples of one replica of the model in one step: of one worker, but in a pipeline."""
     memory_mb: int
     steps_per_round: int
-    """Samples of one replica of the model in one step: of one worker, but in a pipeline."""
     """Local steps between two WAN exchanges; in proportion to the data, so that all regions make the same epochs."""
     samples_per_second: float
     """Of one worker, of a pipeline on the mean; the figure the estimate was made with."""
     merge_seconds: float | None = None
     """Of one step, as a profile of the task foretells it; None: a prior is used."""
-
-
     pipeline: PipelineShape | None = None
     """None: every worker holds the whole model."""
 
@@ -212,6 +210,8 @@ class PipelineShape:
     def replicas(self) -> int:
         """Of the model; each takes `batch` samples in a step."""
         return self.pipeline.degree if self.pipeline else self.workers
+
+
 @dataclass(frozen=True)
 class Range:
     """A prediction: what is expected, and the bounds it should fall in."""

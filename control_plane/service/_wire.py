@@ -131,14 +131,12 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             shares=plan.shares,
             codec=plan.codec,
             evaluate_every=plan.evaluate_every,
+            pipeline=_pipeline(part.pipeline) if part.pipeline is not None else None,
         ),
         regions=sorted(part.region for part in plan.partitions),
-            pipeline=_pipeline(part.pipeline) if part.pipeline is not None else None,
     )
 
 
-def job_message(row: JobRow, state: JobState, plan: Plan, contacts: dict[str, float]) -> control_pb2.Job:
-    """A job as users see it; `contacts` says when each region was last heard."""
 def _pipeline(shape: PipelineShape) -> agent_pb2.Pipeline:
     return agent_pb2.Pipeline(
         stages=[
@@ -156,6 +154,8 @@ def _pipeline(shape: PipelineShape) -> agent_pb2.Pipeline:
     )
 
 
+def job_message(row: JobRow, state: JobState, plan: Plan, contacts: dict[str, float]) -> control_pb2.Job:
+    """A job as users see it; `contacts` says when each region was last heard."""
     workers = {part.region: part.workers for part in plan.partitions}
     message = control_pb2.Job(
         id=row.id,
