@@ -220,6 +220,7 @@ class Partition:
             self._around.config.channel.prices,
         )
         message.workers = self.machine.workers
+        message.merged_by = self._merged_by
         message.blob_digest = blob_digest
         self._around.report(message, durable)
 

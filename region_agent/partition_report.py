@@ -58,6 +58,8 @@ class PartitionMeter:
             {
                 "compute_seconds": outcome.compute_seconds,
                 "computed_samples": outcome.samples,
+                "merge_seconds": outcome.merge_seconds,
+                "computed_steps": outcome.steps,
                 **usage_meters(outcome.channel),
             },
         )
@@ -114,6 +116,7 @@ def report_of(
         samples_per_second=meters.get("computed_samples", 0.0) / compute if compute else status.samples_per_second,
         round_samples_per_second=status.samples_per_second,
         compute_seconds=compute,
+        merge_seconds=meters.get("merge_seconds", 0.0) / max(1.0, meters.get("computed_steps", 0.0)),
         wait_seconds=meters.get("wait_seconds", 0.0),
         applied_updates=status.applied_updates,
         link_rtt_ms=status.link_rtt_ms,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scheduler.tuning import Profile
+    from scheduler.tuning import MergePoint, Profile
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,8 @@ class Snapshot:
     """From submission to the first step, measured in earlier runs."""
     profiles: Mapping[str, Profile] = field(default_factory=dict)
     """What `control-plane profile` has measured of the task, by region."""
+    merges: Mapping[str, tuple[MergePoint, ...]] = field(default_factory=dict)
+    """What runs of it have measured of merges, by region."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from scheduler._model import Demand, Partition, Prices, Region, Snapshot
 
 if TYPE_CHECKING:
-    from scheduler.tuning import Profile
+    from scheduler.tuning import MergePoint, Profile
 
 __all__ = ["Tuned", "merging_of", "tuned"]
 
@@ -38,6 +38,7 @@ def tuned(region: Region, workers: int, snapshot: Snapshot, demand: Demand) -> T
     return _tuned(
         profile, _Paid.of(prices), workers, demand.batch, demand.slice_seconds, demand.epochs, demand.steps,
         demand.minimise, demand.memory_mb, region.capacity.memory_mb, wanted, demand.merging.get("k"),
+        snapshot.merges.get(region.name, ()),
     )  # fmt: skip
 
 
@@ -87,12 +88,13 @@ def _tuned(
     most_memory_mb: int,
     collective: str | None,
     chunks: float | None,
+    merges: tuple[MergePoint, ...],
 ) -> Tuned | None:
     """Kept, as jobs that wait are planned again and again."""
     from scheduler.tuning import Platform, cheapest, fastest, space_of, task_of
 
     platform = Platform(paid.usd_per_gb_second, paid.usd_per_call, paid.server_usd_per_hour, slice_seconds)
-    task = task_of(profile, platform, epochs=epochs, steps=steps)
+    task = task_of(profile, platform, epochs=epochs, steps=steps, merges=merges)
     space = space_of(
         profile, most_workers=workers, most_memory_mb=most_memory_mb, batch=batch, collective=collective,
         chunks=int(chunks) if chunks is not None and collective == "k-reduce" else None, workers=workers,

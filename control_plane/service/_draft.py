@@ -107,7 +107,7 @@ class Draft:
         row = entry.row
         if machine.state.terminal:
             row = replace(row, result_json=to_json(result_of(row, machine.state, entry.plan)))
-            self.runs += runs_of(row, machine.state)
+            self.runs += runs_of(row, machine.state, entry.plan)
         self.changed_jobs[job_id] = replace(entry, row=row, state=machine.state)
         self._durable = self._durable or bool(actions)
 

@@ -13,13 +13,13 @@ from datetime import UTC, datetime
 from control_plane.core import JobState, Partition
 from control_plane.pki import utc_now
 from control_plane.service._draft import JobEntry, RegionEntry
-from control_plane.service._tuning import profile_from_json
+from control_plane.service._tuning import merge_from_json, profile_from_json
 from control_plane.service._wire import to_json
 from control_plane.spec import JobSpec
 from control_plane.store import RunRow
 from geofed_pb.errors import GeofedError
 from scheduler import Declined, Plan, Snapshot
-from scheduler.tuning import Profile
+from scheduler.tuning import MergePoint, Profile
 
 STALE_DAYS = 90
 """Clouds change their lists a few times a year."""
@@ -60,7 +60,14 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], runs: 
         model_bytes=next((run.model_bytes for run in runs if run.model_bytes), None),
         start_seconds=runs[0].start_seconds if runs else None,
         profiles=profiles,
+        merges={region: merges_of(runs, region) for region in profiles},
     )
+
+
+def merges_of(runs: Iterable[RunRow], region: str) -> tuple[MergePoint, ...]:
+    """What earlier runs of a task in a region have measured of its merges."""
+    found = (merge_from_json(run.merge_json) for run in runs if run.region == region and run.merge_json)
+    return tuple(point for point in found if point is not None)
 
 
 def workers_now(job: JobEntry) -> dict[str, int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from control_plane.pki import utc_now
 from control_plane.service._federation import Federation
-from control_plane.service._planning import task_key, workers_now
+from control_plane.service._planning import merges_of, task_key, workers_now
 from control_plane.service._tuning import profile_from_json, tuned
 from control_plane.service._wire import failure_of, to_json
 from control_plane.spec import JobSpec, parse_json, to_demand
@@ -178,8 +178,9 @@ class Profiling:
         if catalogue is None:
             raise GeofedError("REGION_LOST", f"region {region} is not known any more")
         later = next((run.samples_per_second for run in runs if run.region == region and not run.profile_json), None)
+        merges = merges_of(runs, region)
         try:
-            return await asyncio.to_thread(tuned, profile, catalogue, demand, later)
+            return await asyncio.to_thread(tuned, profile, catalogue, demand, later, merges)
         except ValueError as error:
             raise GeofedError("FRAME_INVALID", f"the profile of region {region}: {error}") from None
 

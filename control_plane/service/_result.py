@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from typing import Any
 
@@ -9,6 +10,7 @@ from control_plane.core import JobState, Partition, Report
 from control_plane.store import JobRow, RunRow
 from scheduler import Partition as Planned
 from scheduler import Plan, step_seconds
+from scheduler.tuning import COLLECTIVES, MergePoint
 
 
 def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
@@ -54,11 +56,12 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
     }
 
 
-def runs_of(row: JobRow, state: JobState) -> tuple[RunRow, ...]:
+def runs_of(row: JobRow, state: JobState, plan: Plan) -> tuple[RunRow, ...]:
     """What a job that succeeded teaches about its task."""
     if state.phase != "succeeded":
         return ()
     start_seconds = max(0.0, state.started_at - row.created_at)
+    planned = {part.region: part for part in plan.partitions}
     return tuple(
         RunRow(
             job=row.id,
@@ -68,10 +71,31 @@ def runs_of(row: JobRow, state: JobState) -> tuple[RunRow, ...]:
             samples_per_second=part.report.samples_per_second,
             model_bytes=state.blob_bytes,
             start_seconds=start_seconds,
+            merge_json=_merge_of(part.report, planned.get(part.region), plan, state.blob_bytes),
         )
         for part in state.partitions
         if part.report is not None and part.report.samples_per_second > 0
     )
+
+
+def _merge_of(report: Report, planned: Planned | None, plan: Plan, model_bytes: int) -> str:
+    """How long merges took, of a run whose workers did the same all the time; else nothing."""
+    collective, _, chunks = report.merged_by.partition(" with K = ")
+    plain = plan.merging_codec == "fp32" and not plan.merging.get("staleness")
+    whole = planned is not None and planned.pipeline is None and report.workers == planned.workers
+    if planned is None or not (whole and plain) or report.merge_seconds <= 0:
+        return ""
+    if planned.workers < 2 or collective not in COLLECTIVES:
+        return ""
+    point = MergePoint(
+        collective=collective,
+        workers=planned.workers,
+        chunks=int(chunks) if chunks else 1 if collective == "all-reduce" else planned.workers,
+        size_bytes=float(model_bytes),
+        seconds=report.merge_seconds,
+        compute_seconds=planned.batch / report.samples_per_second,
+    )
+    return json.dumps(asdict(point))
 
 
 def _region(part: Partition, planned: Planned | None, training_seconds: float) -> dict[str, Any]:
@@ -84,6 +108,7 @@ def _region(part: Partition, planned: Planned | None, training_seconds: float) -
         "workers": report.workers or (planned.workers if planned is not None else 0),
         "predicted_step_seconds": step_seconds(planned) if planned is not None else None,
         "step_seconds": own_seconds / report.step if report.step else None,
+        "merge_seconds": report.merge_seconds,
         "samples": report.samples,
         "steps": report.step,
         "rounds": report.round,

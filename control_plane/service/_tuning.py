@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
@@ -11,11 +12,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from geofed_pb.errors import GeofedError
 from scheduler import Demand, Region
-from scheduler.tuning import Limits, Platform, Prediction, Profile, Space, Task, cheapest, fastest, front
+from scheduler.tuning import Limits, MergePoint, Platform, Prediction, Profile, Space, Task, cheapest, fastest, front
 from scheduler.tuning import space_of as tuning_space
 from scheduler.tuning import task_of as tuning_task
 
 _PROFILE = TypeAdapter(Profile)
+_MERGE = TypeAdapter(MergePoint)
 _SHOWN = 60
 """Of a longer front, evenly; its ends are kept."""
 
@@ -34,9 +36,27 @@ def profile_from_json(text: str, region: str) -> Profile:
     return profile
 
 
-def tuned(profile: Profile, region: Region, demand: Demand, samples_per_second: float | None = None) -> dict[str, Any]:
-    """The profile with what follows from it for the job's part in this region, if it ran there alone."""
-    task, space = _task(profile, region, demand, samples_per_second), _space(profile, region, demand)
+@lru_cache(maxsize=1024)
+def merge_from_json(text: str) -> MergePoint | None:
+    """A merge of an earlier run; None: another version of geofed has stored it."""
+    try:
+        return _MERGE.validate_json(text)
+    except ValidationError:
+        return None
+
+
+def tuned(
+    profile: Profile,
+    region: Region,
+    demand: Demand,
+    samples_per_second: float | None = None,
+    merges: Sequence[MergePoint] = (),
+) -> dict[str, Any]:
+    """The profile with what follows from it for the job's part in this region, if it ran there alone.
+
+    ``samples_per_second``, ``merges``: of runs that count more than the profile.
+    """
+    task, space = _task(profile, region, demand, samples_per_second, merges), _space(profile, region, demand)
     limits = Limits(demand.deadline_seconds or math.inf, demand.budget_usd or math.inf)
     chosen = (fastest if demand.minimise == "time" else cheapest)(task, space, limits)
     whole = front(task, space)
@@ -51,7 +71,13 @@ def tuned(profile: Profile, region: Region, demand: Demand, samples_per_second: 
     }
 
 
-def _task(profile: Profile, region: Region, demand: Demand, samples_per_second: float | None) -> Task:
+def _task(
+    profile: Profile,
+    region: Region,
+    demand: Demand,
+    samples_per_second: float | None,
+    merges: Sequence[MergePoint],
+) -> Task:
     prices = region.prices
     if prices is None:
         raise GeofedError("PRICE_UNKNOWN", f"region {region.name} states no prices")
@@ -68,6 +94,7 @@ def _task(profile: Profile, region: Region, demand: Demand, samples_per_second: 
         steps=demand.steps,
         staleness=int(demand.merging.get("staleness", 0)),
         samples_per_second=samples_per_second,
+        merges=merges,
     )
 
 

@@ -115,6 +115,8 @@ class RunRow:
     start_seconds: float
     profile_json: str = ""
     """`scheduler.tuning.Profile`, where this was no job but a profile."""
+    merge_json: str = ""
+    """`scheduler.tuning.MergePoint`, where the workers of the region merged in a way that a model foretells."""
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,7 @@ runs = Table(
     Column("model_bytes", BigInteger, nullable=False),
     Column("start_seconds", Double, nullable=False),
     Column("profile_json", Text, nullable=False, server_default=""),
+    Column("merge_json", Text, nullable=False, server_default=""),
 )
 meta = Table(
     "meta",

@@ -91,6 +91,8 @@ class Outcome(BaseModel):
     """Made in this invocation."""
     samples: int = 0
     compute_seconds: float = 0.0
+    merge_seconds: float = 0.0
+    """Of its steps, beyond their compute."""
     channel: dict[str, int] = {}
     """What this invocation asked of the channel, and bytes, by kind."""
     merged_by: str = ""

@@ -92,6 +92,8 @@ class WorkerLoop:
         """The last step after which the workers have made sure that they hold the same."""
         self._round = _Round()
         self._outcome_steps, self._outcome_samples, self._compute_seconds = 0, 0, 0.0
+        self._merge_seconds = 0.0
+        """Of steps, beyond their compute."""
 
     def run(self) -> Outcome:
         """Train until the job's end or the slice's, or until the attempt is over."""
@@ -118,6 +120,7 @@ class WorkerLoop:
             steps=self._outcome_steps,
             samples=self._outcome_samples,
             compute_seconds=self._compute_seconds,
+            merge_seconds=self._merge_seconds,
         )
 
     # Rounds
@@ -278,7 +281,9 @@ class WorkerLoop:
     def _make_step(self, server: PsClient, step: int) -> None:
         # What is received ahead must be what comes next: another step, and no evaluation before it.
         more = step < self._until and self._ended is None
+        begun = time.monotonic()
         value, seconds = self._holding.step(server, step, more)
+        self._merge_seconds += max(0.0, time.monotonic() - begun - seconds)
         counted = self._holding.counted
         self._step = step
         self._round.samples += counted

@@ -97,7 +97,9 @@ def task_of(
     compute = replace(compute, fixed_seconds=compute.fixed_seconds + profile.update_seconds)
     corrections: dict[str, Correction] = {}
     if merges:
-        corrections[profile.channel.name] = fit_correction(merges, profile.channel)
+        # A worker's time beyond its compute has the optimiser's step in it.
+        own = [replace(point, seconds=max(1e-6, point.seconds - profile.update_seconds)) for point in merges]
+        corrections[profile.channel.name] = fit_correction(own, profile.channel)
     return Task(
         model_bytes=profile.model_bytes,
         compute=compute,

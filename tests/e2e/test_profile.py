@@ -50,3 +50,10 @@ def test_a_profile_measures_the_task_and_the_first_run_is_planned_by_it(tmp_path
             for region in described["result"]["regions"]:
                 assert region["predicted_step_seconds"] > 0
                 assert region["step_seconds"] > 0
+                assert region["merge_seconds"] > 0
+            # The merges of the run mend the model of the next plan.
+            again = json.loads(
+                federation.control_plane("explain", job, "-o", "json", "--set", "train.workers=2").stdout
+            )
+            was = {part["region"]: part["merge_seconds"] for part in described["plan"]["partitions"]}
+            assert all(part["merge_seconds"] != was[part["region"]] for part in again["data"]["partitions"])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler import Capacity, Region, Snapshot
-from scheduler.tuning import Channel, NormPair, Profile, StepPoint
+from scheduler.tuning import Channel, MergePoint, NormPair, Profile, StepPoint
 from tests.scheduler.test_plan import demand, planned, region
 
 
@@ -107,3 +107,18 @@ def test_what_has_no_model_here_or_needs_none_is_planned(collective: str) -> Non
 def test_in_shared_memory_the_server_merges() -> None:
     held = snapshot(profile("a", channel="file"), profile("b", channel="file"), channel="file")
     assert planned(held, demand(workers=2)).collective == "server-reduce"
+
+
+def test_merges_of_earlier_runs_mend_what_is_foretold() -> None:
+    before = snapshot(profile("a"), profile("b"))
+    told = planned(before, demand(workers=4)).partitions[0].merge_seconds
+    assert told is not None
+    slower = tuple(
+        MergePoint(collective, 4, chunks, 4e6, 3 * told, compute_seconds=0.04)
+        for collective, chunks in (("pipelined-scatter-reduce", 4), ("all-reduce", 1), ("server-reduce", 4))
+    )
+    after = planned(replace(before, merges={"a": slower}), demand(workers=4))
+    learned, same = (part.merge_seconds for part in after.partitions)
+    assert same == told
+    assert learned is not None
+    assert learned > 1.2 * told

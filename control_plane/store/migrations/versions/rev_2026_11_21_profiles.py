@@ -1,4 +1,4 @@
-"""Runs that were profiles."""
+"""What profiles and merges have taught."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,5 +10,6 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Let a run hold what a profile has measured."""
-    op.add_column("runs", sa.Column("profile_json", sa.Text, nullable=False, server_default=""))
+    """Let a run hold what a profile has measured, and how long its merges took."""
+    for name in ("profile_json", "merge_json"):
+        op.add_column("runs", sa.Column(name, sa.Text, nullable=False, server_default=""))
