@@ -21,7 +21,7 @@ from control_plane.service._speeds import Watched
 from control_plane.spec import JobSpec, to_demand
 from control_plane.store import RunRow
 from scheduler import Declined, Demand, Plan, Reason, Restaffing, plan, restaff
-from scheduler.deadline import Gang, Offer, allot, offer
+from scheduler.deadline import Gang, Held, Offer, allot, offer
 
 __all__ = ["Allocation", "Decision", "begin"]
 
@@ -51,6 +51,8 @@ class Allocation:
     def __init__(self) -> None:
         self._watched: dict[str, Watched] = {}
         self._rests_until = 0.0
+        self._held: Mapping[str, Held] = {}
+        """What those with a promise hold, by the last answer."""
 
     def decide(self, draft: Draft, spec: JobSpec, job: str, runs: list[RunRow]) -> Decision | Declined:
         """The answer to a new job. Declined: it cannot be done at all, or not by the deadline that it must keep."""
@@ -89,11 +91,13 @@ class Allocation:
             since_s=draft.at,
         )
         capacities, others = capacities_of(draft.regions.values()), list(gangs.values())
+        held = self._held
         if demand.deadline_seconds is not None:
-            told = offer(draft.at, capacities, others, new)
+            told = offer(draft.at, capacities, others, new, before=self._held)
             if told.deadline_s is None:
                 return _too_late(told, demand, draft.at)
-        now = allot(draft.at, capacities, [*others, new]).paces
+            held = told.held
+        now = allot(draft.at, capacities, [*others, new], before=held).paces
         need, free = new.workers(now[new.name]), _free(draft)
         there = need and all(count <= free.get(region, 0) for region, count in need.items())
         waits_for = "" if there else _what_for(chosen, _before(draft, chosen, demand.job, (ends, draft.at)))
@@ -118,7 +122,8 @@ class Allocation:
         gangs = self._gangs(draft)
         if not gangs:
             return
-        answer = allot(draft.at, capacities_of(draft.regions.values()), list(gangs.values()))
+        answer = allot(draft.at, capacities_of(draft.regions.values()), list(gangs.values()), before=self._held)
+        self._held = answer.held
         self._tell_breaches(draft, answer.late, {name: held.end_s for name, held in answer.held.items()})
         for name, gang in gangs.items():
             entry = _entry(draft, name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from scheduler.deadline._ledger import Gang, Held, Ledger
 from scheduler.deadline._model import Capacity, Overhead, Rules
@@ -24,8 +24,9 @@ _WORTH = 0.1
 """A running job goes faster only where that saves so much of the time that it has left, beyond the change."""
 _LEAN = 0.5
 """Of what a worker adds at the slowest pace: at a pace where one adds less, workers are better used elsewhere."""
-_ORDERS = 3
-"""How often those that the order of deadlines leaves out are tried first."""
+_TRIES = ((False, True), (True, True), (True, True), (True, False), (True, False))
+"""Whether all must be lean, and whether margins are kept, in turn until everybody fits. From the second lean one on
+those that were left out before come first."""
 _FEW = 200
 """Up to so many jobs with deadlines other orders are tried; beyond, that would take long."""
 
@@ -55,16 +56,25 @@ class Offer:
     """The earliest instant that could be; infinite: none as things stand."""
     over_quota: bool = False
     """Only the quota of its user stands against it."""
+    held: Mapping[str, Held] = field(default_factory=dict)
+    """What all with a promise hold then, this one included: the ``before`` of what is asked next."""
 
 
-def allot(now: float, capacities: Mapping[str, Capacity], gangs: Sequence[Gang], rules: Rules = LIVE) -> Allotment:
+def allot(
+    now: float,
+    capacities: Mapping[str, Capacity],
+    gangs: Sequence[Gang],
+    rules: Rules = LIVE,
+    before: Mapping[str, Held] | None = None,
+) -> Allotment:
     """Share the workers of all regions out.
 
     What cannot change is held first, then every promise gets the least worker time that keeps it, in the order of
-    deadlines; where somebody does not fit, other orders are tried, then without margins. What is free now goes to best
+    deadlines; where somebody does not fit, other orders are tried, then without margins, and at last what an earlier
+    answer held (``before``), which once fitted. What is free now goes to best
     effort at the slowest pace, those that run first, then to the least served user's; then to those that use it best.
     """
-    ledger, held = _promises(now, capacities, gangs, rules)
+    ledger, held = _promises(now, capacities, gangs, rules, before)
     paces = {gang.name: held[gang.name].now if gang.name in held else -1 for gang in gangs}
     free = ledger.free_now()
     _begin(gangs, paces, free, ledger, rules)
@@ -73,18 +83,22 @@ def allot(now: float, capacities: Mapping[str, Capacity], gangs: Sequence[Gang],
 
 
 def offer(
-    now: float, capacities: Mapping[str, Capacity], gangs: Sequence[Gang], new: Gang, rules: Rules = LIVE
+    now: float,
+    capacities: Mapping[str, Capacity],
+    gangs: Sequence[Gang],
+    new: Gang,
+    rules: Rules = LIVE,
+    before: Mapping[str, Held] | None = None,
 ) -> Offer:
     """Whether a deadline can be promised to one more gang; the promises of the others stay."""
-    before = _promises(now, capacities, gangs, rules)
-    broken = _broken(before[1])
+    left, held = _promises(now, capacities, gangs, rules, before)
     over_quota = False
     for deadline_s in (new.deadline_s, *new.later):
         asked = replace(new, deadline_s=deadline_s)
-        after = _with(now, capacities, gangs, asked, rules, broken)
+        after = _with(now, capacities, gangs, asked, rules, left, held)
         if after is not None and not (over_quota := _over_quota([*gangs, asked], after, new.user, rules)):
-            return Offer(deadline_s, after[new.name].end_s)
-    soonest = before[0].soonest(new, rules).end_s
+            return Offer(deadline_s, after[new.name].end_s, held=after)
+    soonest = left.soonest(new, rules).end_s
     margin = rules.reserve_s + (soonest - now + _pause(new, rules)) / (1.0 - rules.margin)
     return Offer(None, now + margin if math.isfinite(soonest) else math.inf, over_quota)
 
@@ -95,16 +109,16 @@ def _with(
     gangs: Sequence[Gang],
     new: Gang,
     rules: Rules,
-    broken: frozenset[str],
+    left: Ledger,
+    held: Mapping[str, Held],
 ) -> Mapping[str, Held] | None:
     """What all hold with the new one among them; None where it does not fit, or another would be late for it."""
-    ledger, held = _promises(now, capacities, gangs, rules)
     margin, reserve_s = _care(rules, is_new=True)
-    found = ledger.least(new, new.deadline_s - reserve_s, rules, margin)
+    found = left.copy().least(new, new.deadline_s - reserve_s, rules, margin)
     if found is not None:
         return {**held, new.name: found}
-    _, held = _promises(now, capacities, [*gangs, new], rules, new.name)
-    return held if not held[new.name].late and _broken(held) <= broken else None
+    _, after = _promises(now, capacities, [*gangs, new], rules, None, new.name)
+    return after if not after[new.name].late and _broken(after) <= _broken(held) else None
 
 
 def _care(rules: Rules, *, is_new: bool) -> tuple[float, float]:
@@ -136,7 +150,12 @@ def _over_quota(gangs: Sequence[Gang], held: Mapping[str, Held], user: str, rule
 
 
 def _promises(
-    now: float, capacities: Mapping[str, Capacity], gangs: Sequence[Gang], rules: Rules, new: str = ""
+    now: float,
+    capacities: Mapping[str, Capacity],
+    gangs: Sequence[Gang],
+    rules: Rules,
+    before: Mapping[str, Held] | None,
+    new: str = "",
 ) -> tuple[Ledger, dict[str, Held]]:
     """What everybody with a deadline holds, and what then is free; ``new`` needs the margin of a new promise."""
     empty = Ledger(now, capacities)
@@ -145,14 +164,19 @@ def _promises(
     asking.sort(key=lambda gang: (gang.deadline_s, -gang.value, gang.since_s, gang.name))
     first: list[Gang] = []
     best: tuple[int, Ledger, dict[str, Held]] | None = None
-    for _ in range(_ORDERS):
+    for lean, careful in _TRIES:
         order = [*first, *(gang for gang in asking if gang not in first)]
         ledger, held, missing = empty.copy(), dict(kept), []
+        if best is not None and before:
+            # What was held before goes on, as far as it can; the others come after it.
+            order = _again(ledger, order, held, before, rules)
+            before = None
         for gang in order:
-            margin, reserve_s = _care(rules, is_new=gang.name == new)
-            found = ledger.least(gang, gang.deadline_s - reserve_s, rules, margin)
-            if found is None and gang.name != new:
-                found = ledger.least(gang, gang.deadline_s, rules, 0.0)
+            is_new = gang.name == new
+            margin, reserve_s = _care(rules, is_new=is_new) if careful or is_new else (0.0, 0.0)
+            found = ledger.least(gang, gang.deadline_s - reserve_s, rules, margin, lean=lean)
+            if found is None and not is_new:
+                found = ledger.least(gang, gang.deadline_s, rules, 0.0, lean=lean)
             if found is None:
                 missing.append(gang)
             else:
@@ -162,11 +186,25 @@ def _promises(
             held[gang.name] = ledger.all_there_is(gang, rules)
         if best is None or len(missing) < best[0]:
             best = len(missing), ledger, held
-        if not missing or len(first) == len(asking) or len(asking) > _FEW:
+        if not missing or len(asking) > _FEW:
             break
-        first = [*missing, *(gang for gang in first if gang not in missing)]
+        first = [*missing, *(gang for gang in first if gang not in missing)] if lean else []
     assert best is not None
     return best[1], best[2]
+
+
+def _again(
+    ledger: Ledger, gangs: Sequence[Gang], held: dict[str, Held], before: Mapping[str, Held], rules: Rules
+) -> list[Gang]:
+    """Hold what was held before, where that still does; returns those for which it does not."""
+    others = []
+    for gang in gangs:
+        found = ledger.again(gang, before[gang.name], rules) if gang.name in before else None
+        if found is None:
+            others.append(gang)
+        else:
+            held[gang.name] = found
+    return others
 
 
 def _pause(gang: Gang, rules: Rules) -> float:

@@ -136,12 +136,13 @@ class Ledger:
         fits: NDArray[np.int64] = (need[:, rows, None] <= self.free[None, rows, :]).all(axis=1).sum(axis=0)
         return fits
 
-    def least(self, gang: Gang, deadline_s: float, rules: Rules, margin: float) -> Held | None:
+    def least(self, gang: Gang, deadline_s: float, rules: Rules, margin: float, *, lean: bool = False) -> Held | None:
         """Hold the least worker time that is done by the deadline, less a margin; None where nothing is enough.
 
         Progressive filling (ElasticFlow, ASPLOS'23, section 4.1) with two adjacent paces: up to some instant the slower
         one, from then on the faster; a gang that runs at the faster one already keeps it first. On each step it has
-        what fits there, up to that. What is fixed gets the earliest stretch in which it fits.
+        what fits there, up to that. A running gang keeps its pace where that is about as cheap, unless all must be
+        ``lean``. What is fixed gets the earliest stretch in which it fits.
         """
         window = deadline_s - self.now
         window -= margin * max(0.0, window - rules.grace_s)
@@ -149,21 +150,23 @@ class Ledger:
             return None
         if gang.fixed:
             return self.stretch(gang, rules, self.now + window)
-        stay_s = self._staying(gang, self.now + window)
+        stay_s = 0.0 if lean else self._staying(gang, self.now + window)
         end = self.point(self.now + window)
         spans = np.diff(self.times[: end + 1])
         fit = self.fitting(gang)[:end]
         rates = np.array([0.0, *(pace.rate for pace in gang.paces)])
         for top in range(1, len(rates)):
             upper = rates[np.minimum(fit, top)]
-            need = gang.work + self._pauses(gang, np.minimum(fit, top), rules) * rates[top]
+            pause = rules.overhead.seconds(sum(gang.workers(top - 1).values())) * rates[top]
+            need = gang.work + _changes(gang, np.minimum(fit, top)) * pause
             if float(spans @ upper) >= need:
                 break
         else:
             return self._stay(gang, stay_s) if stay_s else None
         lower = rates[np.minimum(fit, top - 1)]
         early = gang.held + 1 >= top
-        surplus = float(spans @ upper) - need
+        # To slow down once is a pause more; where there is no time for it, it never does.
+        surplus = max(0.0, float(spans @ upper) - need - pause * early)
         gain = np.cumsum(spans * (upper - lower))
         goal = float(gain[-1]) - surplus if early else surplus
         at = min(int(gain.searchsorted(goal)), end - 1)
@@ -185,6 +188,24 @@ class Ledger:
             if per_second * (stay_s - self.now) <= _AS_CHEAP * needed:
                 return self._stay(gang, stay_s)
         return self._hold(gang, chosen, self.now + window)
+
+    def again(self, gang: Gang, before: Held, rules: Rules) -> Held | None:
+        """Hold from now on what was held before, if that is free and still does the work; else None."""
+        if before.late or before.end_s <= self.now:
+            return None
+        inside = [at for at in before.times if at > self.now]
+        end = [self.point(at) for at in inside][-1]
+        steps = np.searchsorted(np.array(before.times[:-1]), self.times[:end], side="right") - 1
+        chosen = np.array(before.paces, dtype=np.int64)[np.maximum(steps, 0)] + 1
+        if chosen.max(initial=0) > len(gang.paces) or (self.fitting(gang)[:end] < chosen).any():
+            return None
+        rates = np.array([0.0, *(pace.rate for pace in gang.paces)])
+        changed = np.flatnonzero(np.diff(chosen, prepend=gang.held + 1))
+        pauses = [rules.overhead.seconds(sum(gang.workers(int(chosen[at]) - 1).values())) for at in changed]
+        lost = sum(pause * float(rates[chosen[at]]) for at, pause in zip(changed, pauses, strict=True))
+        if float(np.diff(self.times[: end + 1]) @ rates[chosen]) - lost < gang.work * (1 - 1e-9):
+            return None
+        return self._hold(gang, chosen, before.end_s)
 
     def all_there_is(self, gang: Gang, rules: Rules) -> Held:
         """Hold as much as fits until the work is done, however late that is."""
@@ -222,7 +243,8 @@ class Ledger:
         fit = self.fitting(gang)
         speeds = rates[fit]
         spans = np.diff(self.times, append=math.inf)
-        need = gang.work + self._pauses(gang, fit, rules) * rates[-1]
+        pause = rules.overhead.seconds(sum(gang.workers(len(gang.paces) - 1).values())) * rates[-1]
+        need = gang.work + _changes(gang, fit) * pause
         with np.errstate(invalid="ignore"):
             done = np.cumsum(np.where(speeds > 0, spans * speeds, 0.0))
         last = int(done.searchsorted(need))
@@ -252,13 +274,6 @@ class Ledger:
     def _stay(self, gang: Gang, end_s: float) -> Held:
         return self._hold(gang, np.full(self.point(end_s), gang.held + 1), end_s, late=end_s > gang.deadline_s)
 
-    def _pauses(self, gang: Gang, chosen: NDArray[np.int64], rules: Rules) -> float:
-        """Seconds without progress: a gang changes to the first pace, between two, and where less fits."""
-        changes = int(np.count_nonzero(np.diff(chosen)))
-        changes += bool(len(chosen)) and int(chosen[0]) != gang.held + 1
-        most = gang.workers(int(chosen.max(initial=1)) - 1)
-        return (changes + (len(gang.paces) > 1)) * rules.overhead.seconds(max(1, sum(most.values())))
-
     def _needs(self, gang: Gang) -> NDArray[np.int64]:
         """Workers by pace, a row of zeros first, and region; shape (paces + 1, regions)."""
         need = np.zeros((len(gang.paces) + 1, len(self.rows)), dtype=np.int64)
@@ -277,3 +292,14 @@ class Ledger:
         kept = np.flatnonzero(np.diff(chosen, prepend=-2))
         times = (*(float(self.times[index]) for index in kept), end_s)
         return Held(times, tuple(int(chosen[index]) - 1 for index in kept), late)
+
+
+def _changes(gang: Gang, chosen: NDArray[np.int64]) -> int:
+    """How often a gang pauses that goes from what it has to the fastest pace chosen, by way of the one below it.
+
+    What it has of them already is not counted again: a promise that could be kept can still be after its first change.
+    """
+    top = int(chosen.max(initial=1))
+    below = top - gang.held - 1
+    to_come = min(2, below) if below >= 0 else 1
+    return int(np.count_nonzero(np.diff(chosen))) + to_come

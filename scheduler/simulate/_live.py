@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from scheduler.deadline import Capacity, Gang, Pace, Rules, allot, offer
+from scheduler.deadline import Capacity, Gang, Held, Pace, Rules, allot, offer
 from scheduler.simulate._engine import Decision, Running
 
 __all__ = ["Live"]
@@ -22,6 +22,7 @@ class Live:
 
     def __init__(self, rules: Rules, name: str = "geofed-live") -> None:
         self.rules, self.name = rules, name
+        self._held: Mapping[str, Held] = {}
 
     def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
         capacities = {_REGION: Capacity(devices)}
@@ -31,13 +32,15 @@ class Live:
         declined = []
         for job in sorted((job for job in arrived if job.name in new), key=lambda job: job.spec.deadlines[0][0]):
             gang = _gang(job, now, devices)
-            told = offer(now, capacities, list(gangs.values()), gang, self.rules)
+            told = offer(now, capacities, list(gangs.values()), gang, self.rules, self._held)
             if told.deadline_s is None:
                 declined.append(job.name)
                 continue
+            self._held = told.held
             promised[job.name] = told.deadline_s
             gangs[job.name] = replace(gang, deadline_s=told.deadline_s)
-        answer = allot(now, capacities, list(gangs.values()), self.rules)
+        answer = allot(now, capacities, list(gangs.values()), self.rules, self._held)
+        self._held = answer.held
         shares = {name: gangs[name].workers(pace).get(_REGION, 0) for name, pace in answer.paces.items()}
         rises = [
             at

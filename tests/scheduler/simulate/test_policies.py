@@ -52,9 +52,10 @@ def test_every_job_ends_or_is_declined_and_no_device_is_used_twice(name: str) ->
     assert done == run(name), "the same again"
 
 
+@pytest.mark.parametrize("name", ["geofed", "geofed-live"])
 @pytest.mark.parametrize("seed", range(6))
-def test_ours_keeps_every_promise_where_a_change_pauses_whom_it_changes(seed: int) -> None:
-    policy, pauses = policy_named("geofed", 16, everyone=False)
+def test_ours_keeps_every_promise_where_a_change_pauses_whom_it_changes(seed: int, name: str) -> None:
+    policy, pauses = policy_named(name, 16, everyone=False)
     done = simulate(generated(seed=seed), policy, 2, 8, pauses)
     assert done.promised > 40
     assert done.broken == 0
