@@ -1,0 +1,211 @@
+"""The agent's part of a profile: the real function, called in this process through a gateway that deploys nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+from support.jobs import LINEAR_TASK, pack, write_samples
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import agent_pb2
+from region_agent.config import RegionConfig
+from region_agent.partition import Surroundings
+from region_agent.profiling import Profiler
+from region_agent.region_channel import RegionChannel
+from region_agent.worker import handler
+from region_agent.worker.handler import handle
+from scheduler.tuning import Profile
+from sync.framing import digest_of
+
+
+class Gateway:
+    """Knows which functions are there; a call runs the function here."""
+
+    def __init__(self) -> None:
+        self.there: set[str] = set()
+        self.deployed: list[tuple[str, str]] = []
+        self.calls = 0
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def deploy(self, spec: Any) -> None:
+        self.there.add(spec.service)
+        self.deployed.append((spec.service, spec.limits["memory"]))
+
+    async def scale(self, name: str, replicas: int) -> None: ...
+
+    async def wait_ready(self, name: str, replicas: int, timeout: timedelta) -> None: ...
+
+    async def delete(self, name: str) -> None:
+        self.there.remove(name)
+
+    async def list(self) -> Any:
+        return [SimpleNamespace(spec=SimpleNamespace(service=name)) for name in sorted(self.there)]
+
+    async def invoke(self, name: str, body: bytes, *, timeout: timedelta) -> Any:
+        if name not in self.there:
+            raise GeofedError("FUNCTION_NOT_FOUND", name)
+        self.calls += 1
+        await self.open.wait()
+        answer = await asyncio.to_thread(handle, SimpleNamespace(body=body), None)
+        return SimpleNamespace(status=200, body=str(answer["body"]).encode())
+
+
+class Scene:
+    """A region that may be asked for profiles."""
+
+    def __init__(self, folder: Path, **more: Any) -> None:
+        data = write_samples(folder / "data.npz", 40)
+        self.folder, self.gateway = folder, Gateway()
+        self.config = RegionConfig.model_validate(
+            {
+                "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
+                "capacity": {"workers": 2, "memoryMb": 1024},
+                "datasets": {"d": {"splits": {"train": {"uri": str(data), "samples": 40}}}},
+                "prices": {
+                    "source": "test", "asOf": "2026-01", "functionUsdPerGbSecond": 1e-5,
+                    "functionUsdPerRequest": 1e-7, "serverUsdPerHour": 0.0, "egressUsdPerGb": 0.0,
+                },
+                **more,
+            }
+        )  # fmt: skip
+        self.channel = RegionChannel(self.config.channel, folder / "channel", "east")
+        self.bundle = pack({"task.py": LINEAR_TASK})
+        self.told: list[agent_pb2.ProfileReport] = []
+        nobody: Any = None
+        self.around = Surroundings(
+            config=self.config, identity=nobody, store=nobody, gateway=self.gateway,  # type: ignore[arg-type]
+            state_dir=folder, channel=self.channel, image="image", fetch_bundle=self._fetch, publish_model=nobody,
+            report=nobody, happened=nobody, log=nobody,
+        )  # fmt: skip
+        self.profiler = Profiler(self.around, self.told.append)
+
+    async def _fetch(self, digest: str) -> bytes:
+        assert digest == digest_of([self.bundle])
+        return self.bundle
+
+    def ask(self, job: str = "profile-1", **changed: Any) -> None:
+        task = agent_pb2.TaskRef(bundle_digest=digest_of([self.bundle]), module="task.py", dataset="d")
+        fields: dict[str, Any] = {
+            "id": job, "region": "east", "task": task, "batch": 8, "seed": 3, "memories_mb": [512, 1024],
+            "limit_seconds": 20.0, **changed,
+        }  # fmt: skip
+        self.profiler.ask(agent_pb2.ProfileTask(**fields))
+
+    async def answer(self, count: int = 1) -> agent_pb2.ProfileReport:
+        """The `count`-th last word."""
+        await until(lambda: len(self._last()) >= count)
+        return self._last()[count - 1]
+
+    def _last(self) -> list[agent_pb2.ProfileReport]:
+        return [one for one in self.told if one.profile_json or one.HasField("error")]
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110 - what is waited for tells nobody
+            await asyncio.sleep(0.01)
+
+
+def on_a_loop(test: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def scenario() -> None:
+            scene = Scene(tmp_path)
+            try:
+                await test(scene)
+            finally:
+                await scene.profiler.close()
+
+        monkeypatch.setattr(handler, "_scratch", lambda: tmp_path / "scratch")
+        asyncio.run(scenario())
+
+    run.__doc__ = test.__doc__
+    return run
+
+
+@on_a_loop
+async def test_what_is_told_is_a_profile_and_nothing_is_left_behind(scene: Scene) -> None:
+    scene.ask()
+    told = TypeAdapter(Profile).validate_json((await scene.answer()).profile_json)
+    assert (told.region, told.samples, told.model_bytes) == ("east", 40, 40)
+    assert {(point.batch, point.memory_mb) for point in told.steps} == {
+        (b, m) for b in (2, 4, 8, 16) for m in (512, 1024)
+    }
+    assert told.channel.name == "file"
+    assert told.usd >= told.gb_seconds * 1e-5
+    assert [memory for _, memory in scene.gateway.deployed] == ["512Mi", "1024Mi"]
+    # One call that measures and one that only makes ready, for each memory.
+    assert scene.gateway.calls == 4
+    assert not scene.gateway.there
+    assert not (scene.folder / "profiling").exists()
+    assert not list((scene.folder / "channel").glob("profile-*"))
+    assert "measures the channel (file)" in [report.condition for report in scene.told]
+
+
+@on_a_loop
+async def test_the_same_command_is_measured_once(scene: Scene) -> None:
+    scene.gateway.open.clear()
+    scene.ask()
+    scene.ask()
+    await asyncio.sleep(0.05)
+    scene.gateway.open.set()
+    first = await scene.answer()
+    calls = scene.gateway.calls
+    scene.ask()
+    assert await scene.answer(2) == first
+    assert scene.gateway.calls == calls
+
+
+@on_a_loop
+async def test_another_command_waits_for_its_turn(scene: Scene) -> None:
+    scene.gateway.open.clear()
+    scene.ask("profile-1")
+    await asyncio.sleep(0.05)
+    scene.ask("profile-2")
+    await asyncio.sleep(0.05)
+    assert [one.condition for one in scene.told if one.id == "profile-2"] == ["waits for another profile to end"]
+    scene.gateway.open.set()
+    assert {(await scene.answer(1)).id, (await scene.answer(2)).id} == {"profile-1", "profile-2"}
+
+
+@on_a_loop
+async def test_a_region_may_refuse_and_a_task_may_fail(scene: Scene) -> None:
+    scene.ask("p1", region="west")
+    assert (await scene.answer(1)).error.code == "RESIDENCY_VIOLATION"
+    scene.ask("p2", memories_mb=[4096])
+    assert (await scene.answer(2)).error.code == "FORBIDDEN"
+    scene.bundle = pack({"task.py": LINEAR_TASK.replace("nn.Linear(4, 2)", "nn.Linear(7, 2)")})
+    scene.ask("p3")
+    assert (await scene.answer(3)).error.code == "TASK_FAILED"
+    assert not scene.gateway.there
+
+
+@on_a_loop
+async def test_what_a_crash_has_left_goes_at_the_next_start(scene: Scene) -> None:
+    channel = scene.channel.open("profile-9")
+    channel.put("bundle/x", [b"task"])
+    channel.close()
+    (scene.folder / "profiling").write_text("profile-9")
+    scene.gateway.there |= {"geofed-profile-east-512", "geofed-job-1", "geofed-profile-west-512"}
+    again = Profiler(scene.around, scene.told.append)
+    await until(lambda: not (scene.folder / "profiling").exists())
+    await again.close()
+    assert scene.gateway.there == {"geofed-job-1", "geofed-profile-west-512"}
+    assert scene.channel.open("profile-9").get("bundle/x") is None
+
+
+@on_a_loop
+async def test_an_agent_that_ends_breaks_off_and_clears_away(scene: Scene) -> None:
+    scene.gateway.open.clear()
+    scene.ask()
+    await until(lambda: scene.gateway.calls)
+    await scene.profiler.close()
+    assert not scene.gateway.there
+    assert not [one for one in scene.told if one.profile_json]
