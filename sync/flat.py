@@ -28,7 +28,8 @@ class FlatModel:
     Tied parameters stand once in the layout. Not safe for use by several threads at once.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, *, part: bool = False) -> None:
+        """``part``: of a larger model, so it need not have anything that is trained."""
         self.module = module
         trained: dict[str, torch.Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
         frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
@@ -39,7 +40,7 @@ class FlatModel:
             Slot(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in (trained | rest).items()
         ]
         self.layout = Layout(tuple(slots), len(trained), tuple(_aliases(module, trained | rest)))
-        if not trained:
+        if not trained and not part:
             raise GeofedError("TASK_INVALID", "the model has no trainable parameters")
         if odd := next((name for name, t in (trained | rest).items() if t.is_complex()), None):
             raise GeofedError("TASK_INVALID", f"{odd} of the model is complex; keep its two parts as real tensors")

@@ -255,7 +255,7 @@ class WorkerLoop:
     def _boundary_of(self, sequence: int, vector: Vector) -> worker_pb2.BoundaryRequest:
         place = f"b/{self._call.attempt}/{sequence}"
         # A worker alone has nobody to differ from.
-        digest = "alone" if self._holding.alone else framing.digest_of([vector.data.cast("B")])
+        digest = "alone" if self._holding.alone else framing.digest_of([vector.view(np.uint8).data])
         return worker_pb2.BoundaryRequest(
             round=sequence,
             step=self._step,

@@ -21,7 +21,7 @@ from region_agent.worker.data import BatchStream, evaluation_batches, move
 from region_agent.worker.profile_call import LayerNumbers, NormNumbers, ProfileCall, Profiled, StepNumbers
 from region_agent.worker.task import Task, task_errors
 from sync.flat import FlatModel
-from sync.pipeline import Layers, measure_layers
+from sync.pipeline import measure_layers, model_input
 from sync.seeding import seed_all
 
 __all__ = ["profile"]
@@ -71,7 +71,7 @@ def profile(call: ProfileCall, task: Task, data: dict[str, Any], begun: float) -
     """Measure; ``begun``: when the invocation did (monotonic seconds)."""
     seed_all(call.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    module = task.model().to(device)
+    module = task.model(call.seed).to(device)
     with task_errors(task.folder, "model"):
         flat = FlatModel(module)
     optimizer = task.optimizer(module.parameters())
@@ -176,8 +176,8 @@ def _layers(bench: _Bench) -> tuple[tuple[LayerNumbers, ...], str]:
     sizes = sorted({min(len(bench.data), max(1, size)) for size in (bench.call.batch // 4, bench.call.batch)})
     batch = bench.batch(sizes[-1], 1)
     try:
-        given = batch[0] if isinstance(batch, list | tuple) else batch
-        measured = measure_layers(Layers.of(bench.task.model, bench.call.seed), given, sizes)
+        given = model_input(bench.task.loss, batch)
+        measured = measure_layers(bench.task.layers(bench.call.seed), given, sizes)
     except GeofedError as error:
         return (), error.message
     except Exception as error:  # noqa: BLE001 - the task's model was not written to be run so; the rest stays valid

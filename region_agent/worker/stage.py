@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data import EVALUATION_BATCH, BatchStream, evaluation_batches, move, share_of
 from region_agent.worker.holding import checked_loss, device
@@ -67,12 +69,10 @@ class ModelStage:
             layers = task.layers(call.seed)
             self._cut(layers)
             module = layers.stage(*self._shape.stages[stage]).to(self._device)
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            first, last = self._shape.stages[stage]
-            text = f"stage {stage} (layers {first} to {last}) has no trainable parameters"
-            raise GeofedError("TASK_INVALID", text, hint="cut the model elsewhere")
-        self.flat = FlatModel(module)
-        self._optimizer = task.optimizer(module.parameters())
+        self.flat = FlatModel(module, part=True)
+        # Optimisers refuse to have nothing to do: a stage of layers without parameters gets one that has no gradient.
+        parameters = list(module.parameters()) or [torch.nn.Parameter(torch.zeros(1))]
+        self._optimizer = task.optimizer(iter(parameters))
         self._fenced = Fenced(channel, call.attempt)
         settings, member = group_settings(call, self.flat), Member(replica, call.degree, call.attempt)
         told = channel if settings.asked is not None else self._fenced

@@ -63,7 +63,8 @@ class Mortal(nn.Linear):
 def layers(config):
     widths, place = [4, 16, 12, 8, 2], config.get("place", "/nowhere")
     return [
-        (lambda at=at: nn.Sequential(nn.Tanh(), Mortal(widths[at], widths[at + 1], place, at))) for at in range(4)
+        *[(lambda at=at: nn.Sequential(nn.Tanh(), Mortal(widths[at], widths[at + 1], place, at))) for at in range(4)],
+        nn.Identity,
     ]
 
 
@@ -87,14 +88,15 @@ def optimizer(parameters, config):
 """
 
 PIPELINES: dict[str, dict[str, Any]] = {
-    "three stages": {"stages": ((0, 0), (1, 2), (3, 3)), "micro_batch": 3, "order": "1f1b"},
+    "three stages": {"stages": ((0, 0), (1, 2), (3, 4)), "micro_batch": 3, "order": "1f1b"},
     "three stages in many slices": {
-        "stages": ((0, 0), (1, 2), (3, 3)), "micro_batch": 3, "order": "1f1b", "slice_seconds": 0.001,
+        "stages": ((0, 0), (1, 2), (3, 4)), "micro_batch": 3, "order": "1f1b", "slice_seconds": 0.001,
     },
     "two stages of two": {
-        "stages": ((0, 1), (2, 3)), "degree": 2, "micro_batch": 2, "order": "gpipe", "rematerialise": (True, False),
+        "stages": ((0, 1), (2, 4)), "degree": 2, "micro_batch": 2, "order": "gpipe", "rematerialise": (True, False),
     },
-    "two stages in the background": {"stages": ((0, 1), (2, 3)), "micro_batch": 4},
+    "a stage without parameters": {"stages": ((0, 3), (4, 4)), "degree": 2, "micro_batch": 3},
+    "two stages in the background": {"stages": ((0, 1), (2, 4)), "micro_batch": 4},
 }  # fmt: skip
 PROCESSES = 4
 
