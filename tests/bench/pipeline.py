@@ -1,0 +1,231 @@
+"""Pipelines of functions: the planner's speed, exactness and gain; and live, what the runtime makes of its plans.
+
+    nice .venv/bin/python tests/bench/pipeline.py [--quick] [--json PATH] [--part planner|live|all]
+
+The planner's part computes alone. Exactness: an independent mixed-integer program (HiGHS) must find the same price at
+both ends and in the middle of the front of random problems. Speed: models of made-up layers, 8 memory sizes, degrees 1
+to 8, every divisor as micro-batch, both orders; exact for as many layers as a second is enough for, and with few labels
+for 60. What few labels miss is measured where the exact front is known. Gain: the planner against equal cuts and equal
+memory in GPipe order, FuncPipe's set-up, by its own model of time; with one mechanism switched off at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from report import Bar, Report, options
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scheduler.partition import (
+    Channel,
+    FunctionSize,
+    Layer,
+    Line,
+    NothingFitsError,
+    Pipeline,
+    Place,
+    Problem,
+    Profile,
+    cheapest,
+    fastest,
+    front,
+    uniform,
+)
+from scheduler.partition._front import ways_of
+from tests.scheduler.partition.problems import problem as small_problem
+from tests.scheduler.partition.program import least_usd
+
+MB = 1 << 20
+MEMORIES_MB = (512, 1024, 1536, 2048, 3072, 4096, 6144, 10240)
+FEW_LABELS = 6
+GAIN_LAYERS = 8
+ENOUGH_SECONDS = 20.0
+"""Exact fronts of ever more layers are looked for until one takes longer."""
+REL = 1e-5
+
+
+def main() -> int:
+    given = options(__doc__, more=_more)
+    report = Report("pipeline", given.quick)
+    if given.part in ("planner", "all"):
+        _exactness(report, 12 if given.quick else 200)
+        _speed(report)
+        _gain(report, 2 if given.quick else 5)
+    if given.part in ("live", "all"):
+        import pipeline_live  # loads torch
+
+        pipeline_live.measure(report, quick=given.quick)
+    report.close(given.json)
+    return 0
+
+
+def _more(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--part", choices=("planner", "live", "all"), default="all", help="default: all")
+
+
+def chain(layers: int, seed: int, *, most_workers: int = 64) -> Problem:
+    """A model as deep as asked for, whose layers are all of the same kind, give or take; AWS Lambda's sizes."""
+    draw = random.Random(seed)
+    share = 12 / layers
+    made = []
+    for number in range(layers):
+        forward = draw.uniform(0.02, 0.06) * share
+        backward = forward * draw.uniform(1.6, 2.4)
+        made.append(
+            Layer(
+                f"layer{number}",
+                int(draw.uniform(10, 60) * MB * share),
+                int(draw.uniform(4, 16) * MB * share),
+                int(draw.uniform(0.1, 1.5) * MB),
+                Line(forward / 10, forward),
+                Line(backward / 10, backward),
+            )
+        )
+    sizes = tuple(FunctionSize(size, min(1.0, size / 1769), 1.66667e-5) for size in MEMORIES_MB)
+    store = Channel(0.03, 0.02, 5e7, 7e7, 8, 5e-6, 4e-7)
+    return Problem(
+        Profile(tuple(made), 600_000, 1.0),
+        64,
+        (Place("a", sizes, store),),
+        degrees=tuple(range(1, 9)),
+        most_workers=most_workers,
+    )
+
+
+def tapered(layers: int, seed: int) -> Problem:
+    """The same, but what layers keep and send shrinks towards the end, and their parameters grow, as in a CNN."""
+    alike = chain(layers, seed)
+    factors = [4.0 ** (1 - 2 * number / (layers - 1)) for number in range(layers)]
+    made = tuple(
+        replace(
+            layer,
+            parameter_bytes=int(layer.parameter_bytes / factor),
+            activation_bytes=int(layer.activation_bytes * factor),
+            output_bytes=int(layer.output_bytes * factor),
+        )
+        for layer, factor in zip(alike.profile.layers, factors, strict=True)
+    )
+    return replace(alike, profile=replace(alike.profile, layers=made))
+
+
+def _exactness(report: Report, instances: int) -> None:
+    compared = wrong = 0
+    begun = time.perf_counter()
+    for seed in range(instances):
+        asked = small_problem(seed)
+        ways = ways_of(asked)
+        try:
+            plans = front(asked)
+        except NothingFitsError:
+            plans = ()
+        limits = [plan.seconds * (1 - 1e-6) for plan in plans] + [1e6]
+        apart = []
+        for number in sorted({0, len(plans) // 2, len(plans)}):
+            found = [usd for way in ways if (usd := least_usd(asked, way, limits[number])) is not None]
+            own = plans[number - 1].usd if number else None
+            apart.append(
+                own is not None if not found else own is None or not math.isclose(min(found), own, rel_tol=REL)
+            )
+        compared, wrong = compared + len(apart), wrong + any(apart)
+        report.runs.append({"part": "exactness", "seed": seed, "plans": len(plans), "compared": len(apart)})
+        report.runs[-1]["differ"] = sum(apart)
+    print(f"{instances} problems, {compared} points against the program: {wrong} problems differ", end="")
+    print(f" ({time.perf_counter() - begun:.0f} s)")
+    report.bars += [
+        Bar.at_least("random problems compared with the mixed-integer program", instances, "problems", 200),
+        Bar.at_most("of these, where the front differs", wrong, "problems", 0),
+    ]
+
+
+def _timed(problem: Problem, most_labels: int | None) -> tuple[tuple[Pipeline, ...], float]:
+    begun = time.process_time()
+    return front(problem, most_labels), time.process_time() - begun
+
+
+def _speed(report: Report) -> None:
+    print(f"\n{'layers':>6} {'labels':>7} {'points':>7} {'CPU s':>7}  what few labels cost: median, worst")
+    enough = 0
+    for layers in (4, 6, 8, 10, 12, 16, 24, 60):
+        problem = chain(layers, 0)
+        exact, seconds = _timed(problem, None)
+        few, few_seconds = _timed(problem, FEW_LABELS)
+        missed = _missed(exact, few)
+        _row(report, layers, None, exact, seconds)
+        _row(report, layers, FEW_LABELS, few, few_seconds, missed)
+        enough = layers if seconds <= 1.0 else enough
+        if seconds > ENOUGH_SECONDS / 4:
+            break
+    long = chain(60, 0)
+    runs = [_timed(long, FEW_LABELS) for _ in range(3)]
+    seconds = statistics.median(took for _, took in runs)
+    _row(report, 60, FEW_LABELS, runs[0][0], seconds)
+    report.bars += [
+        Bar.at_least("layers whose exact front takes at most 1 s", enough, "layers", 60),
+        Bar.at_most(f"60 layers with {FEW_LABELS} labels, not exact", seconds, "s", 1.0),
+    ]
+
+
+def _row(
+    report: Report,
+    layers: int,
+    labels: int | None,
+    plans: Sequence[Pipeline],
+    seconds: float,
+    missed: Sequence[float] = (),
+) -> None:
+    said = f"{100 * statistics.median(missed):.1f} %, {100 * max(missed):.1f} %" if missed else ""
+    print(f"{layers:>6} {labels or 'all':>7} {len(plans):>7} {seconds:>7.2f}  {said}")
+    report.runs.append({"part": "speed", "layers": layers, "labels": labels, "points": len(plans), "cpu_s": seconds})
+    report.runs[-1]["missed"] = list(missed)
+
+
+def _missed(exact: Sequence[Pipeline], few: Sequence[Pipeline]) -> list[float]:
+    """For each point of the front: by what share something else is dearer that is found as fast, give or take."""
+    return [
+        min(max(plan.seconds / one.seconds, plan.usd / one.usd) for plan in few) - 1.0 for one in exact
+    ]  # fmt: skip
+
+
+def _gain(report: Report, models: int) -> None:
+    """Against FuncPipe's set-up, at its own seconds and at its own USD; medians over its front. Exact fronts."""
+    print("\nby the planner's model, against equal cuts and memory in GPipe order:")
+    print(f"{'':<40}{'cheaper at its time':>22}{'faster at its price':>22}")
+    kinds: dict[str, dict[str, Any]] = {
+        "all": {},
+        "without 1F1B": {"orders": ("gpipe",)},
+        "without re-materialisation": {"rematerialise": False},
+        "neither": {"orders": ("gpipe",), "rematerialise": False},
+    }
+    for name, made in {"layers alike": chain, "as in a CNN": tapered}.items():
+        problems = [made(GAIN_LAYERS, seed) for seed in range(models)]
+        bases = [uniform(problem) for problem in problems]
+        for kind, less in kinds.items():
+            cheaper, faster = [], []
+            for problem, base in zip(problems, bases, strict=True):
+                plans = front(replace(problem, **less))
+                for one in base:
+                    as_fast, as_cheap = cheapest(plans, one.seconds), fastest(plans, one.usd)
+                    cheaper.append(1 - as_fast.usd / one.usd if as_fast else 0.0)
+                    faster.append(one.seconds / as_cheap.seconds if as_cheap else 1.0)
+            saved, sped = 100 * statistics.median(cheaper), statistics.median(faster)
+            report.runs.append({"part": "gain", "model": name, "kind": kind, "cheaper": cheaper, "faster": faster})
+            print(f"{name + ', ' + kind:<40}{saved:>20.1f} %{sped:>20.2f} x")
+            if kind == "all":
+                report.bars += [
+                    Bar.at_least(f"{name}: cheaper than FuncPipe's set-up, predicted, median", saved, "%", 20),
+                    Bar.at_least(f"{name}: faster than FuncPipe's set-up, predicted, median", sped, "x", 1.3),
+                ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
