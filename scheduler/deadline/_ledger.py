@@ -18,6 +18,8 @@ _AS_CHEAP = 1.1
 
 _SOON_S = 5.0
 """What a gang needs to have within so much time it gets at once: nobody looks more often."""
+_WORTH_SLOWING = 4.0
+"""A gang goes slower at its end only for so many times the pause that this takes."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +175,11 @@ class Ledger:
         before = float(gain[at - 1]) if at else 0.0
         inside = (goal - before) / max(float(upper[at] - lower[at]), 1e-12)
         cut_s = float(min(self.times[at] + max(inside, 0.0), self.times[at + 1]))
+        last_s = self.now + window
         if not early and cut_s - self.now < _SOON_S:
             cut_s = self.now
+        elif early and last_s - cut_s < _SOON_S + _WORTH_SLOWING * pause / float(rates[top]):
+            cut_s = last_s
         steps = len(self.times)
         cut = self.point(cut_s)
         end += len(self.times) - steps
