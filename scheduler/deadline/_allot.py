@@ -159,11 +159,7 @@ def _promises(
 ) -> tuple[Ledger, dict[str, Held]]:
     """What everybody with a deadline holds, and what then is free; ``new`` needs the margin of a new promise."""
     empty = Ledger(now, capacities)
-    kept = {
-        gang.name: empty.keep(gang)
-        for gang in gangs
-        if gang.held >= 0 and (gang.fixed or _nearly_done(gang, now, rules))
-    }
+    kept = {gang.name: empty.keep(gang) for gang in gangs if gang.fixed and gang.held >= 0}
     asking = [gang for gang in gangs if not gang.best_effort and gang.name not in kept]
     asking.sort(key=lambda gang: (gang.deadline_s, -gang.value, gang.since_s, gang.name))
     first: list[Gang] = []
@@ -195,12 +191,6 @@ def _promises(
         first = [*missing, *(gang for gang in first if gang not in missing)] if lean else []
     assert best is not None
     return best[1], best[2]
-
-
-def _nearly_done(gang: Gang, now: float, rules: Rules) -> bool:
-    """Whether a promise is broken by so little that to take the workers away would make it much worse."""
-    left_s = gang.work / gang.paces[gang.held].rate
-    return not gang.best_effort and left_s <= rules.grace_s and now + left_s > gang.deadline_s
 
 
 def _again(
