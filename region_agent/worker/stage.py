@@ -198,9 +198,12 @@ class ModelStage:
     def withdraw(self, key: str) -> None:
         place = f"init/{self._call.attempt}/model"
         if self.leads:
-            self._channel.delete_many([parted.part_key(place, self.group), f"{place}-{self.group}"])
+            self._channel.delete(parted.part_key(place, self.group))
         if self._call.worker == 0:
-            self._channel.delete(place)
+            # The first worker waits for these, also where the server, which has the federation's model already, has
+            # answered the others meanwhile.
+            marks = [f"{place}-{stage}" for stage in range(len(self._shape.stages))]
+            self._channel.delete_many([place, *marks])
 
     def put(self, key: str, vector: Vector) -> None:
         if self.leads:

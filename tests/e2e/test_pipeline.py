@@ -15,8 +15,10 @@ import pytest
 import torch
 from support.jobs import pack
 from support.pki import Authority, write
+from support.running import Running, check_succeeded, digits_sites
 from torch import nn
 
+from deploy.local import LocalFederation
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess
@@ -266,3 +268,20 @@ def test_a_stage_that_is_killed_costs_no_step(tmp_path: Path) -> None:
     kinds = [action.kind for action in region.happened]
     assert "worker-failed" in kinds
     _check(region)
+
+
+def test_a_job_asks_for_a_pipeline_and_gets_it(tmp_path: Path) -> None:
+    """From the job file to the result: profiled, planned, priced, run in stages in both regions."""
+    sites = digits_sites(tmp_path, ("frankfurt", "virginia"), workers=4)
+    with LocalFederation(tmp_path / "federation", sites) as federation:
+        running = Running(federation, tmp_path)
+        job = str(running.job_folder() / "job.yaml")
+        federation.control_plane("profile", job, timeout=150)
+        submitted = running.submit("parallelism.pipeline.stages=2", "train.end.epochs=15")
+        plan = running.describe(submitted)["plan"]
+        assert [len(part["pipeline"]["stages"]) for part in plan["partitions"]] == [2, 2]
+        ended = running.wait_end(submitted)
+        check_succeeded(ended)
+        used = [event for event in running.events(submitted) if event["kind"] == "collective.used"]
+        assert {event["region"] for event in used} == {"frankfurt", "virginia"}
+        assert all("a pipeline of 2 stages" in event["data"]["collective"] for event in used)

@@ -356,3 +356,22 @@ def test_a_worker_never_holds_more_parameters_than_its_stage(tmp_path: Path, wor
 def _held() -> int:
     gc.collect()
     return sum(one.nbytes for one in gc.get_objects() if type(one) is nn.Parameter and one.device.type != "meta")
+
+
+def test_a_stage_that_was_answered_early_lets_nobody_wait(tmp_path: Path) -> None:
+    """In a region that begins with another's model the server answers before all stages have offered theirs."""
+    server = Server(tmp_path / "server", Authority(), "west", ("east", "west"), workers=2)
+    data, pipeline = write_samples(tmp_path / "data.npz", 20), PIPELINES["two stages in the background"]
+    channel = FileChannel(server.channel_folder)
+    calls = [invocation(server, TASK, data, worker, region_batch=8, **pipeline) for worker in range(2)]
+    holdings = [handler._holding(call, handler._task(channel, call), channel) for call in calls]
+    try:
+        assert holdings[1].offer("init/1/1") == ""
+        holdings[1].withdraw("")
+        key = holdings[0].offer("init/1/0")
+        assert channel.has(key)
+        holdings[0].withdraw(key)
+        assert not [path for path in (server.channel_folder / "init").rglob("*") if path.is_file()]
+    finally:
+        for holding in holdings:
+            holding.close()
