@@ -78,6 +78,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, told: Told) -
         config=json.loads(task.config_json or "{}"),
         splits=dict(told.splits),
         region_batch=plan.batch * replicas,
+        batch=plan.batch,
         steps_per_round=plan.steps_per_round,
         rounds=plan.rounds,
         seed=plan.seed,

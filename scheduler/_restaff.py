@@ -24,8 +24,6 @@ WORTH = 0.1
 """Of what is left of the job, that a change must save beyond its own cost."""
 MARGIN = 1.1
 """What is left may take so many times what is expected."""
-MOST_BATCH = 2
-"""A worker's batch may grow to so many times the planned one: its memory was chosen for that."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,6 @@ class Staffed:
     region: str
     workers: int
     """Now."""
-    planned: int
     free: int
     """Workers that it may have, its own included."""
     batch: int
@@ -106,12 +103,8 @@ def _in_line(one: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def _bounds(region: Staffed) -> Staffing:
-    most = max(1, min(region.free, region.batch))
-    return Staffing(
-        region.steps_per_round * region.batch / region.samples_per_second,
-        most,
-        min(math.ceil(region.planned / MOST_BATCH), most),
-    )
+    load_seconds = region.steps_per_round * region.batch / region.samples_per_second
+    return Staffing(load_seconds, max(1, min(region.free, region.batch)))
 
 
 def restaff(

@@ -15,7 +15,15 @@ from datetime import UTC, datetime
 from control_plane.core import Begun, Planned, ScaleAsked, Waits
 from control_plane.pki import utc_now
 from control_plane.service._draft import Draft, JobEntry
-from control_plane.service._gangs import capacities_of, gang_of, gang_of_plan, is_elastic, planned_workers, staffed_of
+from control_plane.service._gangs import (
+    capacities_of,
+    gang_of,
+    gang_of_plan,
+    is_elastic,
+    may_scale,
+    planned_workers,
+    staffed_of,
+)
 from control_plane.service._planning import snapshot_of, workers_now
 from control_plane.service._speeds import Watched
 from control_plane.spec import JobSpec, to_demand
@@ -86,7 +94,7 @@ class Allocation:
             demand.job,
             chosen,
             draft.regions,
-            elastic=spec.train.workers == "auto",
+            elastic=may_scale(spec, chosen),
             deadline_s=ends,
             since_s=draft.at,
         )
@@ -254,7 +262,7 @@ def _fixed_workers(draft: Draft) -> dict[str, int]:
     """Workers of jobs that keep theirs to the end, by region."""
     busy: dict[str, int] = {}
     for entry in _now(draft):
-        if entry.spec.train.workers != "auto":
+        if not may_scale(entry.spec, entry.plan):
             for region, workers in workers_now(entry).items():
                 busy[region] = busy.get(region, 0) + workers
     return busy

@@ -9,11 +9,11 @@ from control_plane.pki import utc_now
 from control_plane.service._draft import JobEntry, RegionEntry
 from control_plane.service._planning import workers_now
 from control_plane.service._speeds import Watched
-from control_plane.spec import to_demand
+from control_plane.spec import JobSpec, to_demand
 from scheduler import Plan, Staffed, pace, paces
 from scheduler.deadline import Capacity, Gang, Pace
 
-__all__ = ["capacities_of", "gang_of", "gang_of_plan", "is_elastic", "planned_workers", "staffed_of"]
+__all__ = ["capacities_of", "gang_of", "gang_of_plan", "is_elastic", "may_scale", "planned_workers", "staffed_of"]
 
 CAUTION = 1.1
 """What is left may take so many times as long as measured speeds say."""
@@ -31,11 +31,16 @@ def capacities_of(regions: Iterable[RegionEntry]) -> dict[str, Capacity]:
 
 
 def is_elastic(entry: JobEntry) -> bool:
-    """Whether the workers of a job that runs may be changed now: its file leaves them to the plan, and nothing else is
-    going on."""
+    """Whether the workers of a job that runs may be changed now: it may go on with others, and nothing else is going
+    on."""
     parts = entry.state.partitions
     going = entry.state.phase in ("starting", "running") and all(part.link == "live" for part in parts)
-    return entry.spec.train.workers == "auto" and going
+    return may_scale(entry.spec, entry.plan) and going
+
+
+def may_scale(spec: JobSpec, chosen: Plan) -> bool:
+    """Whether the plan chose the workers, and any number of them will do: stages of a model are not given up."""
+    return spec.train.workers == "auto" and all(part.pipeline is None for part in chosen.partitions)
 
 
 def gang_of_plan(
@@ -55,7 +60,7 @@ def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry
     name, since_s = entry.row.id, entry.row.created_at
     deadline_s = math.inf if state.deadline_at is None else state.deadline_at
     if state.phase == "queued":
-        elastic = entry.spec.train.workers == "auto"
+        elastic = may_scale(entry.spec, chosen)
         return gang_of_plan(name, chosen, regions, elastic=elastic, deadline_s=deadline_s, since_s=since_s)
     held = {region: count for region, count in workers_now(entry).items() if count}
     if state.phase == "cancelling" and held:
@@ -92,7 +97,6 @@ def staffed_of(
         Staffed(
             region=part.region,
             workers=workers[part.region],
-            planned=part.workers,
             free=max(workers[part.region], catalogue.capacity.workers),
             batch=part.replicas * part.batch,
             steps_per_round=part.steps_per_round,

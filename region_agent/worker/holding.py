@@ -5,15 +5,17 @@ The loop around it, rounds and slices and what passes from one invocation to the
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from geofed_pb.errors import GeofedError
-from region_agent.worker.data import BatchStream, evaluation_batches, move
+from region_agent.worker.data import BatchStream, evaluation_batches, move, share_of
 from region_agent.worker.invocation import Invocation
 from region_agent.worker.merging import merging_for
 from region_agent.worker.optimizer_state import State, dump_state, load_state
@@ -161,18 +163,31 @@ class WholeModel:
         begun = time.monotonic()
         # What a step does must follow from the step alone, not from the steps that this invocation made before.
         seed_all(self._call.seed, zlib.crc32(self._call.region.encode()), self._call.worker, step)
-        with task_errors(self._task.folder, "dataset"):
-            batch = move(self._stream.batch(step), self._device)
         self._module.train()
         self._optimizer.zero_grad(set_to_none=True)
-        loss = self._task.loss(self._module, batch)
-        with task_errors(self._task.folder, "the backward pass"):
-            loss.backward()  # type: ignore[no-untyped-call]
-        value = float(loss.detach())
+        value = sum(self._pass(step))
         seconds = time.monotonic() - begun
         checked_loss(value, step)
         self._merging.step(server, step, self.samples, value)
         return value, seconds
+
+    def _pass(self, step: int) -> Iterator[float]:
+        """Forward and backward; what the samples add to the mean loss.
+
+        A worker that stands in for others has more samples than its memory was chosen for: they go through the model
+        in parts, whose gradients are summed up to those of all.
+        """
+        parts = math.ceil(self.samples / (self._call.batch or self.samples))
+        sizes = [len(share_of(part, parts, self.samples)) for part in range(parts)]
+        with task_errors(self._task.folder, "dataset"):
+            batches = self._stream.micro_batches(step, sizes)
+        for size, batch in zip(sizes, batches, strict=True):
+            loss = self._task.loss(self._module, move(batch, self._device))
+            if len(sizes) > 1:
+                loss = loss * (size / self.samples)
+            with task_errors(self._task.folder, "the backward pass"):
+                loss.backward()  # type: ignore[no-untyped-call]
+            yield float(loss.detach())
 
     def settle(self, step: int) -> None:
         self._merging.settle(step)

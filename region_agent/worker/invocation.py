@@ -50,6 +50,8 @@ class Invocation(BaseModel):
     splits: dict[str, tuple[ShardFile, ...]]
     region_batch: int = Field(ge=1)
     """Samples that all workers of the region draw in one step, together."""
+    batch: int = Field(default=0, ge=0)
+    """Samples that go through the model at a time, at most: what the memory was chosen for. 0: any number."""
     steps_per_round: int = Field(ge=1)
     rounds: int = Field(ge=1)
     seed: int

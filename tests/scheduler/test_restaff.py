@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler import Restaffing, Staffed, restaff
+from scheduler import Restaffing, Staffed, pace, paces, restaff
 
 PAID = 0.06 / 3600
 """USD/s of a worker with 1 GB."""
 
 
 def staffed(region: str, workers: int = 4, speed: float = 1000.0, **more: Any) -> Staffed:
-    given = {"planned": 4, "free": 8, "batch": 256, "steps_per_round": 20, "usd_per_second": 1e-6}
+    given = {"free": 8, "batch": 256, "steps_per_round": 20, "usd_per_second": 1e-6}
     return Staffed(region, workers, samples_per_second=speed, worker_usd_per_second=PAID, **{**given, **more})
 
 
@@ -26,10 +28,7 @@ def changed(*regions: Staffed, **more: Any) -> Restaffing | None:
 
 states = st.lists(
     st.builds(
-        lambda workers, free, planned, speed, batch: staffed(
-            "", min(workers, free, batch), speed, free=free, planned=planned, batch=batch
-        ),
-        st.integers(1, 16),
+        lambda workers, free, speed, batch: staffed("", min(workers, free, batch), speed, free=free, batch=batch),
         st.integers(1, 16),
         st.integers(1, 16),
         st.floats(10, 1e5),
@@ -61,7 +60,6 @@ def test_a_change_is_within_what_is_free_and_is_not_taken_back(
     for region in regions:
         wanted = change.workers.get(region.region, region.workers)
         assert wanted == region.workers or 1 <= wanted <= min(region.free, region.batch)
-        assert wanted == region.workers or wanted * 2 >= min(region.planned, region.free, region.batch)
     after = [replace(region, workers=change.workers.get(region.region, region.workers)) for region in regions]
     assert restaff(after, **asked) is None
 
@@ -83,7 +81,7 @@ def test_small_differences_and_short_rests_change_nothing() -> None:
 
 
 def test_a_deadline_that_comes_near_takes_what_it_needs() -> None:
-    alone = staffed("a", 2, planned=2)
+    alone = staffed("a", 2)
     relaxed = changed(alone, minimise="cost")
     needed = 100 * alone.round_seconds(2)
     hurried = changed(alone, minimise="cost", deadline_seconds=needed * 0.8)
@@ -94,3 +92,18 @@ def test_a_deadline_that_comes_near_takes_what_it_needs() -> None:
 
 def test_a_paused_region_is_left_alone() -> None:
     assert changed(staffed("a", 0), staffed("b")) is None
+
+
+@given(states, st.floats(0, 10), st.booleans())
+def test_paces_ascend_and_what_there_is_is_one_of_them(found: list[Staffed], exchange: float, background: bool) -> None:
+    regions = [replace(region, region=f"r{n}") for n, region in enumerate(found)]
+    ways = paces(regions, exchange, background)
+    now = {region.region: region.workers for region in regions}
+    assert now in [dict(workers) for workers, _ in ways]
+    for (slow, low), (fast, high) in itertools.pairwise(ways):
+        assert low < high
+        assert all(slow[region] <= fast[region] for region in now)
+    for workers, rate in ways:
+        counts = [workers[region.region] for region in regions]
+        assert rate == pytest.approx(pace(regions, exchange, background, counts), rel=1e-5)
+        assert all(1 <= count <= max(r.free, r.workers) for count, r in zip(counts, regions, strict=True))

@@ -197,3 +197,27 @@ def test_a_region_without_training_data_is_told(place: Server, script: Script) -
     body = _invocation(place)
     outcome = call(body.model_copy(update={"splits": {"test": body.splits["test"]}}))
     assert outcome.code == "SHARD_UNREADABLE"
+
+
+COUNTED = """
+_loss = loss
+
+
+def loss(model, batch):
+    if len(batch[0]) > 3:
+        raise RuntimeError(f"{len(batch[0])} samples at once")
+    return _loss(model, batch)
+"""
+
+
+def test_samples_beyond_the_batch_go_through_the_model_in_parts_with_the_same_gradient(
+    place: Server, script: Script
+) -> None:
+    assert call(_invocation(place, region_batch=8)).status == "done"
+    in_parts = call(_invocation(place, LINEAR_TASK + COUNTED, region_batch=8, batch=3))
+    assert (in_parts.status, in_parts.samples) == ("done", 2 * 8)
+    whole, parts = script.handed_over
+    assert not np.array_equal(whole, np.zeros_like(whole))
+    np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-6)
+    assert script.ends[1].loss == pytest.approx(script.ends[0].loss, rel=1e-5)
+    assert call(_invocation(place, LINEAR_TASK + COUNTED, region_batch=8, batch=4)).status == "failed"
