@@ -153,9 +153,9 @@ def fit_correction(points: Sequence[MergePoint], channel: Channel, *, faithful: 
 
 
 _HIDING = [TERMS.index("hidden"), TERMS.index("duplex")]
-_PRIOR = (1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+_PRIOR = (1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 """In the order of `TERMS`; of what is hidden: how much of it is not."""
-_PULLS = (1e-3, 1e-3, 1e-4, 1e-4, 1e-3, 1e-3, 1e-3, 1e-3)
+_PULLS = (1e-3, 1e-3, 1e-3, 1e-4, 1e-4, 1e-3, 1e-3, 1e-3, 1e-3)
 _SHARES = len(TERMS) - 2
 """The last two coefficients are seconds, and are drawn to zero by what of the latency they are."""
 

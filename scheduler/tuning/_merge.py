@@ -22,7 +22,7 @@ from scheduler.tuning._model import COLLECTIVES, TERMS, Channel, Correction
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 _SERVER, _ALL, _SCATTER = (COLLECTIVES.index(name) for name in ("server-reduce", "all-reduce", "scatter-reduce"))
-_LATENCY, _TRANSFER, _WORK, _ADDING, _HIDDEN, _DUPLEX, _REQUESTS, _MERGE = range(len(TERMS))
+_LATENCY, _LATE, _TRANSFER, _WORK, _ADDING, _HIDDEN, _DUPLEX, _REQUESTS, _MERGE = range(len(TERMS))
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ class _Pace:
     """A channel while so many workers are at work at once."""
 
     put: Floats
+    """Latency, and what the latest of the requests takes longer: (merges, 2)."""
     get: Floats
     up: Floats
     down: Floats
@@ -133,7 +134,7 @@ class _Form:
         pulled = self._lane(np.maximum(1, self._uploads), pulling.get, self._part / pulling.down, pulling.cpu)
         if channel.cores:
             # The only merged chunk is the vector: where it lies in memory it is not copied.
-            pulled = np.where((chunks == 1)[:, None], self._span(_LATENCY, pulling.get), pulled)
+            pulled = np.where((chunks == 1)[:, None], self._request(pulling.get, 0.0), pulled)
         spans = collected + up_one + look + pulled
         spans[:, _REQUESTS] = self._uploads + (workers - 1) + 1 + np.maximum(1, self._uploads)
         spans[:, _MERGE] = 1.0
@@ -175,7 +176,7 @@ class _Form:
         stored = self._request(storing.put, whole / storing.up)
         pulled = self._lane(one, all_.get, whole / all_.down, all_.cpu)
         if channel.cores:
-            pulled = self._span(_LATENCY, all_.get)
+            pulled = self._request(all_.get, 0.0)
         spans = collected + stored + look + pulled
         spans[:, _REQUESTS], spans[:, _MERGE] = workers + 3, 1.0
         waited = _total(collected + stored - given)
@@ -186,11 +187,12 @@ class _Form:
         """``requests``: of which the latest is waited for; None: of each in its turn."""
         channel = self._channel
         slower = np.maximum(1.0, active / channel.cores) if channel.cores else np.ones_like(active)
-        late = slower if requests is None else slower * _lateness(requests, channel.jitter)
+        late = np.ones_like(slower) if requests is None else _lateness(requests, channel.jitter)
+        waits = np.column_stack([slower, slower * (late - 1)])
         share = self._merges.share / slower
         return _Pace(
-            channel.put_seconds * late,
-            channel.get_seconds * late,
+            channel.put_seconds * waits,
+            channel.get_seconds * waits,
             channel.up_bytes_per_second * share,
             channel.down_bytes_per_second * share,
             channel.merge_seconds_per_byte * slower,
@@ -204,7 +206,7 @@ class _Form:
             return requests[:, None] * self._request(latency, one)
         turns = np.ceil(requests / max(1, channel.parallel))
         # The first comes after its latency; from then on they come as fast as link and core let them.
-        streamed = self._span(_LATENCY, latency)
+        streamed = self._request(latency, np.zeros_like(one))
         busy = one < cpu
         streamed[:, _TRANSFER] = np.where(busy, 0.0, requests * one)
         streamed[:, _WORK] = np.where(busy, requests * cpu, 0.0)
@@ -217,9 +219,9 @@ class _Form:
         size = self._part if part is None else part
         return self._span(_ADDING, pace.adding * size * (workers if self._channel.cores else 2.0))
 
-    def _request(self, latency: Floats, transfer: Floats) -> Floats:
-        spans = self._span(_LATENCY, latency)
-        spans[:, _TRANSFER] = transfer
+    def _request(self, latency: Floats, transfer: Floats | float) -> Floats:
+        spans = self._span(_LATENCY, latency[:, 0])
+        spans[:, _LATE], spans[:, _TRANSFER] = latency[:, 1], transfer
         return spans
 
     def _span(self, term: int, seconds: Floats | float) -> Floats:

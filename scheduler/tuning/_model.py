@@ -79,6 +79,9 @@ class Correction:
     """
 
     latency: float = 1.0
+    late: float = 1.0
+    """Of what the latest of many requests takes longer than one: workers that go on by themselves are not late all at
+    once."""
     transfer: float = 1.0
     work: float = 1.0
     """Of requests that keep a core busy."""
@@ -97,12 +100,12 @@ class Correction:
     def weights(self) -> tuple[float, ...]:
         """In the order of `TERMS`."""
         return (
-            self.latency, self.transfer, self.work, self.adding, -self.hidden, -self.duplex,
+            self.latency, self.late, self.transfer, self.work, self.adding, -self.hidden, -self.duplex,
             self.request_seconds, self.merge_seconds,
         )  # fmt: skip
 
 
-TERMS = ("latency", "transfer", "work", "adding", "hidden", "duplex", "requests", "merge")
+TERMS = ("latency", "late", "transfer", "work", "adding", "hidden", "duplex", "requests", "merge")
 """What a merge's seconds are made of; "requests" is a number of them, "merge" is 1, the others are seconds."""
 
 

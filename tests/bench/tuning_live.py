@@ -22,6 +22,8 @@ from sync.collective import ChannelCosts, Settings
 MB = 1e6
 ITERATIONS = 8
 """Of one setting; the first is not counted."""
+_DISTURBED, _AGAIN = 1.25, 2
+"""A setting whose slowest iteration took so many times its fastest is tried again, at most so often."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,24 @@ def measured(settings: Sequence[Setting]) -> Iterator[tuple[Setting, Measured, C
         with tempfile.TemporaryDirectory() as folder:
             for kind, size_mb, count in places:
                 mine = [s for s in settings if (s.kind, s.size_mb, s.workers) == (kind, size_mb, count)]
-                slower = {2: 1.0, 4: 2.0, 8: 3.0}.get(count, 4.0)
+                slower = {2: 2.0, 4: 2.0, 8: 3.0}.get(count, 4.0)
                 with group(workers, kind, int(size_mb * MB), count, slower, Path(folder)) as one:
                     costs = one.probed()
                     for number, setting in enumerate(mine):
-                        yield setting, _iterations(one, f"it{number}", setting, costs), costs
+                        yield setting, _undisturbed(one, f"it{number}", setting, costs), costs
     finally:
         workers.close()
+
+
+def _undisturbed(group: Group, name: str, setting: Setting, costs: ChannelCosts) -> Measured:
+    """What was disturbed is tried again, and the calmest counts: other work on the machine is not in the model."""
+    took = _iterations(group, name, setting, costs)
+    for again in range(_AGAIN):
+        if took.most <= _DISTURBED * took.least:
+            break
+        other = _iterations(group, f"{name}.{again}", setting, costs)
+        took = min(took, other, key=lambda one: one.most / one.least)
+    return took
 
 
 def _iterations(group: Group, name: str, setting: Setting, costs: ChannelCosts) -> Measured:
