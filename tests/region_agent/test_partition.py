@@ -22,6 +22,7 @@ from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from region_agent.identity import Identity
 from region_agent.partition import Partition, Surroundings
+from region_agent.partition_calls import whole_pipelines
 from region_agent.partition_events import Happened, Stopped
 from region_agent.region_channel import RegionChannel
 from region_agent.store import AgentStore
@@ -273,3 +274,12 @@ def test_old_addresses_of_shards_are_signed_anew(tmp_path: Path, monkeypatch: py
         assert len(signed) == 4
 
     _play(act, tmp_path)
+
+
+def test_a_pipeline_is_scaled_by_whole_pipelines_and_told_to_its_workers() -> None:
+    plan = agent_pb2.PartitionPlan(workers=6, batch=8)
+    assert [whole_pipelines(plan, workers) for workers in (0, 1, 5)] == [0, 1, 5]
+    plan.pipeline.degree = 2
+    for first, last in ((0, 3), (4, 4), (5, 9)):
+        plan.pipeline.stages.add(first_layer=first, last_layer=last)
+    assert [whole_pipelines(plan, workers) for workers in (0, 1, 3, 5, 6, 8)] == [0, 3, 3, 3, 6, 6]

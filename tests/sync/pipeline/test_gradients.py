@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.memory_channel import MemoryChannel
 from support.pipelines import Crew, mse
-from support.stores import RedisServer, start_redis
+from support.stores import RedisServer, S3Server, s3_server, start_redis
 from torch import nn
 
 from sync.channel import Channel, FileChannel, open_channel
@@ -123,6 +123,16 @@ def test_over_files(tmp_path: Path) -> None:
 
 def test_over_redis(redis: RedisServer) -> None:
     _check(CASE, torch.float32, lambda: open_channel("redis", redis.unix("pipeline")))
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
+
+def test_over_an_object_store(s3: S3Server) -> None:
+    _check(CASE, torch.float32, lambda: open_channel("s3", s3.address("pipeline")))
 
 
 class _Weighing(MemoryChannel):
