@@ -102,6 +102,8 @@ def _of_stages(problem: Problem, way: Way, stages: int, limit: float) -> float |
     program = _Program()
     chosen = [program.column(stage.other_usd, 1.0, True) for stage in allowed]
     longest = 1.0 + count * sum(sum(stage.forward) + sum(stage.backward) + stage.merge_s for stage in allowed)
+    # A larger limit would only blur the products below, which are exact to a tolerance times it.
+    limit = min(limit, longest)
     length = len(problem.profile.layers)
     for number in range(stages):
         for at in range(length + 1):
