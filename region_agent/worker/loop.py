@@ -283,7 +283,9 @@ class WorkerLoop:
         more = step < self._until and self._ended is None
         begun = time.monotonic()
         value, seconds = self._holding.step(server, step, more)
-        self._merge_seconds += max(0.0, time.monotonic() - begun - seconds)
+        if not self._holding.in_stages:
+            # What a stage does not compute it mostly waits for other stages.
+            self._merge_seconds += max(0.0, time.monotonic() - begun - seconds)
         counted = self._holding.counted
         self._step = step
         self._round.samples += counted
