@@ -83,8 +83,13 @@ def staged(region: Region, snapshot: Snapshot, demand: Demand) -> Staged | None:
 
 
 def unstaged(region: Region, snapshot: Snapshot, demand: Demand) -> Reason | None:
-    """Why a region cannot run the pipeline that the demand asks for; None: it can, or need not."""
-    if demand.parallelism != "pipeline" or staged(region, snapshot, demand) is not None:
+    """Why a region cannot run the model in stages though the demand asks for them, or no function holds the whole of
+    it; None: it can, or need not."""
+    if demand.parallelism == "data" or staged(region, snapshot, demand) is not None:
+        return None
+    known = snapshot.profiles.get(region.name)
+    most_mb = min(demand.memory_mb or region.capacity.memory_mb, region.capacity.memory_mb)
+    if demand.parallelism == "auto" and (known is None or _fits_whole(known, demand.batch, most_mb)):
         return None
     profile = snapshot.profiles.get(region.name)
     if profile is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ from geofed_pb.errors import GeofedError
 
 if TYPE_CHECKING:
     from control_plane.client import ControlClient
+    from control_plane.spec import LoadedSpec
 
 _SHOWN = 8
 """Rows of a front in a table."""
@@ -45,25 +47,13 @@ def profile(
     """
     import uuid
 
-    loaded, (content, digest) = read_job(job_file, overrides)
+    loaded, bundle = read_job(job_file, overrides)
     mark = request_id or str(uuid.uuid4())
-
-    async def measure(client: ControlClient) -> Data:
-        await client.put_bundle(content, digest)
-        try:
-            async for news in client.profile(loaded.json, digest, mark, memory or ()):
-                if news.result_json:
-                    told: Data = json.loads(news.result_json)
-                    return told
-                say(f"{news.region}: {news.text}" if news.region else news.text)
-        except GeofedError as error:
-            if error.code != "UNAVAILABLE":
-                raise
-            hint = f"{error.hint}; --request-id {mark} goes on with this profile"
-            raise GeofedError("UNAVAILABLE", error.message, hint=hint) from None
-        raise GeofedError("UNAVAILABLE", "the control plane ended without a result")
-
-    result = ask_control_plane(context, measure, detach=f"detached; go on with --request-id {mark}")
+    result = ask_control_plane(
+        context,
+        lambda client: measured(client, loaded, bundle, mark, memory or ()),
+        detach=f"detached; go on with --request-id {mark}",
+    )
     emit(result, table=_text, name=lambda data: "\n".join(data["regions"]))
     if plot is not None:
         from control_plane.cli._front import front_picture
@@ -73,6 +63,26 @@ def profile(
         except OSError as error:
             raise GeofedError("CONFIG_INVALID", f"cannot write {plot}: {error.strerror}") from None
         say(f"drawn in {plot}")
+
+
+async def measured(
+    client: ControlClient, loaded: LoadedSpec, bundle: tuple[bytes, str], mark: str, memories: Sequence[int] = ()
+) -> Data:
+    """Measure a task, and tell on the way what is being done; profiles with one ``mark`` are one."""
+    content, digest = bundle
+    await client.put_bundle(content, digest)
+    try:
+        async for news in client.profile(loaded.json, digest, mark, memories):
+            if news.result_json:
+                told: Data = json.loads(news.result_json)
+                return told
+            say(f"{news.region}: {news.text}" if news.region else news.text)
+    except GeofedError as error:
+        if error.code != "UNAVAILABLE":
+            raise
+        hint = f"{error.hint}; --request-id {mark} goes on with this profile"
+        raise GeofedError("UNAVAILABLE", error.message, hint=hint) from None
+    raise GeofedError("UNAVAILABLE", "the control plane ended without a result")
 
 
 def _text(data: Data) -> str:

@@ -35,6 +35,9 @@ def submit(
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan with its price; run nothing.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Measure the task first, unless its plan rests on measurements already.")
+    ] = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show the job until it has ended.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the job has ended.")] = False,
     context: ContextFile = None,
@@ -42,6 +45,8 @@ def submit(
 ) -> None:
     """Run a job, or with --dry-run show what it would take."""
     loaded, bundle = read_job(job_file, overrides, name)
+    if profile:
+        _measure_unless_known(context, loaded, bundle, request_id)
     if dry_run:
         _show_plan(ask_control_plane(context, lambda client: client.plan(loaded.json)))
         return
@@ -54,6 +59,20 @@ def submit(
     from control_plane.cli.jobs import see_to_the_end
 
     see_to_the_end(context, view["id"], shown=watch)
+
+
+def _measure_unless_known(
+    context: Path | None, loaded: LoadedSpec, bundle: tuple[bytes, str], request_id: str | None
+) -> None:
+    from control_plane.cli.profile import measured
+
+    plan = json.loads(ask_control_plane(context, lambda client: client.plan(loaded.json)).plan_json)
+    if plan.get("estimate", {}).get("basis") == "measured":
+        return
+    mark = f"{request_id or _random_id()}-profile"
+    result = ask_control_plane(context, lambda client: measured(client, loaded, bundle, mark))
+    for region, failed in result["failed"].items():
+        say(f"{region} could not be measured: {failed['code']}: {failed['message']}")
 
 
 def explain(

@@ -100,7 +100,11 @@ CATALOGUE: dict[str, Entry] = {
         True,
         "raise the function's and the gateway's time-outs together, or shorten the time slice",
     ),
-    "FUNCTION_OUT_OF_MEMORY": Entry(Exit.JOB_ENDED_BADLY, False, "give the workers more memory, or a smaller batch"),
+    "FUNCTION_OUT_OF_MEMORY": Entry(
+        Exit.JOB_ENDED_BADLY,
+        False,
+        "give the workers more memory or a smaller batch, or profile the task: plans then cut the model into stages",
+    ),
     "FENCED": Entry(Exit.CONFLICT, False, "a newer attempt has taken over; this one must stop"),
     "PORT_IN_USE": Entry(Exit.UNAVAILABLE, False, "stop what listens there, or choose another address"),
     "DISK_FULL": Entry(Exit.UNAVAILABLE, True, "free space in the state directory; nothing was lost"),

@@ -32,6 +32,9 @@ __all__ = ["handle"]
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 
 
+_TOO_SMALL = "raise function.memoryMb, or run `control-plane profile`: plans then cut the model into stages that fit"
+
+
 class Event(Protocol):
     """A request, as the OpenFaaS python3-http template hands it over."""
 
@@ -54,7 +57,7 @@ def handle(event: Event, context: object) -> dict[str, object]:
         outcome = answer(status="failed", code=error.code, message=error.message, hint=error.hint)
     except MemoryError:
         text = "the worker ran out of memory"
-        outcome = answer(status="failed", code="FUNCTION_OUT_OF_MEMORY", message=text, hint="raise function.memoryMb")
+        outcome = answer(status="failed", code="FUNCTION_OUT_OF_MEMORY", message=text, hint=_TOO_SMALL)
     except Exception as error:  # noqa: BLE001 - the edge of the function: the agent must be told, not the platform
         traceback.print_exc(file=sys.stderr)
         outcome = answer(status="failed", code="INTERNAL", message=f"{type(error).__name__}: {error}")

@@ -19,6 +19,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from control_plane.spec import load
+
 TEMPLATES = Path(str(files("deploy") / "templates"))
 NAMES = ["image-classification", "matrix-factorisation", "sparse-logistic-regression", "text"]
 
@@ -182,3 +184,29 @@ def test_texts_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"\xff" * 100)
     with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8"):
         task.dataset(str(tmp_path / "latin.txt"), "train", {})
+
+
+def test_the_transformer_learns_and_is_made_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TEMPLATES / "text"))
+    monkeypatch.delitem(sys.modules, "task", raising=False)
+    spec = importlib.util.spec_from_file_location("text_transformer", TEMPLATES / "text" / "transformer.py")
+    assert spec is not None
+    assert spec.loader is not None
+    task = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(task)
+    text = tmp_path / "train.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    config = {"width": 32, "blocks": 2, "heads": 2, "length": 24, "lr": 0.003}
+    task.model = lambda config: torch.nn.Sequential(*(make() for make in task.layers(config)))
+    model, losses = train(task, task.dataset(str(text), "train", config), config, 60)
+    assert losses[-1] < losses[0] / 2
+    x = torch.randint(0, 90, (2, 24))
+    changed = x.clone()
+    changed[:, 12:] = 3
+    torch.testing.assert_close(model(x)[:, :12], model(changed)[:, :12], msg="it sees what comes later")
+    monkeypatch.delitem(sys.modules, "task", raising=False)
+
+
+@pytest.mark.parametrize("file", ["pipeline.yaml", "job.yaml"])
+def test_the_job_files_of_the_text_template_are_valid(file: str) -> None:
+    assert load(TEMPLATES / "text" / file, []).spec.data.dataset == "letters"

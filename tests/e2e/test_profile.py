@@ -40,6 +40,9 @@ def test_a_profile_measures_the_task_and_the_first_run_is_planned_by_it(tmp_path
             assert picture.read_text().startswith("<svg")
             plan = json.loads(federation.control_plane("explain", job, "-o", "json").stdout)["data"]
             assert plan["estimate"]["basis"] == "measured"
+            known = federation.control_plane("submit", job, "--profile", "--dry-run", "-o", "json")
+            assert json.loads(known.stdout)["data"]["partitions"] == plan["partitions"]
+            assert "measur" not in known.stderr, "it is known already"
             # Nothing of it is left in the channel.
             assert not redis.command("KEYS", "*profile*").strip()
             # Less memory than the usual is enough for it, and the run that is planned so has its model.

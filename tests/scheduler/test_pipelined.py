@@ -108,3 +108,20 @@ def test_a_pipeline_that_cannot_be_is_declined_with_what_to_do(there_is: Snapsho
     answer = plan(there_is, demand(parallelism="pipeline"))
     assert isinstance(answer, Declined)
     assert all(why in reason.text and reason.remedy for reason in answer.reasons)
+
+
+def test_a_model_that_no_function_holds_in_any_way_is_declined() -> None:
+    """Rather than run out of memory: the region's functions are too small for the least stage, or nothing is known of
+    the layers."""
+    answer = plan(snapshot(900.0, memory_mb=256), demand())
+    assert isinstance(answer, Declined)
+    assert {reason.code for reason in answer.reasons} == {"INADMISSIBLE"}
+    assert all("no cut that fits" in reason.text for reason in answer.reasons)
+    known = snapshot(900.0, memory_mb=512)
+    bare = {
+        name: replace(told, layers=(), layers_note="it is no nn.Sequential") for name, told in known.profiles.items()
+    }
+    answer = plan(replace(known, profiles=bare), demand())
+    assert isinstance(answer, Declined)
+    assert "it is no nn.Sequential" in answer.reasons[0].text
+    assert "declare its layers" in answer.reasons[0].remedy

@@ -1,0 +1,49 @@
+"""A transformer over characters, as a list of layers: a model that may be cut into stages over several functions.
+
+The data and the loss are those of `task.py`. Each entry of `layers` makes one layer when it is called, so that a worker
+makes only those of its own stage.
+"""
+
+import torch
+from task import ALPHABET, dataset, loss, metrics, optimizer  # noqa: F401 - what is not the model is the same
+from torch import nn
+
+
+class Characters(nn.Module):
+    """Codes of characters and their places become vectors."""
+
+    def __init__(self, width, length):
+        super().__init__()
+        self.codes, self.places = nn.Embedding(len(ALPHABET) + 1, width), nn.Embedding(length, width)
+
+    def forward(self, x):
+        return self.codes(x) + self.places(torch.arange(x.shape[1], device=x.device))
+
+
+class Block(nn.Module):
+    """Attention to what came before, and a layer for each place by itself."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.inner = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
+        return self.inner(x, src_mask=mask, is_causal=True)
+
+
+class Scores(nn.Module):
+    """Of each character, to be the next one."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.scores = nn.LayerNorm(width), nn.Linear(width, len(ALPHABET) + 1)
+
+    def forward(self, x):
+        return self.scores(self.norm(x))
+
+
+def layers(config):
+    width, length = int(config.get("width", 64)), int(config.get("length", 48))
+    blocks, heads = int(config.get("blocks", 4)), int(config.get("heads", 4))
+    return [lambda: Characters(width, length), *[lambda: Block(width, heads)] * blocks, lambda: Scores(width)]
