@@ -100,6 +100,9 @@ def unstaged(region: Region, snapshot: Snapshot, demand: Demand) -> Reason | Non
     else:
         text = "has no cut that fits its functions and its free workers"
         remedy = "allow more stages, memory or workers, or fewer samples in train.batch"
+    if demand.parallelism == "auto":
+        text = f"gives a function at most {most_mb} MB, too little for the model, and {text}"
+        remedy += "; `parallelism: data` tries it all the same"
     return Reason("INADMISSIBLE", f"region {region.name} {text}", remedy)
 
 

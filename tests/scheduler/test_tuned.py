@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler import Capacity, Region, Snapshot
+from scheduler import Capacity, Declined, Region, Snapshot, plan
 from scheduler.tuning import Channel, MergePoint, NormPair, Profile, StepPoint
 from tests.scheduler.test_plan import demand, planned, region
 
@@ -92,10 +92,13 @@ def test_merges_that_take_long_keep_workers_from_being_hired() -> None:
     assert with_four.merge_seconds > 1.0
 
 
-def test_where_nothing_has_memory_enough_the_plan_is_as_without_a_profile() -> None:
+def test_where_nothing_has_memory_enough_it_is_declined_unless_the_job_file_insists() -> None:
     tight = replace(there("a"), capacity=Capacity(4, 256))
-    plan = planned(Snapshot((tight,), profiles={"a": profile("a")}), demand())
-    assert plan.partitions[0].memory_mb == 256
+    known = Snapshot((tight,), profiles={"a": profile("a")})
+    answer = plan(known, demand())
+    assert isinstance(answer, Declined)
+    assert "parallelism: data" in answer.reasons[0].remedy
+    assert planned(known, demand(parallelism="data")).partitions[0].memory_mb == 256
 
 
 @pytest.mark.parametrize("collective", ["isp", "server-reduce"])
