@@ -29,7 +29,7 @@ from control_plane.service._speeds import Watched
 from control_plane.spec import JobSpec, to_demand
 from control_plane.store import RunRow
 from scheduler import Declined, Demand, Plan, Reason, Restaffing, plan, restaff
-from scheduler.deadline import Gang, Held, Offer, allot, offer
+from scheduler.deadline import Allotment, Gang, Held, Offer, allot, offer
 
 __all__ = ["Allocation", "Decision", "begin"]
 
@@ -137,7 +137,7 @@ class Allocation:
             entry = _entry(draft, name)
             if entry.state.phase == "queued":
                 continue
-            self._scale(draft, entry, gang, answer.paces, gangs)
+            self._scale(draft, entry, gang, answer, gangs)
         for name, gang in sorted(gangs.items(), key=lambda item: (item[1].deadline_s, item[1].since_s)):
             entry = _entry(draft, name)
             if entry.state.phase == "queued":
@@ -170,18 +170,17 @@ class Allocation:
 
     # --- what they are told
 
-    def _scale(
-        self, draft: Draft, entry: JobEntry, gang: Gang, paces: Mapping[str, int], gangs: Mapping[str, Gang]
-    ) -> None:
-        pace = paces[gang.name]
+    def _scale(self, draft: Draft, entry: JobEntry, gang: Gang, answer: Allotment, gangs: Mapping[str, Gang]) -> None:
+        pace = answer.paces[gang.name]
         if gang.fixed or pace == gang.held:
             return
         watched = self._watched.setdefault(gang.name, Watched())
-        needed = not gang.best_effort and pace > gang.held and watched.late
+        promised = answer.held.get(gang.name)
+        needed = promised is not None and (promised.now > gang.held or promised.late)
         if pace > gang.held >= 0 and not (watched.rested(draft.at) or needed):
             return
         wanted = dict(gang.workers(pace)) or dict.fromkeys(planned_workers(entry.plan), 0)
-        reason = _reason(gang, paces, gangs, watched)
+        reason = _reason(gang, answer.paces, gangs, watched, needed=needed)
         draft.tell_job(gang.name, ScaleAsked(draft.at, wanted, reason, gives_way=pace < 0))
         watched.changed(draft.at, by_itself=pace > gang.held >= 0 or reason == watched.reason)
 
@@ -289,14 +288,14 @@ def _what_for(wanted: Plan, before: Sequence[str]) -> str:
     return f"for workers in {where}" + (f", behind {', '.join(before)}" if before else "")
 
 
-def _reason(gang: Gang, paces: Mapping[str, int], gangs: Mapping[str, Gang], watched: Watched) -> str:
+def _reason(gang: Gang, paces: Mapping[str, int], gangs: Mapping[str, Gang], watched: Watched, *, needed: bool) -> str:
     """Why a job goes on with other workers, in words."""
     pace = paces[gang.name]
     if pace > gang.held:
         if gang.held < 0:
             return "there is room again"
-        if watched.late:
-            return "its promised deadline is in danger"
+        if needed:
+            return "its promised deadline is in danger" if watched.late else "its promised deadline needs them"
         saved = 1 - gang.paces[gang.held].rate / gang.paces[pace].rate
         return watched.reason or f"saves {saved:.0%} of the time that is left"
     places = set(gang.paces[0].workers)
