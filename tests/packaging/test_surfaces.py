@@ -180,6 +180,17 @@ SURFACES = {
         "simulate",
         "simulate_spot",
     },
+    "scheduler.scaling": {
+        "Decision",
+        "Goal",
+        "Observation",
+        "PublishedSettings",
+        "PublishedTuner",
+        "ScalingSettings",
+        "ScalingTuner",
+        "Terms",
+        "learning_rate_factor",
+    },
     "scheduler.tuning": {
         "COLLECTIVES",
         "Channel",

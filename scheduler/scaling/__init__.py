@@ -1,0 +1,17 @@
+"""Workers that come and go while a job trains: the published tuner, and ours."""
+
+from scheduler.scaling._model import Decision, Goal, Observation, Terms
+from scheduler.scaling._published import PublishedSettings, PublishedTuner
+from scheduler.scaling._tuner import ScalingSettings, ScalingTuner, learning_rate_factor
+
+__all__ = [
+    "Decision",
+    "Goal",
+    "Observation",
+    "PublishedSettings",
+    "PublishedTuner",
+    "ScalingSettings",
+    "ScalingTuner",
+    "Terms",
+    "learning_rate_factor",
+]

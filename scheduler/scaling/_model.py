@@ -1,0 +1,77 @@
+"""What a tuner of the number of workers is told, and what it says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One step, as it ended."""
+
+    step: int
+    """From 1 on."""
+    at_seconds: float
+    """When it ended, by any clock that goes on; only differences count."""
+    loss: float
+    """Mean over the samples of all workers."""
+    workers: int
+    """Who made it."""
+    usd: float
+    """Spent until then."""
+    small_norm2: float | None = None
+    """Squared norm of one worker's gradient, scaled as the optimiser scales it; None: not measured."""
+    large_norm2: float | None = None
+    """The same of the mean gradient of all."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """With how many workers to go on."""
+
+    workers: int
+    changed: bool
+    reason: str
+    """For people."""
+    seconds_left: tuple[float, float] | None = None
+    """To the target with those workers, an interval; None: not known."""
+    usd_left: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is known beforehand."""
+
+    expected_seconds: tuple[float, ...]
+    """Of a step with 1, 2, ... workers, as planned; what is measured corrects it. Its length is the most workers."""
+    worker_usd_per_second: float
+    usd_per_second: float
+    """Of what does not depend on the workers."""
+    join_seconds: float
+    """For which all stand still when workers join. Those that leave do so after a merge, which is made once more."""
+    least: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise ValueError(f"workers cannot be between {self.least} and {self.most}")
+        if min(self.expected_seconds) <= 0 or self.join_seconds < 0:
+            raise ValueError("a step takes more than no time, and joining no less than none")
+
+    @property
+    def most(self) -> int:
+        return len(self.expected_seconds)
+
+    def rate(self, workers: int) -> float:
+        """Dollars a second."""
+        return self.usd_per_second + workers * self.worker_usd_per_second
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a job is to reach, and in which time; with neither bound, for as little money as can be."""
+
+    target_loss: float
+    patience: float | None = 0.02
+    """By how much longer it may take than all workers would from first to last; None: any longer."""
+    deadline_seconds: float | None = None
+    """From the first step on."""

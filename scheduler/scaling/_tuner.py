@@ -1,0 +1,189 @@
+"""As many workers as reach the target for the least money in the time that may be taken; they leave, and they come.
+
+A worker's batch stays as it is, so the batch of all is workers x batch, and the learning rate goes with its square
+root: the rule for Adam and its kin, whose steps are as long whatever the gradient's size (Malladi et al., NeurIPS'22,
+arXiv 2205.10287). Time to the target is steps(W) x seconds(W): the first by the noise scale (`_outlook`), the second as
+planned and corrected by what is measured. Nothing is decided while the gain may as well be a loss.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler.scaling._curve import Floats
+from scheduler.scaling._model import Decision, Goal, Observation, Terms
+from scheduler.scaling._outlook import Outlook, outlook
+
+__all__ = ["ScalingSettings", "ScalingTuner", "learning_rate_factor"]
+
+_SPEEDS = 20
+"""Of the last so many steps, the median is what a number of workers takes."""
+
+
+@dataclass(frozen=True)
+class ScalingSettings:
+    """How sure it must be."""
+
+    least_observations: int = 8
+    """Before the first change."""
+    every: int = 4
+    """Steps between two looks, and at least after a change."""
+    sure: float = 0.8
+    """How likely a bound must be kept, or broken, for that to count."""
+    worth: float = 0.02
+    """Of the money that is left to spend, which a change must save beyond its own cost."""
+
+
+@dataclass(frozen=True)
+class _Weighed:
+    """What going on with some number of workers means, for each explanation; shape (E,)."""
+
+    workers: int
+    seconds: Floats
+    usd: Floats
+    in_time: float
+    """How likely."""
+    spared: float
+    """How likely with half of the patience left over, for what comes otherwise."""
+
+
+@dataclass
+class ScalingTuner:
+    """Takes each step in turn."""
+
+    terms: Terms
+    goal: Goal
+    settings: ScalingSettings = field(default_factory=ScalingSettings)
+    _seen: list[Observation] = field(default_factory=list)
+    _speeds: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _began: tuple[float, float] | None = None
+    """Seconds and dollars before the first step."""
+    _rests: int = 0
+    """Steps until it looks again."""
+
+    def observe(self, told: Observation) -> Decision:
+        """One more step. Raises ``ValueError`` where steps do not follow each other, or the workers cannot be."""
+        if not self.terms.least <= told.workers <= self.terms.most:
+            raise ValueError(f"{told.workers} workers are not among those that may be")
+        if self._seen and (told.step <= self._seen[-1].step or told.at_seconds < self._seen[-1].at_seconds):
+            raise ValueError("steps are told in the order in which they ended")
+        self._learn(told)
+        self._rests -= 1
+        if self._rests > 0 or len(self._seen) < self.settings.least_observations:
+            return Decision(told.workers, False, "")
+        # The longer it goes, the less a few steps tell.
+        self._rests = max(self.settings.every, len(self._seen) // 16)
+        return self._decide(told)
+
+    def _learn(self, told: Observation) -> None:
+        step = self.terms.expected_seconds[told.workers - 1]
+        if not self._seen:
+            self._began = (told.at_seconds - step, told.usd - self.terms.rate(told.workers) * step)
+        elif self._seen[-1].workers == told.workers:  # else there was a change on the way
+            self._speeds[told.workers].append(told.at_seconds - self._seen[-1].at_seconds)
+        self._seen.append(told)
+
+    def step_seconds(self, workers: int) -> float:
+        """As measured; of a number that was not tried, as planned times what the nearest one was off."""
+        tried = [count for count, speeds in self._speeds.items() if len(speeds) >= 2]
+        planned = self.terms.expected_seconds
+        if not tried:
+            return planned[workers - 1]
+        near = min(tried, key=lambda count: (abs(count - workers), count))
+        return planned[workers - 1] * statistics.median(self._speeds[near][-_SPEEDS:]) / planned[near - 1]
+
+    def _decide(self, told: Observation) -> Decision:
+        ahead = outlook(self._seen, self.terms.most, self.goal.target_loss)
+        choices = {count: self._weigh(ahead, count, told) for count in range(self.terms.least, self.terms.most + 1)}
+        now = choices[told.workers]
+        sure, patient = self.settings.sure, now.in_time > 1 - self.settings.sure
+        kept = [one for one in choices.values() if one.spared >= sure or (one is now and patient)]
+        if kept:
+            best = min(kept, key=lambda one: (float(ahead.weights @ one.usd), one.workers))
+        else:
+            best = min(choices.values(), key=lambda one: (float(ahead.weights @ one.seconds), one.workers))
+        if best is now:
+            return self._told(ahead, now, told, "")
+        if not patient:
+            if ahead.quantile(now.seconds - best.seconds, 1 - sure) > 0:
+                return self._told(ahead, best, told, f"{told.workers} workers would take too long")
+            return self._told(ahead, now, told, "")
+        saves = now.usd * (1 - self.settings.worth) - best.usd
+        if ahead.quantile(saves, 1 - sure) > 0:
+            share = 1 - float(ahead.weights @ best.usd) / float(ahead.weights @ now.usd)
+            return self._told(ahead, best, told, f"saves {100 * share:.0f} % of what is left to pay")
+        if ahead.likely(np.asarray(saves > 0, float)) > 0.5 and self._may_try(ahead, best, now, told):
+            return self._told(ahead, best, told, f"tries what {best.workers} workers make of a step")
+        return self._told(ahead, now, told, "")
+
+    def _may_try(self, ahead: Outlook, one: _Weighed, now: _Weighed, told: Observation) -> bool:
+        """Whether a few steps with other workers, and the way back, cost next to nothing even if they prove worse.
+
+        Steps of one number of workers do not tell what another's are worth.
+        """
+        steps, back = self.settings.every, self.terms.join_seconds
+        took, takes = self.step_seconds(told.workers), self.step_seconds(one.workers)
+        # Steps that the workers of now would need for the same progress.
+        same = steps * (1 + ahead.noises / told.workers) / (1 + ahead.noises / one.workers)
+        seconds = steps * takes + back - same * took
+        usd = steps * takes * self.terms.rate(one.workers) - same * took * self.terms.rate(told.workers)
+        usd = usd + back * self.terms.rate(max(told.workers, one.workers))
+        sure, worth = self.settings.sure, self.settings.worth
+        if ahead.quantile(usd - worth * now.usd, sure) > 0:
+            return False
+        share = self.goal.patience
+        return share is None or ahead.quantile(seconds - share / 2 * now.seconds, sure) <= 0
+
+    def _weigh(self, ahead: Outlook, workers: int, told: Observation) -> _Weighed:
+        most = self.terms.most
+        step, pause, paid = self.step_seconds(workers), 0.0, max(workers, told.workers)
+        if workers > told.workers:
+            pause = self.terms.join_seconds
+        elif workers < told.workers:
+            pause = self.step_seconds(told.workers)
+        seconds = ahead.steps(workers) * step + pause
+        usd = ahead.steps(workers) * step * self.terms.rate(workers) + pause * self.terms.rate(paid)
+        assert self._began is not None
+        elapsed = told.at_seconds - self._began[0]
+        limit, sparing = np.full_like(seconds, math.inf), np.full_like(seconds, math.inf)
+        if self.goal.patience is not None:
+            whole = (ahead.done + ahead.left) * (1 + ahead.noises / most) * self.step_seconds(most)
+            limit = np.minimum(limit, whole * (1 + self.goal.patience))
+            sparing = whole * (1 + self.goal.patience / 2)
+        if self.goal.deadline_seconds is not None:
+            limit = np.minimum(limit, self.goal.deadline_seconds)
+        until = elapsed + seconds
+        in_time, spared = (
+            ahead.likely(np.asarray(until <= bound * (1 + 1e-9), float))
+            for bound in (limit, np.minimum(limit, sparing))
+        )
+        return _Weighed(workers, seconds, usd, in_time, spared)
+
+    def _told(self, ahead: Outlook, one: _Weighed, told: Observation, reason: str) -> Decision:
+        share = self.settings.sure
+        assert self._began is not None
+        # What is billed may differ from the price list.
+        listed = sum(len(s) * statistics.fmean(s) * self.terms.rate(count) for count, s in self._speeds.items() if s)
+        billed = sum(
+            after.usd - before.usd
+            for before, after in zip(self._seen, self._seen[1:], strict=False)
+            if before.workers == after.workers
+        )
+        factor = billed / listed if listed > 0 else 1.0
+        return Decision(
+            workers=one.workers,
+            changed=one.workers != told.workers,
+            reason=reason,
+            seconds_left=(ahead.quantile(one.seconds, 1 - share), ahead.quantile(one.seconds, share)),
+            usd_left=(factor * ahead.quantile(one.usd, 1 - share), factor * ahead.quantile(one.usd, share)),
+        )
+
+
+def learning_rate_factor(workers: int, most: int) -> float:
+    """Of the rate that fits the most workers: the square root of the batch of all, which goes with the workers."""
+    return math.sqrt(workers / most)

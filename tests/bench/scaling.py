@@ -1,0 +1,235 @@
+"""Workers that come and go while training: a fixed pool, MLLess's tuner, ours, and what could have been had.
+
+    .venv/bin/python tests/bench/scaling.py [--quick] [--json PATH] [--seeds N] [--only clicks|ratings|images ...]
+
+Gradients are real (`scaling_learning.py`): sparse logistic regression and matrix factorisation of the templates, on the
+made-up data of `isp.py`, and a small CNN on scikit-learn's digits, which are real. Seconds and dollars are MODELLED:
+measured compute, closed forms of merges, prices of functions. Two channels: each worker has 1 Gbit/s of its own, or all
+go through the one card of 1 Gbit/s that the Redis has, as in MLLess's experiments.
+
+All begin with the pool of 24. MLLess's tuner may choose its constants for each task and channel, on a seed of its own;
+ours has the same everywhere, and is told a compute that is a fifth too long. The oracle is the cheapest run that keeps
+the time, of all numbers of workers and of the schedules that dynamic programming finds on their curves, of that seed.
+DDP (gloo) is measured, two processes on the cores of this machine, at the price of a virtual machine of two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import isp_processes
+import torch
+from isp_data import Task
+from isp_processes import DDP, Link
+from report import Bar, Report, options
+from scaling_learning import POOL, SETTINGS, PoolTime, Run, play, pool_time, task_of
+from scaling_oracle import schedules
+
+from scheduler.scaling import Goal, Observation, PublishedSettings, PublishedTuner, ScalingTuner
+
+COUNTS = (POOL, 20, 16, 14, 12, 10, 8, 6, 4, 3, 2, 1)
+WAY = 0.95
+"""The loss to reach: so much of the way that the pool makes at all, of the same seed."""
+SLOWER = 1.02
+COMPUTE_OFF = 1.2
+TUNING_SEED = 100
+PLAYED = 3
+"""Schedules of dynamic programming."""
+VM_USD_PER_HOUR = 0.085
+"""AWS c5.large, us-east-1: two virtual cores."""
+DDP_WORKERS, DDP_SHARE, DDP_EVERY = 2, 4, 4
+"""Processes; batches of a function that one of them takes; steps between looks."""
+FIXED, PUBLISHED, OURS, FREE, ORACLE = "fixed pool", "MLLess", "ours", "ours, any time", "oracle"
+
+
+def main() -> int:
+    given = options(__doc__, more=_more)
+    report = Report("scaling", given.quick)
+    torch.set_num_threads(1)
+    seeds = given.seeds or (1 if given.quick else 5)
+    rows: dict[tuple[str, str, str], list[Run]] = {}
+    with tempfile.TemporaryDirectory(prefix="geofed-bench-") as folder:
+        for name in given.only:
+            task = task_of(name, Path(folder), True)
+            times = pool_time(task, SETTINGS[name].batch)
+            report.details[name] = {"samples": len(task.train), "compute_seconds": times.compute,
+                                    "merge_seconds": times.merge, "at_store_seconds": times.at_store}  # fmt: skip
+            _measure(task, name, times, seeds, given.quick, rows, report)
+            for channel in ("own cards", "one card"):
+                _table(name, channel, rows)
+    report.details["load_after"] = os.getloadavg()[0]
+    report.runs += [
+        {"channel": key[1], **asdict(run), "noise": []} for key, runs in rows.items() for run in runs
+    ]  # fmt: skip
+    report.bars += [
+        bar for name in given.only for channel in ("own cards", "one card") for bar in _bars(name, channel, rows)
+    ]
+    return report.close(given.json)
+
+
+def _more(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=int, metavar="N", help="default: 5, with --quick 1")
+    parser.add_argument("--only", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), help="tasks; default: all")
+
+
+Rows = dict[tuple[str, str, str], list[Run]]
+
+
+def _measure(task: Task, name: str, times: PoolTime, seeds: int, quick: bool, rows: Rows, report: Report) -> None:
+    channels = {"own cards": times, "one card": replace(times, shared=True)}
+    target, _ = _fixed(task, name, TUNING_SEED, times, (POOL,))
+    chosen = {label: _published_tuned(task, name, one, target, quick) for label, one in channels.items()}
+    report.details[name]["published"] = {label: asdict(one) for label, one in chosen.items()}
+    for seed in range(seeds):
+        target, constant = _fixed(task, name, seed, times, COUNTS)
+        for label, one in channels.items():
+            recorded = {count: _recosted(run, times, one, count) for count, run in constant.items()}
+            rows.setdefault((name, label, FIXED), []).append(recorded[POOL])
+            published = PublishedTuner(chosen[label])
+            run = play(task, name, PUBLISHED, seed, POOL, lambda o, _, t=published: t.observe(o).workers, one, target)
+            rows.setdefault((name, label, PUBLISHED), []).append(run)
+            for policy, patience in ((OURS, SLOWER - 1), (FREE, None)):
+                ours = ScalingTuner(one.terms(COMPUTE_OFF), Goal(target, patience))
+                run = play(task, name, policy, seed, POOL, lambda o, _, t=ours: t.observe(o).workers, one, target)
+                rows.setdefault((name, label, policy), []).append(run)
+            rows.setdefault((name, label, ORACLE), []).append(_oracle(task, name, seed, recorded, one, target))
+            print(f"  {name} {label} seed {seed}: " + ", ".join(
+                f"{key[2]} {runs[-1].seconds[-1]:.2f} s {1e6 * runs[-1].usd[-1]:.0f} u$ {_shown_changes(runs[-1])}"
+                for key, runs in rows.items() if key[:2] == (name, label)), flush=True)  # fmt: skip
+        if not quick or seed == 0:
+            ddp = _ddp(task, name, seed, target, constant[POOL].steps[-1], report)
+            if ddp is not None:
+                for label in channels:
+                    rows.setdefault((name, label, DDP), []).append(ddp)
+
+
+def _fixed(task: Task, name: str, seed: int, times: PoolTime, counts: Sequence[int]) -> tuple[float, dict[int, Run]]:
+    """The loss to reach, and runs to it with fixed numbers of workers."""
+    whole = play(task, name, FIXED, seed, POOL, lambda _, __: POOL, times, 0.0)
+    target = whole.quality[0] - WAY * (whole.quality[0] - min(whole.quality))
+    runs = {}
+    for count in counts:
+        run = play(task, name, f"{count} workers", seed, count, lambda _, __, c=count: c, times, target)
+        if run.quality[-1] <= target:
+            runs[count] = run
+    return target, runs
+
+
+def _recosted(run: Run, before: PoolTime, after: PoolTime, workers: int) -> Run:
+    """The same run over another channel: what was learnt is the same."""
+    share = after.step(workers) / before.step(workers)
+    return replace(run, seconds=[s * share for s in run.seconds], usd=[u * share for u in run.usd])
+
+
+def _published_tuned(task: Task, name: str, times: PoolTime, target: float, quick: bool) -> PublishedSettings:
+    """Its constants: the cheapest that keep the time on a seed of its own, or the cheapest where none does."""
+    fixed = play(task, name, FIXED, TUNING_SEED, POOL, lambda _, __: POOL, times, target)
+    whole, steps = fixed.seconds[-1], fixed.steps[-1]
+    slope = (fixed.quality[0] - target) / steps
+    tried = []
+    for least, knee, interval in itertools.product((10, 4), (1.0,) if quick else (2.0, 0.5), (0.01, 0.04)):
+        # Runs are of seconds, not minutes: spans and intervals are in proportion, the projection half an interval.
+        settings = PublishedSettings(
+            least=least, span=5, knee_slope=-knee * slope, interval_seconds=interval * whole,
+            ahead_seconds=interval * whole / 2, settling_steps=1,
+        )  # fmt: skip
+        tuner = PublishedTuner(settings)
+        run = play(task, name, PUBLISHED, TUNING_SEED, POOL, lambda o, _, t=tuner: t.observe(o).workers, times, target)
+        seconds, usd = run.to(target)
+        tried.append((seconds > SLOWER * whole, usd, len(tried), settings))
+    return min(tried)[3]
+
+
+def _oracle(task: Task, name: str, seed: int, recorded: dict[int, Run], times: PoolTime, target: float) -> Run:
+    limit = SLOWER * recorded[POOL].seconds[-1]
+    played = list(recorded.values())
+    for one in schedules(recorded, times, target, limit, PLAYED):
+        played.append(
+            play(task, name, ORACLE, seed, one.workers[0], lambda _, loss, s=one: s.at(loss), times, target)
+        )  # fmt: skip
+    kept = [run for run in played if run.to(target)[0] <= limit]
+    return replace(min(kept, key=lambda run: run.to(target)[1]), policy=ORACLE)
+
+
+def _ddp(task: Task, name: str, seed: int, target: float, steps: int, report: Report) -> Run | None:
+    reason = isp_processes.possible()
+    if reason is not None:
+        report.details["no_ddp"] = reason
+        return None
+    batch = DDP_SHARE * SETTINGS[name].batch
+    share = DDP_WORKERS * DDP_SHARE / POOL
+    curve = isp_processes.run(
+        replace(task, kind=replace(task.kind, batch=batch)), DDP, None, DDP_WORKERS, Link("unshaped", None), seed,
+        SETTINGS[name].lr * math.sqrt(share), 0.0, 4 * math.ceil(steps * 3 / 4), DDP_EVERY,
+    )  # fmt: skip
+    usd = [one * VM_USD_PER_HOUR / 3600 for one in curve.seconds]
+    place = next((at for at, quality in enumerate(curve.quality) if quality <= target), len(curve.steps) - 1)
+    cut = slice(0, place + 1)
+    return Run(
+        name, DDP, seed, curve.steps[cut], curve.quality[cut], curve.seconds[cut], usd[cut], [DDP_WORKERS] * (place + 1)
+    )
+
+
+# What came out
+
+
+def _shown_changes(run: Run) -> str:
+    return " ".join(f"{workers}@{step}" for step, workers in run.changes[:12])
+
+
+def _end(run: Run, column: str) -> float:
+    """At the target, at which runs end; infinite where it was not reached."""
+    values: list[float] = getattr(run, column)
+    return values[-1]
+
+
+def _ratios(rows: Rows, name: str, channel: str, one: str, other: str, column: str) -> list[float]:
+    pairs = zip(rows[name, channel, one], rows[name, channel, other], strict=False)
+    return [_end(a, column) / _end(b, column) for a, b in pairs]
+
+
+def _table(name: str, channel: str, rows: Rows) -> None:
+    print(f"\n{name}, {channel}: medians to the loss; against the fixed pool")
+    for policy in (FIXED, PUBLISHED, OURS, FREE, ORACLE, DDP):
+        runs = rows.get((name, channel, policy))
+        if not runs:
+            continue
+        seconds, usd = (statistics.median(_end(run, column) for run in runs) for column in ("seconds", "usd"))
+        less, longer = (
+            statistics.median(_ratios(rows, name, channel, policy, FIXED, column)) - 1 for column in ("usd", "seconds")
+        )
+        last = statistics.median(run.workers[-1] for run in runs)
+        print(
+            f"  {policy:<18}{seconds:>8.2f} s{1e6 * usd:>9.0f} u${100 * less:>+8.0f} % dollars{100 * longer:>+8.0f} % time"
+            f"{last:>6.0f} workers at the end"
+        )
+
+
+def _bars(name: str, channel: str, rows: Rows) -> list[Bar]:
+    def median(one: str, other: str, column: str) -> float:
+        return statistics.median(_ratios(rows, name, channel, one, other, column))
+
+    text = f"{name}, {channel}: ours"
+    return [
+        Bar.at_least(f"{text} cheaper than the fixed pool", 100 * (1 - median(OURS, FIXED, "usd")), "%", 25),
+        Bar.at_most(f"{text} slower than the fixed pool", 100 * (median(OURS, FIXED, "seconds") - 1), "%", 2),
+        Bar.at_least(f"{text} cheaper than MLLess's tuner", 100 * (1 - median(OURS, PUBLISHED, "usd")), "%", 10),
+        Bar.at_most(f"{text} dearer than the oracle", 100 * (median(OURS, ORACLE, "usd") - 1), "%", 10),
+        Bar.at_least(f"{name}, {channel}: oracle cheaper than the fixed pool (ceiling)",
+                     100 * (1 - median(ORACLE, FIXED, "usd")), "%", 25),
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

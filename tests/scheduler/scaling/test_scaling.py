@@ -1,0 +1,251 @@
+"""Both tuners of the number of workers, on made losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.scaling import (
+    Decision,
+    Goal,
+    Observation,
+    PublishedSettings,
+    PublishedTuner,
+    ScalingSettings,
+    ScalingTuner,
+    Terms,
+    learning_rate_factor,
+)
+
+MOST = 16
+
+
+class Job:
+    """Losses that follow the law which our tuner supposes, with the time and the money that its terms foretell."""
+
+    def __init__(self, noise: float, compute: float, each: float, length: float, join: float = 2.0) -> None:
+        self.noise, self.length = noise, length
+        seconds = tuple(compute + each * (count - 1) for count in range(1, MOST + 1))
+        self.terms = Terms(seconds, worker_usd_per_second=1e-5, usd_per_second=4e-5, join_seconds=join)
+
+    def loss(self, progress: float) -> float:
+        return 0.4 + 1 / (1.5 + 2.0 * progress / self.length)
+
+    @property
+    def target(self) -> float:
+        return self.loss(self.length)
+
+    def gain(self, workers: int) -> float:
+        return 1 / (1 + self.noise / workers)
+
+    def run(
+        self, observe: Callable[[Observation], Decision], begin: int = MOST, *, later: float = 0.0, dearer: float = 1.0,
+        errors: Iterator[float] | None = None, steps: int = 4000,
+    ) -> tuple[list[int], float, float]:  # fmt: skip
+        """Workers of each step, and seconds and dollars to the target."""
+        workers, progress, seconds, usd, made = begin, 0.0, 0.0, 0.0, []
+        for step in range(1, steps):
+            if progress >= self.length:
+                break
+            made.append(workers)
+            progress += self.gain(workers)
+            took = self.terms.expected_seconds[workers - 1]
+            seconds, usd = seconds + took, usd + took * self.terms.rate(workers)
+            error = next(errors) if errors is not None else 0.0
+            told = Observation(step, later + seconds, self.loss(progress) + error, workers, dearer * usd)
+            wanted = observe(told).workers
+            pause, paid = self.pause(workers, wanted), max(workers, wanted)
+            seconds, usd, workers = seconds + pause, usd + pause * self.terms.rate(paid), wanted
+        return made, seconds, usd
+
+    def pause(self, before: int, after: int) -> float:
+        if before == after:
+            return 0.0
+        return self.terms.join_seconds if after > before else self.terms.expected_seconds[before - 1]
+
+    def constant(self, workers: int) -> tuple[float, float]:
+        """Seconds and dollars of as many workers from first to last."""
+        seconds = math.ceil(self.length / self.gain(workers) - 1e-9) * self.terms.expected_seconds[workers - 1]
+        return seconds, seconds * self.terms.rate(workers)
+
+    def switched(self, first: int, second: int, share: float) -> tuple[float, float]:
+        """The same, with other workers after some share of the progress."""
+        counts = [math.ceil(self.length * s / self.gain(w)) for w, s in ((first, share), (second, 1 - share))]
+        parts = [n * self.terms.expected_seconds[w - 1] for n, w in zip(counts, (first, second), strict=True)]
+        pause = self.pause(first, second)
+        usd = sum(s * self.terms.rate(w) for s, w in zip(parts, (first, second), strict=True))
+        return sum(parts) + pause, usd + pause * self.terms.rate(max(first, second))
+
+
+JOBS = st.builds(
+    Job,
+    noise=st.floats(0.5, 30.0),
+    compute=st.floats(0.05, 2.0),
+    each=st.floats(0.0, 0.2),
+    length=st.floats(100.0, 200.0),
+)
+
+
+def draws(seed: int, size: float) -> Iterator[float]:
+    random = np.random.default_rng(seed)
+    while True:
+        yield float(random.normal(0.0, size))
+
+
+@given(job=JOBS, seed=st.integers(0, 99), size=st.floats(0.0, 0.2), patience=st.sampled_from([None, 0.0, 0.02, 0.5]),
+       least=st.integers(1, MOST), begin=st.integers(0, MOST))  # fmt: skip
+@settings(max_examples=10, deadline=None)
+def test_never_outside_the_bounds(
+    job: Job, seed: int, size: float, patience: float | None, least: int, begin: int
+) -> None:
+    tuner = ScalingTuner(replace(job.terms, least=least), Goal(job.target, patience))
+    made, _, _ = job.run(tuner.observe, max(least, begin), errors=draws(seed, size), steps=200)
+    assert min(made) >= least
+    assert max(made) <= MOST
+
+
+@given(job=JOBS, seed=st.integers(0, 99), size=st.floats(0.0, 0.05))
+@settings(max_examples=10, deadline=None)
+def test_the_published_one_never_adds_and_removes_one_by_one(job: Job, seed: int, size: float) -> None:
+    tuner = PublishedTuner(PublishedSettings(least=5, knee_slope=-1e-3, interval_seconds=5.0, ahead_seconds=2.5))
+    made, _, _ = job.run(tuner.observe, errors=draws(seed, size), steps=300)
+    assert all(before - after in (0, 1) for before, after in pairwise(made))
+    assert min(made) >= 5
+
+
+def test_the_published_one_removes_after_the_knee_and_not_before() -> None:
+    job = Job(noise=4.0, compute=1.0, each=0.0, length=400.0)
+    tuner = PublishedTuner(PublishedSettings(least=5, knee_slope=-1.2e-3))
+    made, _, _ = job.run(tuner.observe)
+    first = next(step for step, count in enumerate(made) if count < MOST)
+    gain = job.gain(MOST)
+    # Of the loss where the first worker left. Averages that look ahead and back, of a curve that bends, are off.
+    slope = job.loss(first * gain) - job.loss((first - 1) * gain)
+    assert -2.4e-3 < slope < 0
+    assert job.loss(20 * gain) - job.loss(19 * gain) < -1.2e-3
+    # One in every interval, as long as the loss is foretold to be no more than 15 % worse.
+    assert min(made) == 5
+    changes = [step for step in range(1, len(made)) if made[step] < made[step - 1]]
+    # Of 20 s: 19 steps of a second, and the last merge of who leaves.
+    assert all(after - before >= 19 for before, after in pairwise(changes))
+
+
+def test_the_published_one_stops_where_the_loss_would_be_worse() -> None:
+    job = Job(noise=4.0, compute=1.0, each=0.0, length=400.0)
+    strict = PublishedTuner(PublishedSettings(least=5, knee_slope=-1.2e-3, tolerance_percent=-1e9))
+    made, _, _ = job.run(strict.observe)
+    assert min(made) == MOST - 1  # the one that goes at once
+
+
+@given(job=JOBS, least=st.integers(4, 40), seed=st.integers(0, 99))
+@settings(max_examples=10, deadline=None)
+def test_no_decision_before_there_are_enough_observations(job: Job, least: int, seed: int) -> None:
+    tuner = ScalingTuner(job.terms, Goal(job.target, None), ScalingSettings(least_observations=least))
+    made, _, _ = job.run(tuner.observe, errors=draws(seed, 0.05), steps=least + 20)
+    assert set(made[:least]) == {MOST}
+
+
+@given(job=JOBS, later=st.floats(-1e5, 1e5), dearer=st.floats(0.01, 100.0))
+@settings(max_examples=10, deadline=None)
+def test_the_clock_and_the_currency_do_not_matter(job: Job, later: float, dearer: float) -> None:
+    def made(later: float, dearer: float) -> list[int]:
+        each, rest = job.terms.worker_usd_per_second, job.terms.usd_per_second
+        dear = replace(job.terms, worker_usd_per_second=dearer * each, usd_per_second=dearer * rest)
+        tuner = ScalingTuner(dear, Goal(job.target))
+        return job.run(tuner.observe, later=later, dearer=dearer, steps=120)[0]
+
+    # A power of two and whole seconds: nothing is rounded another way.
+    exact = 2.0 ** round(math.log2(dearer))
+    assert made(0.0, 1.0) == made(float(round(later)), exact)
+
+
+@given(
+    job=st.builds(
+        Job, noise=st.floats(3.0, 30.0), compute=st.floats(0.5, 2.0), each=st.floats(0.0, 0.2),
+        length=st.floats(150.0, 250.0), join=st.just(0.5),
+    )
+)  # fmt: skip
+@settings(max_examples=15, deadline=None)
+def test_without_errors_it_comes_near_the_best_policy(job: Job) -> None:
+    """Least money, in any time: beside all constant numbers, and all that change once from the pool.
+
+    Where a change costs little; else it may rightly not try what it cannot tell.
+    """
+    tuner = ScalingTuner(job.terms, Goal(job.target, patience=None))
+    _, _, usd = job.run(tuner.observe)
+    counts = range(1, MOST + 1)
+    # It knows nothing before it has seen some steps, which the pool makes; that is the policies' start, too.
+    share = min(1.0, 8 * job.gain(MOST) / job.length)
+    best = min(
+        *(job.switched(MOST, second, share)[1] for second in counts),
+        *(job.switched(MOST, second, s)[1] for second, s in product(counts, (0.25, 0.5, 0.75))),
+        job.constant(MOST)[1],
+    )
+    assert usd <= 1.1 * best
+
+
+@given(job=JOBS)
+@settings(max_examples=10, deadline=None)
+def test_without_errors_it_keeps_the_time(job: Job) -> None:
+    tuner = ScalingTuner(job.terms, Goal(job.target, patience=0.02))
+    _, seconds, usd = job.run(tuner.observe)
+    fixed = job.constant(MOST)
+    assert seconds <= 1.05 * fixed[0] + 2 * job.terms.join_seconds
+    assert usd <= 1.05 * fixed[1] + 2 * job.terms.join_seconds * job.terms.rate(MOST)
+
+
+def test_it_adds_workers_for_a_deadline() -> None:
+    job = Job(noise=30.0, compute=1.0, each=0.0, length=400.0)
+    deadline = 0.6 * job.constant(4)[0]
+    tuner = ScalingTuner(job.terms, Goal(job.target, patience=None, deadline_seconds=deadline))
+    made, seconds, usd = job.run(tuner.observe, begin=4)
+    assert max(made) > 4
+    assert seconds <= deadline
+    enough = min(usd for took, usd in map(job.constant, range(1, MOST + 1)) if took <= deadline)
+    assert usd <= 1.1 * enough
+
+
+def test_it_stays_while_it_cannot_tell() -> None:
+    """Losses that are nothing but noise say nothing of the noise scale: no change keeps the time for sure."""
+    job = Job(noise=8.0, compute=1.0, each=0.0, length=1e6)
+    tuner, errors = ScalingTuner(job.terms, Goal(0.1, patience=0.02)), draws(3, 0.5)
+    made, _, _ = job.run(tuner.observe, errors=errors, steps=150)
+    assert set(made) == {MOST}
+
+
+def test_the_forecast_holds_what_comes() -> None:
+    job = Job(noise=8.0, compute=1.0, each=0.05, length=300.0)
+    # Of one number of workers: it is foretold for those that it has chosen.
+    tuner, told = ScalingTuner(replace(job.terms, least=MOST), Goal(job.target)), []
+
+    def observe(one: Observation) -> Decision:
+        told.append((one, tuner.observe(one)))
+        return told[-1][1]
+
+    _, seconds, usd = job.run(observe, errors=draws(1, 1e-3))
+    one, said = next((one, said) for one, said in told if one.step >= 250 and said.seconds_left is not None)
+    assert said.usd_left is not None
+    assert said.seconds_left is not None
+    assert said.seconds_left[0] * 0.9 <= seconds - one.at_seconds <= said.seconds_left[1] * 1.1
+    assert said.usd_left[0] * 0.9 <= usd - one.usd <= said.usd_left[1] * 1.1
+
+
+def test_steps_out_of_order_are_refused() -> None:
+    terms = Job(8.0, 1.0, 0.0, 100.0).terms
+    for tuner in (ScalingTuner(terms, Goal(0.1)), PublishedTuner()):
+        tuner.observe(Observation(2, 5.0, 1.0, MOST, 0.1))
+        with pytest.raises(ValueError, match="order"):
+            tuner.observe(Observation(2, 6.0, 1.0, MOST, 0.1))
+    with pytest.raises(ValueError, match="workers"):
+        ScalingTuner(terms, Goal(0.1)).observe(Observation(1, 5.0, 1.0, MOST + 1, 0.1))
+
+
+def test_the_learning_rate_goes_with_the_square_root() -> None:
+    assert learning_rate_factor(4, 16) == 0.5
