@@ -90,6 +90,13 @@ def outlook(seen: Sequence[Observation], most: int, target: float) -> Outlook:
     return Outlook(weights / weights.sum(), noises, done, left)
 
 
+def unseen(most: int) -> Outlook:
+    """Before the first step: what is believed of the noise alone, of a way of length 1."""
+    noises = np.asarray(_NOISES * most)
+    weights = np.exp(_prior((), noises, most))
+    return Outlook(weights / weights.sum(), noises, np.zeros_like(noises), np.ones_like(noises))
+
+
 def _groups(count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Which steps are taken together, so that there are not too many points."""
     size = math.ceil(count / _MOST_POINTS)

@@ -17,7 +17,7 @@ import numpy as np
 
 from scheduler.scaling._curve import Floats
 from scheduler.scaling._model import Decision, Goal, Observation, Terms
-from scheduler.scaling._outlook import Outlook, outlook
+from scheduler.scaling._outlook import Outlook, outlook, unseen
 
 __all__ = ["ScalingSettings", "ScalingTuner", "learning_rate_factor"]
 
@@ -65,6 +65,29 @@ class ScalingTuner:
     """Seconds and dollars before the first step."""
     _rests: int = 0
     """Steps until it looks again."""
+
+    def begin(self) -> int:
+        """With how many workers to begin: fewer than the most only where that is cheaper, and as fast, whatever the
+        noise scale may well be. With a deadline, with the most: how far it is cannot be known yet."""
+        most, sure = self.terms.most, self.settings.sure
+        if self.goal.deadline_seconds is not None:
+            return most
+        ahead = unseen(most)
+
+        def seconds(workers: int) -> Floats:
+            return np.asarray(ahead.steps(workers) * self.terms.expected_seconds[workers - 1])
+
+        whole, chosen, least = seconds(most), most, math.inf
+        for workers in range(self.terms.least, most + 1):
+            takes = seconds(workers)
+            usd = takes * self.terms.rate(workers)
+            patience = math.inf if self.goal.patience is None else self.goal.patience / 2
+            in_time = ahead.likely(np.asarray(takes <= whole * (1 + patience), float)) >= sure
+            saves = ahead.quantile(whole * self.terms.rate(most) - usd, 1 - sure) > 0
+            expected = float(ahead.weights @ usd)
+            if in_time and saves and expected < least:
+                chosen, least = workers, expected
+        return chosen
 
     def observe(self, told: Observation) -> Decision:
         """One more step. Raises ``ValueError`` where steps do not follow each other, or the workers cannot be."""

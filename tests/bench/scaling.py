@@ -7,9 +7,11 @@ made-up data of `isp.py`, and a small CNN on scikit-learn's digits, which are re
 measured compute, closed forms of merges, prices of functions. Two channels: each worker has 1 Gbit/s of its own, or all
 go through the one card of 1 Gbit/s that the Redis has, as in MLLess's experiments.
 
-All begin with the pool of 24. MLLess's tuner may choose its constants for each task and channel, on a seed of its own;
-ours has the same everywhere, and is told a compute that is a fifth too long. The oracle is the cheapest run that keeps
-the time, of all numbers of workers and of the schedules that dynamic programming finds on their curves, of that seed.
+The pool has 24. MLLess's tuner begins with all of them; ours with as many as the plan is sure of, and once more with
+all, so that the gain of either can be told apart. MLLess's may choose its constants for each task and channel, on a
+seed of its own; ours has the same everywhere, and is told a compute that is a fifth too long. The oracle is the
+cheapest run that keeps the time, of all numbers of workers and of the schedules that dynamic programming finds on their
+curves, of that seed.
 DDP (gloo) is measured, two processes on the cores of this machine, at the price of a virtual machine of two.
 """
 
@@ -36,7 +38,7 @@ from report import Bar, Report, options
 from scaling_learning import POOL, SETTINGS, PoolTime, Run, play, pool_time, task_of
 from scaling_oracle import schedules
 
-from scheduler.scaling import Goal, Observation, PublishedSettings, PublishedTuner, ScalingTuner
+from scheduler.scaling import Goal, PublishedSettings, PublishedTuner, ScalingTuner
 
 COUNTS = (POOL, 20, 16, 14, 12, 10, 8, 6, 4, 3, 2, 1)
 WAY = 0.95
@@ -50,7 +52,8 @@ VM_USD_PER_HOUR = 0.085
 """AWS c5.large, us-east-1: two virtual cores."""
 DDP_WORKERS, DDP_SHARE, DDP_EVERY = 2, 4, 4
 """Processes; batches of a function that one of them takes; steps between looks."""
-FIXED, PUBLISHED, OURS, FREE, ORACLE = "fixed pool", "MLLess", "ours", "ours, any time", "oracle"
+FIXED, PUBLISHED, ORACLE = "fixed pool", "MLLess", "oracle"
+OURS, FROM_POOL, FREE = "ours", "ours, from pool", "ours, any time"
 
 
 def main() -> int:
@@ -99,14 +102,15 @@ def _measure(task: Task, name: str, times: PoolTime, seeds: int, quick: bool, ro
             published = PublishedTuner(chosen[label])
             run = play(task, name, PUBLISHED, seed, POOL, lambda o, _, t=published: t.observe(o).workers, one, target)
             rows.setdefault((name, label, PUBLISHED), []).append(run)
-            for policy, patience in ((OURS, SLOWER - 1), (FREE, None)):
+            for policy, patience in ((OURS, SLOWER - 1), (FROM_POOL, SLOWER - 1), (FREE, None)):
                 ours = ScalingTuner(one.terms(COMPUTE_OFF), Goal(target, patience))
-                run = play(task, name, policy, seed, POOL, lambda o, _, t=ours: t.observe(o).workers, one, target)
+                begin = POOL if policy == FROM_POOL else ours.begin()
+                run = play(task, name, policy, seed, begin, lambda o, _, t=ours: t.observe(o).workers, one, target)
                 rows.setdefault((name, label, policy), []).append(run)
             rows.setdefault((name, label, ORACLE), []).append(_oracle(task, name, seed, recorded, one, target))
-            print(f"  {name} {label} seed {seed}: " + ", ".join(
-                f"{key[2]} {runs[-1].seconds[-1]:.2f} s {1e6 * runs[-1].usd[-1]:.0f} u$ {_shown_changes(runs[-1])}"
-                for key, runs in rows.items() if key[:2] == (name, label)), flush=True)  # fmt: skip
+            for key, runs in rows.items():
+                if key[:2] == (name, label):
+                    print(f"  {name}, {label}, seed {seed}: {key[2]:<18}{_shown(runs[-1])}", flush=True)
         if not quick or seed == 0:
             ddp = _ddp(task, name, seed, target, constant[POOL].steps[-1], report)
             if ddp is not None:
@@ -138,7 +142,7 @@ def _published_tuned(task: Task, name: str, times: PoolTime, target: float, quic
     whole, steps = fixed.seconds[-1], fixed.steps[-1]
     slope = (fixed.quality[0] - target) / steps
     tried = []
-    for least, knee, interval in itertools.product((10, 4), (1.0,) if quick else (2.0, 0.5), (0.01, 0.04)):
+    for least, knee, interval in itertools.product((10, 4), (2.0,) if quick else (4.0, 1.0), (0.01, 0.04)):
         # Runs are of seconds, not minutes: spans and intervals are in proportion, the projection half an interval.
         settings = PublishedSettings(
             least=least, span=5, knee_slope=-knee * slope, interval_seconds=interval * whole,
@@ -184,8 +188,10 @@ def _ddp(task: Task, name: str, seed: int, target: float, steps: int, report: Re
 # What came out
 
 
-def _shown_changes(run: Run) -> str:
-    return " ".join(f"{workers}@{step}" for step, workers in run.changes[:12])
+def _shown(run: Run) -> str:
+    ways = [f"{workers} from step {step}" for step, workers in run.changes]
+    told = ", ".join((*ways[:3], "...", ways[-1]) if len(ways) > 4 else ways)
+    return f"{run.seconds[-1]:.2f} s, {1e6 * run.usd[-1]:.0f} u$, {run.workers[0]} workers {told}"
 
 
 def _end(run: Run, column: str) -> float:
@@ -201,7 +207,7 @@ def _ratios(rows: Rows, name: str, channel: str, one: str, other: str, column: s
 
 def _table(name: str, channel: str, rows: Rows) -> None:
     print(f"\n{name}, {channel}: medians to the loss; against the fixed pool")
-    for policy in (FIXED, PUBLISHED, OURS, FREE, ORACLE, DDP):
+    for policy in (FIXED, PUBLISHED, OURS, FROM_POOL, FREE, ORACLE, DDP):
         runs = rows.get((name, channel, policy))
         if not runs:
             continue
@@ -211,8 +217,8 @@ def _table(name: str, channel: str, rows: Rows) -> None:
         )
         last = statistics.median(run.workers[-1] for run in runs)
         print(
-            f"  {policy:<18}{seconds:>8.2f} s{1e6 * usd:>9.0f} u${100 * less:>+8.0f} % dollars{100 * longer:>+8.0f} % time"
-            f"{last:>6.0f} workers at the end"
+            f"  {policy:<18}{seconds:>8.2f} s{1e6 * usd:>9.0f} u${100 * less:>+8.0f} % dollars"
+            f"{100 * longer:>+8.0f} % time{last:>6.0f} workers at the end"
         )
 
 

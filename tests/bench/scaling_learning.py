@@ -27,7 +27,7 @@ from torch.utils.data import default_collate
 from scheduler.scaling import Observation, Terms, learning_rate_factor
 from sync.collective import ChannelCosts, Merge, choose, estimate
 
-__all__ = ["POOL", "PoolTime", "Run", "Steering", "SETTINGS", "Setting", "play", "pool_time", "task_of"]
+__all__ = ["POOL", "SETTINGS", "PoolTime", "Run", "Setting", "Steering", "play", "pool_time", "task_of"]
 
 POOL = 24
 """Workers to begin with, and at most; MLLess's examples have as many."""
@@ -64,7 +64,7 @@ class Setting:
 SETTINGS = {
     "clicks": Setting(256, 0.005, 300, 2),
     "ratings": Setting(512, 0.05, 200, 2),
-    "images": Setting(16, 0.001, 400, 2),
+    "images": Setting(16, 0.002, 200, 2),
 }
 
 

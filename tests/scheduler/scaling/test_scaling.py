@@ -249,3 +249,20 @@ def test_steps_out_of_order_are_refused() -> None:
 
 def test_the_learning_rate_goes_with_the_square_root() -> None:
     assert learning_rate_factor(4, 16) == 0.5
+
+
+@given(job=JOBS, patience=st.sampled_from([None, 0.0, 0.02, 0.5]), least=st.integers(1, MOST))
+def test_it_begins_with_fewer_only_where_that_is_cheaper(job: Job, patience: float | None, least: int) -> None:
+    begin = ScalingTuner(replace(job.terms, least=least), Goal(job.target, patience)).begin()
+    assert least <= begin <= MOST
+    # Of a noise in the middle of what is believed.
+    job.noise = float(MOST)
+    assert job.constant(begin)[1] <= 1.01 * job.constant(MOST)[1]
+    if patience is not None:
+        assert job.constant(begin)[0] <= (1.01 + patience) * job.constant(MOST)[0]
+
+
+def test_it_begins_with_fewer_where_merging_more_takes_longer() -> None:
+    job = Job(noise=8.0, compute=0.01, each=0.2, length=100.0)
+    assert ScalingTuner(job.terms, Goal(job.target)).begin() < MOST
+    assert ScalingTuner(job.terms, Goal(job.target, deadline_seconds=1e3)).begin() == MOST
