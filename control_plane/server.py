@@ -161,6 +161,8 @@ async def _tick(federation: Federation) -> None:
             await federation.tick()
         except GeofedError as error:
             _log.warning("time could not be passed on", code=error.code, error=error.message)
+        except Exception:  # noqa: BLE001 - the edge of a task that must not end: leases and promises hang on it
+            _log.exception("time could not be passed on")
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -229,7 +229,9 @@ class Profiler:
     async def _clear_up(self, job: str) -> None:
         with contextlib.suppress(GeofedError):
             for function in await self._around.gateway.list():
-                if function.spec.service.startswith(self._functions):
+                name = function.spec.service
+                # Another region's name may begin with this one's.
+                if name.startswith(self._functions) and name.removeprefix(self._functions).isdigit():
                     await self._around.gateway.delete(function.spec.service)
         with contextlib.suppress(GeofedError):
             await asyncio.to_thread(self._around.channel.discard, job)

@@ -17,8 +17,8 @@ __all__ = ["Staged", "staged", "unstaged"]
 
 SIZES_MB = (256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 16384, 32768)
 """Function sizes that are tried, up to what the region gives. A partition has one function, so all stages have one."""
-MOST_LABELS = 12
-"""Unfinished pipelines kept at a cut: planning must answer soon."""
+WITHIN = 0.01
+"""Share by which a stage plan may miss the best one, in seconds and in USD: planning must answer soon."""
 STATE_FACTOR = 2.0
 """Adam's, since the optimiser is not known: rather too much memory than too little."""
 USUAL_BASE_MB, LEAST_BASE_MB = 300.0, 128.0
@@ -39,6 +39,11 @@ class Staged:
     @property
     def stages(self) -> int:
         return len(self.plan.stages)
+
+    @property
+    def most_replicas(self) -> int:
+        """Of each stage: what several need to merge may not fit where one does."""
+        return 1 if self.plan.way.degree == 1 else 1 << 20
 
     def shape(self, degree: int) -> PipelineShape:
         """With so many replicas of each stage, each of which takes the job's batch in a step."""
@@ -157,7 +162,7 @@ def _staged(
         for size_mb in sizes_mb:
             problem = _problem(profile, usd_per_gb_second, batch, size_mb, workers, stages, degree)
             try:
-                plans = front(problem, MOST_LABELS)
+                plans = front(problem, WITHIN)
             except NothingFitsError:
                 continue
             found.append(Staged(size_mb, min(plans, key=worth), problem))

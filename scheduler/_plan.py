@@ -75,7 +75,12 @@ def _ways(candidates: list[Region], staffing: list[Staffing], snapshot: Snapshot
     asked = demand.workers
     counts = [asked if isinstance(asked, int) else asked[region.name] for region in candidates]
     cuts = [staged(region, snapshot, demand) for region in candidates]
-    return [Option("", tuple(n // cut.stages if cut else n for n, cut in zip(counts, cuts, strict=True)))]
+    return [
+        Option(
+            "",
+            tuple(min(n // cut.stages, cut.most_replicas) if cut else n for n, cut in zip(counts, cuts, strict=True)),
+        )
+    ]
 
 
 def _unnamed(workers: Mapping[str, int], candidates: list[Region]) -> tuple[Reason, ...]:
@@ -265,7 +270,7 @@ def _staffing(region: Region, snapshot: Snapshot, demand: Demand) -> Staffing:
     enough = max(1, samples // demand.batch)
     speed, cut = worker_speed(region, snapshot), staged(region, snapshot, demand)
     if cut is not None:
-        speed, free = demand.batch / cut.shape(1).step_seconds, free // cut.stages
+        speed, free = demand.batch / cut.shape(1).step_seconds, min(free // cut.stages, cut.most_replicas)
     return Staffing(samples / speed, max(1, min(free, enough)))
 
 

@@ -43,10 +43,12 @@ class Staffed:
     worker_usd_per_second: float
     usd_per_second: float
     """Of what does not depend on the workers: the parameter server."""
+    merge_seconds: float = MERGE_SECONDS
+    """Of one step, where there are several workers."""
 
     def round_seconds(self, workers: int) -> float:
-        """Compute of one round."""
-        merging = MERGE_SECONDS if workers > 1 else 0.0
+        """Compute of one round, and its merges."""
+        merging = self.merge_seconds if workers > 1 else 0.0
         return self.steps_per_round * (math.ceil(self.batch / workers) / self.samples_per_second + merging)
 
 

@@ -70,7 +70,13 @@ def _measure_unless_known(
     if plan.get("estimate", {}).get("basis") == "measured":
         return
     mark = f"{request_id or _random_id()}-profile"
-    result = ask_control_plane(context, lambda client: measured(client, loaded, bundle, mark))
+    try:
+        result = ask_control_plane(context, lambda client: measured(client, loaded, bundle, mark))
+    except GeofedError as error:
+        if error.code != "INADMISSIBLE":
+            raise
+        say(f"it is not measured now: {error.message}")
+        return
     for region, failed in result["failed"].items():
         say(f"{region} could not be measured: {failed['code']}: {failed['message']}")
 

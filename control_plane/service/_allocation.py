@@ -21,6 +21,7 @@ from control_plane.service._gangs import (
     gang_of_plan,
     is_elastic,
     may_scale,
+    merges_of,
     planned_workers,
     staffed_of,
 )
@@ -143,6 +144,14 @@ class Allocation:
             if entry.state.phase == "queued":
                 self._begin_or_wait(draft, entry, gang.workers(answer.paces[name]))
 
+    def scaled_by_hand(self, entry: JobEntry, workers: Mapping[str, int], at: float) -> None:
+        """A user has asked for other workers: that is what the job wants, until its speed says otherwise."""
+        wanted = {**workers_now(entry), **workers}
+        watched = self._watched.setdefault(entry.row.id, Watched())
+        if all(wanted.values()):
+            watched.wanted, watched.reason = wanted, ""
+        watched.changed(at, by_itself=True)
+
     # --- what jobs want
 
     def _gangs(self, draft: Draft) -> dict[str, Gang]:
@@ -196,9 +205,9 @@ class Allocation:
 
     def _tell_breaches(self, draft: Draft, late: Iterable[str], ends: Mapping[str, float]) -> None:
         """Say once that a promise is in danger, and once that it is not any more."""
-        for name, watched in self._watched.items():
-            entry = draft.job(name)
-            if entry is None or entry.state.deadline_at is None or watched.late == (name in late):
+        for name in ends:
+            watched, entry = self._watched.setdefault(name, Watched()), _entry(draft, name)
+            if entry.state.deadline_at is None or watched.late == (name in late):
                 continue
             watched.late = name in late
             by = ends.get(name, math.inf) - entry.state.deadline_at
@@ -252,6 +261,8 @@ def _free(draft: Draft) -> dict[str, int]:
     """Workers that nobody has, or was told to have, by region."""
     free = {name: capacity.devices for name, capacity in capacities_of(draft.regions.values()).items()}
     for entry in _now(draft):
+        if entry.state.phase == "finishing":
+            continue
         for region, workers in workers_now(entry).items():
             free[region] = free.get(region, 0) - workers
     return free
@@ -315,7 +326,7 @@ def _change(entry: JobEntry, watched: Watched, draft: Draft) -> Restaffing | Non
     demand = to_demand(entry.spec, entry.row.id, datetime.fromtimestamp(entry.row.created_at, UTC))
     speeds = {part.region: watched.speed(part.region) or 0.0 for part in entry.state.partitions}
     held = workers_now(entry)
-    staffed = staffed_of(entry.plan, held, draft.regions, speeds)
+    staffed = staffed_of(entry.plan, held, draft.regions, speeds, merges_of(entry.state))
     reports = [part.report for part in entry.state.partitions if part.report is not None]
     if len(staffed) < len(held) or not reports:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+from control_plane.core import JobState
 from control_plane.pki import utc_now
 from control_plane.service._draft import JobEntry, RegionEntry
 from control_plane.service._planning import workers_now
@@ -13,10 +14,21 @@ from control_plane.spec import JobSpec, to_demand
 from scheduler import Plan, Staffed, pace, paces
 from scheduler.deadline import Capacity, Gang, Pace
 
-__all__ = ["capacities_of", "gang_of", "gang_of_plan", "is_elastic", "may_scale", "planned_workers", "staffed_of"]
+__all__ = [
+    "capacities_of",
+    "gang_of",
+    "gang_of_plan",
+    "is_elastic",
+    "may_scale",
+    "merges_of",
+    "planned_workers",
+    "staffed_of",
+]
 
 CAUTION = 1.1
 """What is left may take so many times as long as measured speeds say."""
+AWAY_SECONDS = 60.0
+"""For which a job of best effort keeps its workers while one of its regions cannot be reached: about a lease."""
 ENDING_SECONDS = 5.0
 """For which a job that is being cancelled keeps its workers."""
 
@@ -69,14 +81,21 @@ def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry
         return None
     done = min((part.report.round for part in state.partitions if part.report is not None), default=0)
     speeds = {part.region: speed for part in state.partitions if (speed := watched.speed(part.region)) is not None}
+    if any(part.pipeline is not None for part in chosen.partitions):
+        # The stages of a pipeline wait for each other: samples a second of compute do not tell its pace.
+        speeds = {}
     planned = planned_workers(chosen)
     # Where some regions are done, or paused by hand, what the others have stays.
     elastic = is_elastic(entry) and len(held) in (0, len(planned))
-    ways = _ways(chosen, held or planned, regions, speeds, elastic)
+    ways = _ways(chosen, held or planned, regions, speeds, elastic, merges_of(entry.state))
+    left = float(max(1, chosen.rounds - done))
+    if may_scale(entry.spec, chosen) and not elastic and math.isinf(deadline_s):
+        # It cannot be told of a change just now, but will soon: it does not hold its workers to its end.
+        left = min(left, AWAY_SECONDS * ways[-1].rate)
     return Gang(
         name,
         ways,
-        max(1, chosen.rounds - done),
+        left,
         deadline_s,
         held=next((index for index, way in enumerate(ways) if way.workers == held), -1),
         wish=_index(ways, watched.wanted or planned),
@@ -87,12 +106,17 @@ def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry
 
 
 def staffed_of(
-    chosen: Plan, workers: Mapping[str, int], regions: Mapping[str, RegionEntry], speeds: Mapping[str, float]
+    chosen: Plan,
+    workers: Mapping[str, int],
+    regions: Mapping[str, RegionEntry],
+    speeds: Mapping[str, float],
+    merges: Mapping[str, float] | None = None,
 ) -> list[Staffed]:
     """The regions in which a job has workers, with what they cost and how fast they are: as measured, else as planned.
 
-    All that a region has counts as free.
+    All that a region has counts as free. ``merges``: seconds of a step's merge, where they were measured.
     """
+    merges = merges or {}
     return [
         Staffed(
             region=part.region,
@@ -103,6 +127,7 @@ def staffed_of(
             samples_per_second=speeds.get(part.region, part.samples_per_second),
             worker_usd_per_second=part.memory_mb / 1024 * catalogue.prices.function_usd_per_gb_second,
             usd_per_second=catalogue.prices.server_usd_per_hour / 3600,
+            merge_seconds=merges.get(part.region) or part.merge_seconds or Staffed.merge_seconds,
         )
         for part in chosen.partitions
         if part.region in workers
@@ -122,6 +147,11 @@ def _value(entry: JobEntry) -> float:
     return 1.0
 
 
+def merges_of(state: JobState) -> dict[str, float]:
+    """Seconds of a step's merge by region, as the agents have told; regions without any are left out."""
+    return {p.region: p.report.merge_seconds for p in state.partitions if p.report and p.report.merge_seconds > 0}
+
+
 def planned_workers(chosen: Plan) -> dict[str, int]:
     """By region."""
     return {part.region: part.workers for part in chosen.partitions}
@@ -133,9 +163,10 @@ def _ways(
     regions: Mapping[str, RegionEntry],
     speeds: Mapping[str, float],
     elastic: bool,
+    merges: Mapping[str, float] | None = None,
 ) -> tuple[Pace, ...]:
     """The paces to promise on; only the one with these workers where it is not elastic."""
-    staffed = staffed_of(chosen, workers, regions, speeds)
+    staffed = staffed_of(chosen, workers, regions, speeds, merges)
     if len(staffed) < len(workers):
         # A region that nobody knows (any more): nothing can be told but that it takes long.
         return (Pace(dict(workers), chosen.rounds / chosen.estimate.seconds.high),)

@@ -116,6 +116,12 @@ async def scale(federation: Federation, job: str, workers: dict[str, int], reaso
                 raise GeofedError(
                     "INADMISSIBLE", f"a step in {region} has {batch} samples, too few for {wanted} workers"
                 )
+            stages = len(shape.stages) if (shape := planned[region].pipeline) is not None else 1
+            if wanted % stages:
+                raise GeofedError(
+                    "INADMISSIBLE", f"region {region} runs a pipeline of {stages} stages: give a multiple of {stages}"
+                )
+        federation.allocation.scaled_by_hand(entry, workers, draft.at)
         draft.tell_job(entry.row.id, ScaleAsked(draft.at, workers, reason))
 
 

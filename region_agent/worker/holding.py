@@ -59,6 +59,9 @@ class Holding(Protocol):
     def step(self, server: PsClient, step: int, more: bool) -> tuple[float, float]:
         """Make a step; its loss over `counted` samples and the seconds of computing. ``more``: another follows."""
 
+    def drain(self) -> None:
+        """Wait until all that is being sent beside the steps has been. Raises ``CHANNEL_TIMEOUT``."""
+
     def settle(self, step: int) -> None:
         """At the end of a WAN round, after ``step``: all workers of a group then hold the same, bit for bit."""
 
@@ -191,6 +194,9 @@ class WholeModel:
 
     def settle(self, step: int) -> None:
         self._merging.settle(step)
+
+    def drain(self) -> None:
+        """Nothing is sent beside the steps."""
 
     def evaluate(self, sequence: int) -> tuple[int, dict[str, float]]:
         if "test" not in self._data:

@@ -101,9 +101,7 @@ class WorkerLoop:
         finished = False
         with PsClient(self._call, self._slice_ends) as server, self._beside, closing(self._holding):
             try:
-                finished = self._train(server)
-            except SliceOver:
-                pass
+                finished = self._train_slice(server)
             except GeofedError as error:
                 if error.code not in _BROKEN or not self._attached or self._background:
                     raise
@@ -122,6 +120,15 @@ class WorkerLoop:
             compute_seconds=self._compute_seconds,
             merge_seconds=self._merge_seconds,
         )
+
+    def _train_slice(self, server: PsClient) -> bool:
+        """True when the job is at its end. What others wait for has then left this worker."""
+        try:
+            finished = self._train(server)
+        except SliceOver:
+            finished = False
+        self._holding.drain()
+        return finished
 
     # Rounds
 

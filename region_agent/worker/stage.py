@@ -30,8 +30,9 @@ from sync.seeding import seed_all
 __all__ = ["ModelStage", "pipeline_of"]
 
 _log = logging.getLogger("geofed.worker")
-_TIMEOUT_SECONDS = 120.0
-"""A stage that gives its part of a step later than this is taken for lost, and a new attempt begins."""
+_TIMEOUT_SECONDS = 90.0
+"""A stage that gives its part of a step later than this is taken for lost, and a new attempt begins. Less than the time
+that an invocation has after its slice: it must be able to leave what it holds."""
 _EVALUATION_STRETCH = 4
 """Forward only, a stage keeps the outputs of a layer instead of all activations: so many micro-batches at once."""
 _BEHIND = 2
@@ -65,6 +66,10 @@ class ModelStage:
         self._shape, self._device = pipeline_of(call), device()
         self._place = self._shape.position(call.worker)
         stage, replica = self._place.stage, self._place.replica
+        self.samples = len(share_of(replica, call.degree, call.region_batch))
+        if not self.samples:
+            text = f"{call.region_batch} samples a step are too few for {call.degree} replicas"
+            raise GeofedError("CONFIG_INVALID", text)
         with task_errors(task.folder, "layers"):
             layers = task.layers(call.seed)
             self._cut(layers)
@@ -92,10 +97,6 @@ class ModelStage:
             timeout_seconds=_TIMEOUT_SECONDS,
             computing=lambda doing: task_errors(task.folder, doing),
         )
-        self.samples = len(share_of(replica, call.degree, call.region_batch))
-        if not self.samples:
-            text = f"{call.region_batch} samples a step are too few for {call.degree} replicas"
-            raise GeofedError("CONFIG_INVALID", text)
         self.counted = self.samples if self._runner.is_last else 0
         self._stream: BatchStream | None = None
         if self._runner.reads_data:
@@ -330,6 +331,9 @@ class ModelStage:
     def forget(self) -> None:
         self._await_kept()
         self._drop(list(self._kept))
+
+    def drain(self) -> None:
+        self._runner.drain()
 
     def close(self) -> None:
         self._runner.close()

@@ -77,7 +77,7 @@ def allot(
     ledger, held = _promises(now, capacities, gangs, rules, before)
     paces = {gang.name: held[gang.name].now if gang.name in held else -1 for gang in gangs}
     free = ledger.free_now()
-    _begin(gangs, paces, free, ledger, rules)
+    _begin(gangs, paces, free, ledger, rules, capacities)
     _grow(gangs, paces, free, held, rules)
     return Allotment(paces, held)
 
@@ -226,19 +226,28 @@ def _take(more: Mapping[str, int], free: dict[str, int]) -> None:
         free[region] = free.get(region, 0) - count
 
 
-def _begin(gangs: Sequence[Gang], paces: dict[str, int], free: dict[str, int], ledger: Ledger, rules: Rules) -> None:
+def _begin(
+    gangs: Sequence[Gang],
+    paces: dict[str, int],
+    free: dict[str, int],
+    ledger: Ledger,
+    rules: Rules,
+    capacities: Mapping[str, Capacity],
+) -> None:
     """Everybody at the slowest pace at least, as far as there is room.
 
     First those with a promise, by deadline, also where it could wait: sooner is safer. Then those that run, the oldest
     first, so that the latest pauses where not all can go on; then those that wait: the least served user's first, as
     they came. Behind one of best effort that finds no room nobody of best effort begins in its regions, or large jobs
-    would wait for ever. What is fixed begins only where no promise needs its workers before its end.
+    would wait for ever; one that could not run alone keeps nobody. What is fixed begins only where no promise needs its
+    workers before its end.
     """
     standing = sorted(
         (gang for gang in gangs if paces[gang.name] < 0),
         key=lambda gang: (gang.deadline_s, gang.held < 0, gang.served_s * (gang.held < 0), gang.since_s, gang.name),
     )
     kept: set[str] = set()
+    room = {region: capacity.devices for region, capacity in capacities.items()}
     for gang in standing:
         more = _more(gang, -1, 0)
         if gang.fixed and not gang.best_effort:
@@ -247,7 +256,7 @@ def _begin(gangs: Sequence[Gang], paces: dict[str, int], free: dict[str, int], l
         if there and (not gang.fixed or _begins_now(gang, ledger, rules)):
             _take(more, free)
             paces[gang.name] = 0
-        elif gang.held < 0 and gang.best_effort:
+        elif gang.held < 0 and gang.best_effort and _fits(more, room):
             kept |= {region for region, count in more.items() if count}
 
 

@@ -87,10 +87,12 @@ class Lanes:
             self._consumed = []
 
     def drain(self) -> None:
-        """Wait until everything has been sent."""
+        """Wait until everything has been sent. Raises ``GeofedError("CHANNEL_TIMEOUT")``."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._unsent or self._error)
+            sent = self._changed.wait_for(lambda: not self._unsent or self._error, self._timeout)
             self._check()
+            if not sent:
+                raise GeofedError("CHANNEL_TIMEOUT", f"{self._unsent} values were not sent within {self._timeout:g} s")
 
     def close(self) -> None:
         """End the threads; what was not sent is lost, what was not taken stays in the channel."""

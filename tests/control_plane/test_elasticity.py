@@ -15,7 +15,7 @@ from control_plane.service._enrolment import unseen_region
 from control_plane.service._planning import plan_json, snapshot_of, workers_now
 from control_plane.service._speeds import FIRST_REST_SECONDS
 from control_plane.spec import JobSpec, load, to_demand
-from control_plane.store import JobRow
+from control_plane.store import EventRow, JobRow
 from geofed_pb.v1 import agent_pb2
 from scheduler import Plan, plan
 from tests.control_plane.fake_agent import catalogue
@@ -48,6 +48,7 @@ class Watch:
         self.allocation = Allocation()
         self.at, self.round = 0.0, 0
         self.sent: list[tuple[float, dict[str, int]]] = []
+        self.told: list[EventRow] = []
 
     @property
     def entry(self) -> JobEntry:
@@ -65,16 +66,17 @@ class Watch:
             self.state = replace(self.state, partitions=parts)
             draft = Draft(self.at, {"j": self.entry}, dict(self.regions))
             self.allocation.review(draft)
+            self.told += draft.events
             if (changed := draft.changed_jobs.get("j")) is not None:
                 self.state = changed.state
                 commands = [(row.region, agent_pb2.ToAgent.FromString(row.payload)) for row in draft.commands]
                 self.sent.append((self.at, {region: message.scale.workers for region, message in commands}))
 
 
-def _live(name: str) -> RegionEntry:
+def _live(name: str, workers: int = 8) -> RegionEntry:
     entry = unseen_region(name)
     state = replace(entry.state, phase="live")
-    return replace(entry, state=state, catalogue=catalogue(name, samples=4000, workers=8))
+    return replace(entry, state=state, catalogue=catalogue(name, samples=4000, workers=workers))
 
 
 @pytest.mark.parametrize("speed", [450.0, 550.0])
@@ -115,3 +117,37 @@ def test_a_job_that_is_held_up_is_left_alone(tmp_path: Path) -> None:
     watch.state = replace(watch.state, partitions=(replace(a, link="unreachable"), b))
     watch.goes_on(60, a=50.0, b=500.0)
     assert not watch.sent
+
+
+def test_what_a_user_asks_for_by_hand_stays(tmp_path: Path) -> None:
+    for asked in (2, 12):
+        watch = Watch(tmp_path, workers="auto")
+        watch.regions = {name: _live(name, workers=16) for name in ("a", "b")}
+        by_hand = {"a": asked, "b": asked}
+        watch.allocation.scaled_by_hand(watch.entry, by_hand, watch.at)
+        watch.state = replace(
+            watch.state, partitions=tuple(replace(part, workers=asked) for part in watch.state.partitions)
+        )
+        watch.goes_on(9, a=500.0, b=500.0)
+        assert not watch.sent
+
+
+def test_a_promise_that_is_broken_is_told_once_also_where_a_job_waits_and_not_taken_back(tmp_path: Path) -> None:
+    watch = Watch(tmp_path)
+    watch.state = replace(watch.state, deadline_at=20.0)
+    watch.goes_on(30, a=500.0, b=500.0)
+    assert [event.text for event in watch.told if event.kind == "job.promise"], "nobody was told"
+    assert sum(event.kind == "job.promise" for event in watch.told) == 1
+    watch.state = replace(watch.state, phase="finishing")
+    watch.goes_on(5, a=500.0, b=500.0)
+    assert sum(event.kind == "job.promise" for event in watch.told) == 1
+    waiting = Watch(tmp_path)
+    waiting.state = replace(
+        waiting.state,
+        deadline_at=20.0,
+        phase="queued",
+        partitions=tuple(replace(part, state="pending") for part in waiting.state.partitions),
+    )
+    waiting.regions = {"b": _live("b")}
+    waiting.goes_on(5, a=500.0, b=500.0)
+    assert sum(event.kind == "job.promise" for event in waiting.told) == 1

@@ -12,7 +12,7 @@ from support.pki import Authority
 from support.server_process import Server
 
 from geofed_pb.v1 import worker_pb2
-from region_agent.worker import handler, loop
+from region_agent.worker import handler, holding, loop
 from region_agent.worker.invocation import Invocation, Outcome
 from region_agent.worker.ps_client import SliceOver
 from sync import framing
@@ -197,6 +197,19 @@ def test_a_region_without_training_data_is_told(place: Server, script: Script) -
     body = _invocation(place)
     outcome = call(body.model_copy(update={"splits": {"test": body.splits["test"]}}))
     assert outcome.code == "SHARD_UNREADABLE"
+
+
+def test_what_is_being_sent_has_left_the_worker_before_it_leaves(
+    place: Server, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For stages that upload beside their steps: what the others wait for would be lost with the slice."""
+    order: list[str] = []
+    leave = loop.WorkerLoop._leave
+    monkeypatch.setattr(holding.WholeModel, "drain", lambda self: order.append("drain"))
+    monkeypatch.setattr(loop.WorkerLoop, "_leave", lambda self, broken: order.append("leave") or leave(self, broken))
+    script.wait_at = "boundary"
+    assert call(_invocation(place)).status == "continue"
+    assert order == ["drain", "leave"]
 
 
 COUNTED = """

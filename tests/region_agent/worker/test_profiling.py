@@ -29,8 +29,8 @@ def profiled(folder: Path, task: str = LINEAR_TASK, samples: int = 200, **change
     files = (ShardFile(name=data.name, path=str(data)),)
     fields: dict[str, Any] = {
         "job": "profile-1", "region": "east", "channel": "file", "channel_address": str(folder / "channel"),
-        "bundle_key": key, "module": "task.py", "config": {}, "splits": {"train": files, "test": files}, "batch": 16, "seed": 5,
-        "limit_seconds": 20.0, **changed,
+        "bundle_key": key, "module": "task.py", "config": {}, "splits": {"train": files, "test": files}, "batch": 16,
+        "seed": 5, "limit_seconds": 20.0, **changed,
     }  # fmt: skip
     answer = handle(SimpleNamespace(body=ProfileCall(**fields).model_dump_json().encode()), None)
     assert answer["statusCode"] == 200

@@ -233,3 +233,11 @@ def test_paces_that_do_not_ascend_are_refused() -> None:
         Gang("odd", (Pace({"east": 2}, 1.0), Pace({"east": 1}, 2.0)), 1.0)
     with pytest.raises(ValueError, match="no pace"):
         Gang("none", (), 1.0)
+
+
+def test_one_that_cannot_run_at_all_keeps_nobody_from_beginning() -> None:
+    gone = gang("gone", since_s=0.0)
+    small = gang("small", regions=("west",), since_s=1.0)
+    assert allot(2.0, room(west=4), [gone, small]).paces["small"] >= 0
+    huge = gang("huge", least=8, most=8, fixed=True, since_s=0.0)
+    assert allot(2.0, room(east=4, west=4), [huge, small]).paces["small"] >= 0
