@@ -47,10 +47,11 @@ class Front:
         keep[1:] = joined[1][1:] < least[:-1]
         self.seconds, self.usd, self._source, self._row = (column[keep] for column in joined)
 
-    def beats(self, seconds: Floats, usd: Floats) -> Mask:
-        """Whether something is as fast and as cheap."""
-        place = np.searchsorted(self.seconds, seconds * ROUNDING, side="right") - 1
-        beaten: Mask = self.usd[place] <= usd * ROUNDING
+    def beats(self, seconds: Floats, usd: Floats, within: float = 0.0) -> Mask:
+        """Whether something is as fast and as cheap, or worse by no more than this share."""
+        factor = (1 + within) * ROUNDING
+        place = np.searchsorted(self.seconds, seconds * factor, side="right") - 1
+        beaten: Mask = self.usd[place] <= usd * factor
         return beaten
 
 
@@ -73,10 +74,15 @@ class Bounds:
         )
         for table in (self._forward, self._fill, self._finish, self._ends, self._beat_f, self._beat):
             table[:, 0] = 0.0
+        # Stages that the layers before one need at least.
+        self._fewest = np.full((len(every), tables.length + 1), NEVER)
+        self._fewest[:, 0] = 0.0
         for first in range(tables.length):
             self._push(first, tables.starting(first, every))
-        self.possible = np.flatnonzero(self._fill[:, -1, -1] < NEVER)
+        self._fitting = np.flatnonzero(self._fill[:, -1, -1] < NEVER)
         """Ways in which all layers fit somewhere."""
+        self.possible = self._fitting
+        """Those that can still reach the front."""
         self._number()
 
     def _number(self) -> None:
@@ -88,9 +94,11 @@ class Bounds:
         """Put every stage that begins with a layer behind the best cuts of the layers before it."""
         forward, backward, beat_f, beat, fits = self._costs(first, stages)
         merge, later = stages.merge, slice(first + 1, None)
+        fewest = np.where(fits.any(axis=2), self._fewest[:, first, None] + 1, NEVER)
+        np.minimum(self._fewest[:, later], fewest, out=self._fewest[:, later])
         for option, step in enumerate(self._steps):
             if not fits[:, :, option].any():
-                continue
+                continue  # Where it fits nowhere, or a smaller one is as good.
             # From each level to the one that the stage leads to; from the last one also back to itself.
             moves = [(slice(step, None), slice(0, LEVELS + 1 - step))]
             moves += [(slice(LEVELS, None), slice(LEVELS, None))] if step else []
@@ -113,6 +121,7 @@ class Bounds:
         live = np.where(both, np.minimum(live, 1 + (after < tables.length)[None, :, None]), live)
         kept = stages.fits >= live
         fits = kept | (stages.fits_again >= live) if tables.problem.rematerialise else kept
+        fits = tables.needed(fits, kept)
         computed = stages.backward + np.where(kept, 0.0, stages.forward)
         lanes_f = (stages.forward, stages.get_in[:, None, :], stages.put_out)
         lanes_b = (computed, stages.put_back[:, None, :], stages.get_back)
@@ -123,26 +132,49 @@ class Bounds:
         beat_f = np.where(both, forward + backward, slow_f) + never
         return forward, backward, beat_f, np.where(both, 0.0, slow_b) + beat_f, fits
 
-    def close(self, front: Front) -> None:
-        """Leave the ways out that cannot reach the front."""
-        tables, ways = self._tables, self.possible
+    def close(self, front: Front, within: float) -> None:
+        """Leave the ways out that cannot get ahead of the front by more than this share."""
+        tables, ways = self._tables, self._fitting
         more = (tables.count[ways] - 1)[:, None]
         seconds = self._fill[ways, -1] + more * self._beat[ways, -1]
         seconds = np.maximum(seconds, self._finish[ways, -1] + more * self._beat_f[ways, -1])
         usd = seconds * tables.degree[ways][:, None] * self.levels
-        lost = (front.beats(seconds, usd) | (seconds >= NEVER)).all(axis=1)
+        lost = (front.beats(seconds, usd, within) | (seconds >= NEVER)).all(axis=1)
         self.possible = ways[~lost]
         self._number()
 
-    def promising(self, labels: Labels, front: Front) -> tuple[Labels, Labels]:
-        """The labels that can still become better than the front; and the same ones, raised.
+    def finishable(self, labels: Labels) -> Labels:
+        """The labels in front of which there can be as many stages as are needed, and not too many."""
+        problem = self._tables.problem
+        least = labels.stages + self._fewest[labels.way, labels.first]
+        possible = least < NEVER
+        if problem.stages is not None:
+            possible &= (least <= problem.stages) & (labels.stages + labels.first >= problem.stages)
+        if problem.most_workers is not None:
+            possible &= least * self._tables.degree[labels.way] <= problem.most_workers
+        return labels.take(possible)
+
+    def leading(self, labels: Labels, slack: float) -> Labels:
+        """Of all pipelines of a way and a rate, the labels of those that are bounded best, or worse by this share."""
+        seconds = self._least(labels, 1)
+        step = self._tables.degree[labels.way] * self.levels[1]
+        own = np.minimum(np.round(labels.rate / step), 2 * LEVELS).astype(int)
+        rates = 3 * LEVELS + 1
+        key = (labels.way * rates + own)[:, None] + np.arange(LEVELS + 1)
+        best = np.full(len(self.row) * rates, np.inf)
+        np.minimum.at(best, key, seconds)
+        leads = (seconds <= best[key] * (1 + slack)) & (seconds < NEVER)
+        return labels.take(leads.any(axis=1))
+
+    def promising(self, labels: Labels, front: Front, within: float) -> tuple[Labels, Labels]:
+        """The labels that can still get ahead of the front by more than this share; and the same ones, raised.
 
         Seconds of a completion are bounded from below for every rate that the functions before the label may have. At
         the rates at which the front does not beat this bound, the stages before also are so slow and merge so long
         that some of the label's times do not matter, if they are less: these are raised to what does.
         """
-        labels = labels.take(np.flatnonzero(~self._lost(labels, front, COARSE).all(axis=1)))
-        lost = self._lost(labels, front, 1)
+        labels = labels.take(np.flatnonzero(~self._lost(labels, front, within, COARSE).all(axis=1)))
+        lost = self._lost(labels, front, within, 1)
         keep = np.flatnonzero(~lost.all(axis=1))
         kept, most = labels.take(keep), LEVELS - np.argmin(lost[keep][:, ::-1], axis=1)
         here = kept.way, kept.first, most
@@ -152,11 +184,8 @@ class Bounds:
         )  # fmt: skip
         return kept, raised
 
-    def _lost(self, labels: Labels, front: Front, width: int) -> Mask:
-        """(label, run of `width` levels): whether the front beats whatever comes of the label at such a rate.
-
-        Of a run of levels, the seconds are those at its highest one, the price that at its lowest.
-        """
+    def _least(self, labels: Labels, width: int) -> Floats:
+        """(label, run of levels): seconds of what comes of the label, at least."""
         at, more = (labels.way, labels.first), (self._tables.count[labels.way] - 1)[:, None]
 
         def least(table: Floats) -> Floats:
@@ -167,10 +196,18 @@ class Bounds:
         beat = np.maximum((labels.beat_f + labels.beat_b)[:, None], least(self._beat))
         seconds = fill + least(self._fill) + more * beat
         seconds = np.maximum(seconds, fill + least(self._finish) + more * (beat_f + labels.beat_b[:, None]))
-        seconds = np.maximum(seconds, ends + least(self._forward) + more * beat_f)
+        found: Floats = np.maximum(seconds, ends + least(self._forward) + more * beat_f)
+        return found
+
+    def _lost(self, labels: Labels, front: Front, within: float, width: int) -> Mask:
+        """(label, run of `width` levels): whether the front beats whatever comes of the label at such a rate.
+
+        Of a run of levels, the seconds are those at its highest one, the price that at its lowest.
+        """
+        seconds = self._least(labels, width)
         rate = labels.rate[:, None] + self._tables.degree[labels.way][:, None] * self.levels[::width]
         usd = seconds * rate + labels.other_usd[:, None]
-        lost: Mask = front.beats(seconds, usd) | (seconds >= NEVER)
+        lost: Mask = front.beats(seconds, usd, within) | (seconds >= NEVER)
         return lost
 
 

@@ -12,18 +12,20 @@ from scheduler.partition._search import search
 __all__ = ["cheapest", "fastest", "front", "uniform", "ways_of"]
 
 
-def front(problem: Problem, most_labels: int | None = None) -> tuple[Pipeline, ...]:
+def front(problem: Problem, within: float = 0.0) -> tuple[Pipeline, ...]:
     """All pipelines that no other one beats in both seconds and USD of an iteration, the fastest first.
 
     Over all cuts, places and memory of each stage, degrees, micro-batches and orders; of pipelines that are equal in
-    both, one. Exact by `evaluate`'s model. ``most_labels`` bounds the work for long models: so many unfinished
-    pipelines are kept at a cut for each way; what comes of it is feasible, but may not be all of the front.
+    both, one. Exact by `evaluate`'s model where ``within`` is 0. A share above 0 shortens the work for long models: for
+    every pipeline that there could be, one of those found has at most 1 + within times its seconds and its USD.
 
-    Raises NothingFitsError where no pipeline fits.
+    Raises NothingFitsError where no pipeline fits, and ValueError for a negative share.
     """
     if not problem.profile.layers or problem.batch < 1:
         raise ValueError("a pipeline needs at least one layer and one sample")
-    found = search(problem, ways_of(problem), most_labels)
+    if within < 0:
+        raise ValueError("a pipeline cannot be within less than nothing of the front")
+    found = search(problem, ways_of(problem), within)
     if not found:
         raise NothingFitsError(_why_not(problem))
     plans = (evaluate(problem, way, cuts) for way, cuts in found)

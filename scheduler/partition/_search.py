@@ -3,12 +3,20 @@
 A label is a choice of stages for the layers from one on (`_labels`). Putting a stage in front of it gives another one.
 Two things keep labels few, and lose no point of the front: a label that another one is better than in every respect
 goes, and so does one that cannot end better than a whole pipeline that is known already, by a bound on what the layers
-before it still add (`_bounds`). A first pass that keeps only a few labels at each cut finds such pipelines.
+before it still add (`_bounds`). First passes that keep only the most promising labels at each cut find such pipelines.
+
+A front within a share w: a label also goes where a known pipeline is worse than the bound by no more than w, in seconds
+and in USD. Every pipeline p is then covered by one that is found, with at most (1+w) times its seconds and its USD. For
+follow p's labels: where one goes for a better label, that one's completion by p's other stages is no worse than p, and
+is followed instead; where one goes by the bound, a known pipeline is within 1+w of the bound, which is no more than p's
+own values, and known pipelines only make room for better ones. Nothing is followed beyond the bound, so that the share
+is paid once, however many stages there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -19,30 +27,39 @@ from scheduler.partition._tables import Floats, Ints, Stages, Tables
 
 __all__ = ["search"]
 
-FIRST_PASSES = (6, 16)
-"""Labels kept at a cut, for each way, to find pipelines that rule others out."""
+Choice = Callable[[Labels, Labels], Labels]
+"""Of promising labels, and the same ones raised, those that are gone on with."""
+
+FEW = 2
+"""Labels of each way that the very first pass keeps at a cut: the bounds are too loose to choose by while no pipeline
+is known."""
+FIRST_PASSES: tuple[tuple[float | None, float], ...] = ((None, 0.1), (0.0, 0.1))
+"""What finds pipelines that rule others out, and makes the next pass shorter: by what share a label's bound may be
+worse than the best one of its way and rate (None: a few labels only), and what gain is not looked for."""
 
 
-def search(problem: Problem, ways: Sequence[Way], most: int | None = None) -> list[tuple[Way, tuple[Cut, ...]]]:
+def search(problem: Problem, ways: Sequence[Way], within: float = 0.0) -> list[tuple[Way, tuple[Cut, ...]]]:
     """The ways and cuts on the front of seconds and USD of an iteration, the fastest first; one for each point.
 
-    ``most``: so many labels are kept at a cut, for each way and place; the front then is what was found, not all that
-    there is. None: it is exact.
+    ``within``: for every pipeline, one is found that takes at most 1 + within times its seconds and its USD. 0: exact.
     """
     tables = Tables(problem, ways)
     bounds, front, passes = Bounds(tables), Front(), []
-    for few in (*FIRST_PASSES, most):
-        passes.append(_pass(tables, bounds, front, few))
-        bounds.close(front)
+    for slack, loose in FIRST_PASSES:
+        least_gain = max(loose, within)
+        bounds.close(front, least_gain)
+        passes.append(_pass(tables, bounds, front, least_gain, partial(_promising, tables, bounds, slack)))
+    bounds.close(front, within)
+    passes.append(_pass(tables, bounds, front, within, partial(_undominated, tables)))
     return [_cuts(tables, passes[number], row) for number, row in front.sources]
 
 
-def _pass(tables: Tables, bounds: Bounds, front: Front, few: int | None) -> Labels:
+def _pass(tables: Tables, bounds: Bounds, front: Front, within: float, choose: Choice) -> Labels:
     """All labels; what is known of the front grows."""
     labels = ends_of(bounds.possible, tables.length, len(tables.problem.places) - 1)
     for first in range(tables.length - 1, -1, -1):
         found = _extended(tables, bounds, labels, tables.starting(first, bounds.possible))
-        labels = joined([labels, _kept(tables, bounds, front, found, few)])
+        labels = joined([labels, _kept(tables, bounds, front, found, within, choose)])
     rows = np.flatnonzero(labels.first == 0)
     front.add(*_worth(tables, labels.take(rows)), rows)
     return labels
@@ -73,7 +90,7 @@ def _extended(tables: Tables, bounds: Bounds, labels: Labels, stages: Stages) ->
         fits &= ((labels.stages + 1 == problem.stages) if first == 0 else (labels.stages + 1 < problem.stages))[:, None]
     if problem.most_workers is not None:
         fits &= ((labels.stages + 1) * tables.degree[labels.way] <= problem.most_workers)[:, None]
-    before, option = np.nonzero(fits)
+    before, option = np.nonzero(tables.needed(fits, kept))
     return _put_in_front(tables, labels, stages, before, option, ~kept[before, option], row)
 
 
@@ -130,16 +147,23 @@ def _hops(tables: Tables, after: Labels, option: Ints) -> tuple[Floats, Floats, 
     return there, back, leaving * tables.problem.batch * tables.hop_byte_usd[pair]
 
 
-def _kept(tables: Tables, bounds: Bounds, front: Front, found: Labels, few: int | None) -> Labels:
-    """What may still reach the front."""
+def _kept(
+    tables: Tables, bounds: Bounds, front: Front, found: Labels, within: float, choose: Choice
+) -> Labels:  # fmt: skip
+    """What may still get ahead of the front by more than this share."""
     if not len(found):
         return found
     if found.first[0] == 0:
         return found.take(~front.beats(*_worth(tables, found)))
-    kept, raised = bounds.promising(found, front)
-    if few is not None:
-        return _few(tables, kept, few)
-    return undominated(kept, raised, tables.count[kept.way], alike=tables.problem.stages is not None)
+    return choose(*bounds.promising(bounds.finishable(found), front, within))
+
+
+def _undominated(tables: Tables, labels: Labels, raised: Labels) -> Labels:
+    return undominated(labels, raised, tables.count[labels.way], alike=tables.problem.stages is not None)
+
+
+def _promising(tables: Tables, bounds: Bounds, slack: float | None, labels: Labels, _raised: Labels) -> Labels:
+    return _few(tables, labels, FEW) if slack is None else bounds.leading(labels, slack)
 
 
 def _few(tables: Tables, labels: Labels, few: int) -> Labels:

@@ -17,6 +17,7 @@ from scheduler.partition._model import MIB, Line, Problem, Way
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 ROUNDING = 1e-9
 """Of a memory: what a sum in another order may be off by."""
@@ -88,6 +89,32 @@ class Tables:
         self._parallel = np.array([channel.parallel for channel in channels])
         self._put_usd = np.array([channel.put_usd for channel in channels])
         self._get_usd = np.array([channel.get_usd for channel in channels])
+        gains = np.stack([self.speed, self._up, self._down, -self._gb_usd])
+        self.better = [
+            [
+                i
+                for i in range(len(sizes))
+                if i != j and self.place[i] == self.place[j] and self._as_good(gains[:, i] - gains[:, j], i < j)
+            ]
+            for j in range(len(sizes))
+        ]
+        """By option: those of its place that are as fast and as cheap in all; of equal ones, the first."""
+
+    @staticmethod
+    def _as_good(ahead: Floats, earlier: bool) -> bool:
+        return bool((ahead >= 0).all() and (earlier or (ahead > 0).any()))
+
+    def needed(self, fits: Mask, kept: Mask) -> Mask:
+        """Of the options (last axis) that fit, those that no other one makes needless; `kept`: without computing again.
+
+        A function that is as fast, as cheap and fits as well gives a stage that is no worse in anything that a
+        pipeline is made of. Whoever makes another one needless is needed itself, or something better is.
+        """
+        left = fits.copy()
+        for j, others in enumerate(self.better):
+            for i in others:
+                left[..., j] &= ~(fits[..., i] & (kept[..., i] | ~kept[..., j]))
+        return left
 
     def _hops(self) -> None:
         """(place, place): latency and seconds per byte both ways, USD per byte both ways; infinite: no way."""

@@ -92,15 +92,25 @@ def test_more_memory_at_the_same_price_is_never_worse(seed: int) -> None:
 
 
 @QUICK
-@given(SEEDS)
-def test_fewer_labels_still_give_plans_that_are_possible(seed: int) -> None:
-    asked = problem(seed, layers=6)
+@given(SEEDS, st.sampled_from([0.01, 0.05, 0.3]), st.integers(1, 2))
+def test_a_front_within_a_share_covers_the_exact_one(seed: int, within: float, places: int) -> None:
+    asked = problem(seed, layers=8, places=places)
     try:
         exact = points(front(asked))
     except NothingFitsError:
+        with pytest.raises(NothingFitsError):
+            front(asked, within)
         return
-    for seconds, usd in points(front(asked, most_labels=4)):
-        assert any(s <= seconds * (1 + 1e-9) and u <= usd * (1 + 1e-9) for s, u in exact)
+    found = points(front(asked, within))
+    share = (1 + within) * (1 + 1e-9)
+    assert all(any(s <= seconds * share and u <= usd * share for s, u in found) for seconds, usd in exact)
+    # And none of them is better than what there is.
+    assert all(any(s <= seconds * (1 + 1e-9) and u <= usd * (1 + 1e-9) for s, u in exact) for seconds, usd in found)
+
+
+def test_a_share_below_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="within"):
+        front(problem(3), -0.01)
 
 
 @QUICK
