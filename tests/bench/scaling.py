@@ -18,15 +18,18 @@ DDP (gloo) is measured, two processes on the cores of this machine, at the price
 from __future__ import annotations
 
 import argparse
+import fcntl
 import itertools
 import math
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from threading import BrokenBarrierError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -173,15 +176,31 @@ def _ddp(task: Task, name: str, seed: int, target: float, steps: int, report: Re
         return None
     batch = DDP_SHARE * SETTINGS[name].batch
     share = DDP_WORKERS * DDP_SHARE / POOL
-    curve = isp_processes.run(
-        replace(task, kind=replace(task.kind, batch=batch)), DDP, None, DDP_WORKERS, Link("unshaped", None), seed,
-        SETTINGS[name].lr * math.sqrt(share), 0.0, 4 * math.ceil(steps * 3 / 4), DDP_EVERY,
-    )  # fmt: skip
+    try:
+        # The bridge has one name on the machine.
+        with (Path(tempfile.gettempdir()) / "geofed-bench-bridge.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            curve = isp_processes.run(
+                replace(task, kind=replace(task.kind, batch=batch)), DDP, None, DDP_WORKERS, Link("unshaped", None),
+                seed, SETTINGS[name].lr * math.sqrt(share), 0.0, 4 * math.ceil(steps * 3 / 4), DDP_EVERY,
+            )  # fmt: skip
+    except (subprocess.CalledProcessError, BrokenBarrierError, OSError) as error:
+        report.details.setdefault("ddp_failed", []).append(f"{name}, seed {seed}: {error}")
+        print(f"  {name}, seed {seed}: {DDP} failed: {error}", flush=True)
+        return None
     usd = [one * VM_USD_PER_HOUR / 3600 for one in curve.seconds]
     place = next((at for at, quality in enumerate(curve.quality) if quality <= target), len(curve.steps) - 1)
     cut = slice(0, place + 1)
     return Run(
-        name, DDP, seed, curve.steps[cut], curve.quality[cut], curve.seconds[cut], usd[cut], [DDP_WORKERS] * (place + 1)
+        name,
+        DDP,
+        seed,
+        curve.steps[cut],
+        curve.quality[cut],
+        curve.seconds[cut],
+        usd[cut],
+        [DDP_WORKERS] * (place + 1),
+        reached=curve.quality[place] <= target,
     )
 
 
@@ -197,12 +216,12 @@ def _shown(run: Run) -> str:
 def _end(run: Run, column: str) -> float:
     """At the target, at which runs end; infinite where it was not reached."""
     values: list[float] = getattr(run, column)
-    return values[-1]
+    return values[-1] if run.reached else math.inf
 
 
 def _ratios(rows: Rows, name: str, channel: str, one: str, other: str, column: str) -> list[float]:
-    pairs = zip(rows[name, channel, one], rows[name, channel, other], strict=False)
-    return [_end(a, column) / _end(b, column) for a, b in pairs]
+    beside = {run.seed: run for run in rows[name, channel, other]}
+    return [_end(run, column) / _end(beside[run.seed], column) for run in rows[name, channel, one]]
 
 
 def _table(name: str, channel: str, rows: Rows) -> None:

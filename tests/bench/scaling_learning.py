@@ -209,6 +209,8 @@ class Run:
     noise: list[float] = field(default_factory=list)
     changes: list[tuple[int, int]] = field(default_factory=list)
     """Step and workers from then on."""
+    reached: bool = False
+    """Whether it got to the held-out loss at which it was to end."""
     wall_seconds: float = 0.0
 
     def to(self, target: float) -> tuple[float, float]:
@@ -258,6 +260,9 @@ def play(
             usd += terms.rate(most) * pause
             workers = wanted
             run.changes.append((step, workers))
+    if run.steps[-1] != step:
+        _note(run, step, held_out, seconds, usd, workers)
+    run.reached = held_out <= target
     run.wall_seconds = time.monotonic() - begun
     return run
 
