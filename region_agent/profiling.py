@@ -156,6 +156,7 @@ class Profiler:
         around, begun = self._around, time.monotonic()
         name = f"{self._functions}{memory_mb}"
         limit = timedelta(seconds=command.limit_seconds) + _GRACE
+        body = body.model_copy(update={"memory_mb": memory_mb})
         self._say(command, f"starts a function of {memory_mb} MB")
         await around.gateway.deploy(
             FunctionSpec(

@@ -45,6 +45,8 @@ class ProfileCall(_Body):
     seed: int
     limit_seconds: float = Field(gt=0)
     """After it no new measurement begins, beyond what must be known."""
+    memory_mb: int = Field(default=0, ge=0)
+    """Of the function; 0: not known, and the model is taken to fit."""
     measure: bool = True
     """Otherwise it only makes ready, which tells what an invocation of a worker that is there takes."""
 
@@ -55,7 +57,7 @@ class StepNumbers(_Body):
     batch: int
     seconds: float
     peak_mb: float
-    """Of the process; 0: the system does not tell."""
+    """Of the process; 0: the system does not tell. Of a model that is too large to be made whole: what it would be."""
 
 
 class NormNumbers(_Body):

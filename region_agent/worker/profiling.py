@@ -21,7 +21,7 @@ from region_agent.worker.data import BatchStream, evaluation_batches, move
 from region_agent.worker.profile_call import LayerNumbers, NormNumbers, ProfileCall, Profiled, StepNumbers
 from region_agent.worker.task import Task, task_errors
 from sync.flat import FlatModel
-from sync.pipeline import measure_layers, model_input
+from sync.pipeline import Layers, measure_layers, model_input
 from sync.seeding import seed_all
 
 __all__ = ["profile"]
@@ -33,6 +33,10 @@ _PARTS = 64
 early in training the scale is often some hundred samples, and grows."""
 _NORM_STEPS = 8
 """Steps of training along which gradients are looked at: at its very start they are not what they become."""
+
+
+_COPIES = 8
+"""Of a model, that measuring it whole may hold: parameters, gradients, the optimiser's state, vectors for norms."""
 
 
 @dataclass
@@ -70,19 +74,21 @@ class _Bench:
 def profile(call: ProfileCall, task: Task, data: dict[str, Any], begun: float) -> Profiled:
     """Measure; ``begun``: when the invocation did (monotonic seconds)."""
     seed_all(call.seed)
+    if not len(data["train"]):
+        raise GeofedError("SHARD_UNREADABLE", "the training split is empty")
+    if (layers := _too_large(call, task)) is not None:
+        return _in_layers(call, task, layers, data["train"], begun)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = task.model(call.seed).to(device)
     with task_errors(task.folder, "model"):
         flat = FlatModel(module)
     optimizer = task.optimizer(module.parameters())
     bench = _Bench(call, task, module, flat, optimizer, data["train"], device, begun + call.limit_seconds)
-    if not len(bench.data):
-        raise GeofedError("SHARD_UNREADABLE", "the training split is empty")
     loaded = time.monotonic() - begun
     steps = list(_steps(bench)) if call.measure else []
     update = _update_seconds(bench) if call.measure else 0.0
     norms = list(_norms(bench, steps[0])) if call.measure else []
-    layers, note = _layers(bench) if call.measure else ((), "")
+    measured, note = _layers(bench) if call.measure else ((), "")
     return Profiled(
         status="done",
         parameters=sum(parameter.numel() for parameter in module.parameters()),
@@ -93,16 +99,64 @@ def profile(call: ProfileCall, task: Task, data: dict[str, Any], begun: float) -
         update_seconds=update,
         norms=tuple(norms),
         evaluation_peak_mb=_evaluation_peak_mb(bench, data) if call.measure else 0.0,
-        layers=layers,
+        layers=measured,
         layers_note=note,
     )
+
+
+def _too_large(call: ProfileCall, task: Task) -> Layers | None:
+    """The layers of a model that is measured without ever being made whole; None: it is made whole."""
+    if not call.memory_mb:
+        return None
+    try:
+        layers = task.layers(call.seed)
+        shell = layers.shell()
+    except GeofedError:
+        # It is no chain of layers, and can be measured in one way only.
+        return None
+    held = sum(one.numel() * one.element_size() for one in itertools.chain(shell.parameters(), shell.buffers()))
+    return layers if _peak_mb() + _COPIES * held / 2**20 > call.memory_mb else None
+
+
+def _in_layers(call: ProfileCall, task: Task, layers: Layers, data: Any, begun: float) -> Profiled:
+    """What the sum of all layers would take, where each is made, measured and let go of before the next."""
+    base_mb, loaded = _peak_mb(), time.monotonic() - begun
+    if not call.measure:
+        return Profiled(status="done", samples=len(data), loaded_seconds=loaded)
+    sizes = _sizes(call, data)
+    with task_errors(task.folder, "dataset"):
+        batch = BatchStream(data, call.seed, call.region, 0, 1, sizes[-1]).batch(1)
+    told = measure_layers(layers, model_input(task.loss, batch), sizes)
+    held = sum(one.parameter_bytes + one.state_bytes for one in told)
+
+    def step(size: int) -> StepNumbers:
+        alpha = sum(one.forward_alpha_seconds + one.backward_alpha_seconds for one in told)
+        beta = sum(one.forward_beta_seconds + one.backward_beta_seconds for one in told)
+        # Parameters and gradients, as they are held while other models are measured.
+        whole_mb = (2 * held + size * sum(one.activation_bytes for one in told)) / 2**20
+        return StepNumbers(batch=size, seconds=alpha + beta * size, peak_mb=base_mb + whole_mb)
+
+    return Profiled(
+        status="done",
+        parameters=sum(one.parameter_bytes for one in told) // 4,
+        model_bytes=held,
+        samples=len(data),
+        loaded_seconds=loaded,
+        steps=tuple(step(size) for size in sizes),
+        layers=tuple(LayerNumbers(**asdict(one)) for one in told),
+    )
+
+
+def _sizes(call: ProfileCall, data: Any) -> list[int]:
+    """The batches that are measured."""
+    wanted = call.batch
+    return sorted({min(len(data), max(1, size)) for size in (wanted // 4, wanted // 2, wanted, 2 * wanted)})
 
 
 def _steps(bench: _Bench) -> Iterator[StepNumbers]:
     """Small batches first, so that each one's peak of memory is its own."""
     wanted = bench.call.batch
-    sizes = sorted({min(len(bench.data), max(1, size)) for size in (wanted // 4, wanted // 2, wanted, 2 * wanted)})
-    for size in sizes:
+    for size in _sizes(bench.call, bench.data):
         if time.monotonic() > bench.ends and size > wanted:
             return
         _forget_peak()

@@ -112,3 +112,55 @@ def test_a_body_that_is_no_call_is_refused_in_its_own_form() -> None:
     assert Profiled.model_validate_json(str(answer["body"])).code == "CONFIG_INVALID"
     answer = handle(SimpleNamespace(body=b'{"kind":"other"}'), None)
     assert Outcome.model_validate_json(str(answer["body"])).code == "CONFIG_INVALID"
+
+
+def test_a_model_that_the_function_cannot_hold_is_measured_without_being_made_whole(tmp_path: Path) -> None:
+    """Each layer may be made, all together not: the task counts its living parameters."""
+    told, _ = profiled(tmp_path, DEEP, memory_mb=64)
+    assert (told.status, told.message) == ("done", "")
+    assert len(told.layers) == 6
+    assert told.model_bytes == sum(layer.parameter_bytes + layer.state_bytes for layer in told.layers)
+    assert [step.batch for step in told.steps] == [4, 8, 16, 32]
+    assert all(step.seconds > 0 for step in told.steps)
+    assert told.steps[0].peak_mb > 2 * told.model_bytes / 2**20
+    again, _ = profiled(tmp_path, DEEP, memory_mb=64, measure=False)
+    assert (again.status, again.steps) == ("done", ())
+    whole, _ = profiled(tmp_path, DEEP)
+    assert "together" in whole.message
+
+
+DEEP = """
+import weakref
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from numpy import load
+from torch.utils.data import TensorDataset
+
+living = weakref.WeakSet()
+
+
+class Wide(nn.Linear):
+    def __init__(self, a, b):
+        super().__init__(a, b)
+        if self.weight.device.type != "meta":
+            living.add(self)
+        if len(living) > 2:
+            raise RuntimeError(f"{len(living)} layers live together")
+
+
+def layers(config):
+    return [lambda: Wide(4, 64), *[lambda: Wide(64, 64)] * 4, lambda: Wide(64, 2)]
+
+
+def dataset(uri, split, config):
+    held = load(uri)
+    return TensorDataset(torch.from_numpy(held["x"]), torch.from_numpy(held["y"]))
+
+
+def loss(model, batch):
+    x, y = batch
+    return F.mse_loss(model(x), y)
+"""
