@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from control_plane.client import ControlClient
 
 _T = TypeVar("_T")
+_INSIST_SECONDS = 0.5
 LOCAL_CONTEXT = Path(".geofed/control-plane/context.json")
 
 
@@ -43,14 +46,44 @@ def ask_control_plane(
     from control_plane.client import Context, ControlClient
 
     async def converse() -> _T:
-        async with ControlClient.connect(Context.load(find_context(given))) as client:
-            return await conversation(client)
+        with _insisting():
+            async with ControlClient.connect(Context.load(find_context(given))) as client:
+                return await conversation(client)
 
     try:
         return asyncio.run(converse())
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         say(f"\n{detach}" if detach else "")
         raise SystemExit(int(Exit.INTERRUPTED)) from None
+
+
+@contextmanager
+def _insisting() -> Iterator[None]:
+    """Ctrl-C cancels the conversation again and again until it ends: what is cancelled just as an answer comes in may
+    not notice the first time."""
+    import asyncio
+
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    again: asyncio.TimerHandle | None = None
+
+    def interrupt() -> None:
+        nonlocal again
+        task.cancel()
+        again = loop.call_later(_INSIST_SECONDS, interrupt)
+
+    try:
+        loop.add_signal_handler(signal.SIGINT, interrupt)
+    except (NotImplementedError, RuntimeError, ValueError):
+        # Not in the main thread, or not on this system: then asyncio's own way has to do.
+        yield
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        if again is not None:
+            again.cancel()
 
 
 def confirm(question: str, *, yes: bool) -> None:

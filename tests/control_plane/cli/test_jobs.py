@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import json
 import os
 import select
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from control_plane.cli._connect import ask_control_plane
 from tests.control_plane.cli.conftest import HOLD, Federation, Run, running_federation
 from tests.control_plane.cli.scripted_agents import MODEL
 
@@ -104,6 +108,25 @@ def test_interrupting_a_watch_leaves_the_job(live: Federation, run: Run, job_fil
     assert run("status", job, "-o", "json").data["state"] in ("starting", "running")
     assert run("cancel", job, "--yes").status == 0
     assert run("wait", job).status == 1
+
+
+def test_an_interruption_is_not_lost_where_it_is_overheard_at_first(live: Federation) -> None:
+    heard = []
+
+    async def deaf(client: object) -> None:
+        for _ in range(3):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(30)
+            heard.append("once")
+        await asyncio.sleep(30)
+
+    pressed = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    pressed.start()
+    with pytest.raises(SystemExit) as ended:
+        ask_control_plane(live.context, deaf)
+    pressed.join()
+    assert ended.value.code == 130
+    assert len(heard) == 3
 
 
 def test_a_plan_is_shown_without_running_it(live: Federation, run: Run, job_file: str) -> None:
