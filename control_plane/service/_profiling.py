@@ -123,7 +123,7 @@ class Profiling:
     ) -> AsyncIterator[agent_pb2.ProfileReport]:
         """What an agent tells, its last word included. The command is sent again over each new session."""
         self._require_free(region)
-        command = _command(region, spec, request)
+        command = _command(region, self._usual_memory_mb(region), spec, request)
         waiting = self._open[command.id] = _Open(region, request.bundle_digest)
         told, seen, heard = -1, time.monotonic(), time.monotonic()
         try:
@@ -163,6 +163,12 @@ class Profiling:
             text = f"region {region} has no worker free: {held} are at work"
             raise GeofedError("INADMISSIBLE", text, hint="wait for a job to end")
 
+    def _usual_memory_mb(self, region: str) -> int:
+        """What is measured with unless somebody says otherwise; never more than the region gives."""
+        entry = self._federation.regions.get(region)
+        known = entry.catalogue if entry is not None else None
+        return min(USUAL_MEMORY_MB, known.capacity.memory_mb) if known is not None else USUAL_MEMORY_MB
+
     async def _kept(self, region: str, spec: JobSpec, report: agent_pb2.ProfileReport) -> dict[str, Any]:
         """Store a profile for later plans; what it says for the job."""
         federation, key = self._federation, task_key(spec)
@@ -185,8 +191,10 @@ class Profiling:
             raise GeofedError("FRAME_INVALID", f"the profile of region {region}: {error}") from None
 
 
-def _command(region: str, spec: JobSpec, request: control_pb2.ProfileRequest) -> agent_pb2.ProfileTask:
-    memory = spec.function.memory_mb if isinstance(spec.function.memory_mb, int) else USUAL_MEMORY_MB
+def _command(
+    region: str, usual_memory_mb: int, spec: JobSpec, request: control_pb2.ProfileRequest
+) -> agent_pb2.ProfileTask:
+    memory = spec.function.memory_mb if isinstance(spec.function.memory_mb, int) else usual_memory_mb
     mark = hashlib.sha256(f"{request.request_id}\n{request.spec_json}\n{request.bundle_digest}".encode()).hexdigest()
     return agent_pb2.ProfileTask(
         id=f"profile-{mark[:16]}",

@@ -98,13 +98,13 @@ def _measure(
     own = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *layer.buffers())}
     saved: dict[int, int] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def note(tensor: torch.Tensor) -> None:
+        # Nothing is kept: a tensor that its own graph holds through a hook would never be freed. Nobody goes back here.
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda nothing: nothing):
         output = layer(like(given, inputs))
     outputs = as_tuple(output, f"the output of layer {name}")
     held = {one.untyped_storage().data_ptr() for one in outputs} & set(saved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import pairwise
@@ -164,3 +165,21 @@ def test_names_are_those_of_the_whole() -> None:
     names = Layers.of(_sequential, 0).names
     assert names == ["first", "norm", "act", "middle", "last"]
     assert all(a != b for a, b in pairwise(names))
+
+
+def test_what_was_measured_is_let_go_of() -> None:
+    """Also where a layer's graph holds its own output, as that of relu does."""
+    weights: list[weakref.ref[torch.Tensor]] = []
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.inner = nn.LayerNorm(8), nn.Linear(8, 8)
+            weights.append(weakref.ref(self.inner.weight))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.relu(self.inner(self.norm(x)))
+
+    measure_layers([Block, Block, Block], torch.zeros(4, 8), [2, 4])
+    assert len(weights) == 3
+    assert not any(weight() is not None for weight in weights)
