@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["Staged", "staged", "unstaged"]
 
 SIZES_MB = (256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 16384, 32768)
-"""Function sizes that are tried, up to what the region gives. A partition has one function, so all stages have one."""
+"""Function sizes that are tried, up to what the region gives, which is tried too. A partition has one function, so
+all stages have one."""
 WITHIN = 0.01
 """Share by which a stage plan may miss the best one, in seconds and in USD: planning must answer soon."""
 STATE_FACTOR = 2.0
@@ -78,7 +79,7 @@ def staged(region: Region, snapshot: Snapshot, demand: Demand) -> Staged | None:
     most_mb = min(demand.memory_mb or region.capacity.memory_mb, region.capacity.memory_mb)
     if demand.parallelism == "auto" and _fits_whole(profile, demand.batch, most_mb):
         return None
-    sizes = (demand.memory_mb,) if demand.memory_mb else tuple(size for size in SIZES_MB if size <= most_mb)
+    sizes = (demand.memory_mb,) if demand.memory_mb else (*(size for size in SIZES_MB if size < most_mb), most_mb)
     workers = demand.workers.get(region.name) if isinstance(demand.workers, Mapping) else demand.workers
     free = region.capacity.workers - snapshot.busy_workers.get(region.name, 0)
     return _staged(
