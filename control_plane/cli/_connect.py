@@ -63,6 +63,10 @@ def _insisting() -> Iterator[None]:
     not notice the first time."""
     import asyncio
 
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # So it was started: in the background of a script, or under nohup.
+        yield
+        return
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     again: asyncio.TimerHandle | None = None

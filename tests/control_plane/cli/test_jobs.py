@@ -121,10 +121,14 @@ def test_an_interruption_is_not_lost_where_it_is_overheard_at_first(live: Federa
         await asyncio.sleep(30)
 
     pressed = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    pressed.start()
-    with pytest.raises(SystemExit) as ended:
-        ask_control_plane(live.context, deaf)
-    pressed.join()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        pressed.start()
+        with pytest.raises(SystemExit) as ended:
+            ask_control_plane(live.context, deaf)
+        pressed.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ended.value.code == 130
     assert len(heard) == 3
 
