@@ -42,6 +42,7 @@ from region_agent.partition_events import (
     PsPeer,
     PsReady,
     PsSaid,
+    PsWays,
     Publish,
     PublishAsked,
     Published,
@@ -155,7 +156,9 @@ class Partition:
         self.feed(Scaled(whole_pipelines(self.start.plan, workers), reason))
 
     def peers(self, message: agent_pb2.Peers) -> None:
-        self.feed(PeersKnown(tuple(PsPeer(p.region, p.epoch, p.address) for p in message.peers)))
+        peers = tuple(PsPeer(p.region, p.epoch, p.address) for p in message.peers)
+        neighbours, former = (tuple((pair.a, pair.b) for pair in ps) for ps in (message.neighbours, message.former))
+        self.feed(PeersKnown(peers, PsWays(message.routes, neighbours, former)))
 
     async def drained(self) -> None:
         """Wait until what a stop has begun is done."""
@@ -379,7 +382,7 @@ class Partition:
             return
         self._around.store.keep_attempt(self.job, action.attempt)
         try:
-            await self._ps.configure(action.epoch, action.attempt, action.peers)
+            await self._ps.configure(action.epoch, action.attempt, action.peers, action.ways)
         except GeofedError as error:
             # It is about to end, or has: what follows configures it anew.
             self._around.log(self.job, "agent", f"the parameter server could not be configured: {error}")

@@ -18,6 +18,7 @@ __all__ = [
     "PsPeer",
     "PsReady",
     "PsSaid",
+    "PsWays",
     "Publish",
     "PublishAsked",
     "Published",
@@ -42,6 +43,17 @@ class PsPeer:
     region: str
     epoch: int
     address: str
+
+
+@dataclass(frozen=True)
+class PsWays:
+    """Which regions exchange directly, chosen anew while the job runs."""
+
+    routes: int = 0
+    """Their number; 0: as the plan has them."""
+    neighbours: tuple[tuple[str, str], ...] = ()
+    former: tuple[tuple[str, str], ...] = ()
+    """Pairs that still do as well, until every region knows the present ones."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,7 @@ class PeersKnown:
     """Where the other parameter servers are."""
 
     peers: tuple[PsPeer, ...]
+    ways: PsWays = field(default_factory=PsWays)
 
 
 @dataclass(frozen=True)
@@ -195,6 +208,7 @@ class ConfigurePs:
     epoch: int
     attempt: int
     peers: tuple[PsPeer, ...]
+    ways: PsWays = field(default_factory=PsWays)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from region_agent.partition_events import (
     PsReady,
     PsSaid,
     PsView,
+    PsWays,
     Publish,
     PublishAsked,
     Published,
@@ -126,6 +127,7 @@ class PartitionMachine:
         self._prepared = False
         self._ps_up = False
         self._peers: tuple[PsPeer, ...] = ()
+        self._ways = PsWays()
         self._view = PsView()
         self._crew = _Workers()
         self._broken = _Broken()
@@ -157,7 +159,7 @@ class PartitionMachine:
                 self._prepared, self._preparing = True, False
                 return self._maybe_train()
             case PeersKnown():
-                self._peers = event.peers
+                self._peers, self._ways = event.peers, event.ways
                 return self._configure()
             case PsReady():
                 return self._ps_ready(event)
@@ -217,7 +219,7 @@ class PartitionMachine:
         return actions + self._maybe_train() + self._maybe_publish()
 
     def _configure(self) -> list[Action]:
-        return [ConfigurePs(self.epoch, self.attempt, self._peers)] if self._ps_up else []
+        return [ConfigurePs(self.epoch, self.attempt, self._peers, self._ways)] if self._ps_up else []
 
     def _ps_said(self, view: PsView) -> list[Action]:
         before, self._view = self._view, view

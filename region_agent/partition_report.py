@@ -127,6 +127,7 @@ def report_of(
         refused=_by_region(meters, "refused:"),
         interval=status.interval,
         codec=status.codec,
+        routes=status.routes,
     )
 
 

@@ -53,6 +53,7 @@ async def serve(config: PsConfig) -> None:
         background=bool(settings.background) and len(config.regions) > 1,
         quorum=int(settings.quorum),
         lead=int(settings.lead),
+        rerouted=bool(settings.choose_topology),
     )
     identity = functools.partial(_identity, config)
     identity()

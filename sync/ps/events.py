@@ -68,6 +68,8 @@ class Manifest:
     """The region makes no more."""
     stretch: int = 1
     """Times the planned interval that the region would have the rounds to come last."""
+    settled: int = 0
+    """Every region has the region's updates before this sequence, as far as it knew when it sent this one."""
 
     @property
     def saw(self) -> dict[str, int]:
@@ -108,6 +110,10 @@ class Configured:
     """Pairs of regions that exchange directly; the others' updates are passed on. Empty: every pair does."""
     workers: int = 0
     """Of this attempt; 0: unchanged."""
+    routes: int = 0
+    """Number of these neighbours; what comes later with a lower one is old and counts for nothing."""
+    former: tuple[tuple[str, str], ...] = ()
+    """Pairs that still exchange directly as well, until every region knows of the present ones; empty: none."""
 
 
 @dataclass(frozen=True)
@@ -410,10 +416,11 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Ship:
-    """See that a peer gets updates, until it has them; say `PeerHas` for each."""
+    """See that a peer gets these updates, until it has them, and no others; say `PeerHas` for each."""
 
     peer: Peer
     manifests: tuple[Manifest, ...]
+    """In place of what was said before."""
 
 
 @dataclass(frozen=True)
@@ -531,3 +538,5 @@ class Progress:
     """Updates that did not pass the guard, by region."""
     interval: int = 0
     """Steps of the open round."""
+    routes: int = 0
+    """Number of the neighbours that are known; 0: those that the job began with."""

@@ -196,6 +196,7 @@ class ExchangeService(sync_pb2_grpc.ExchangeServicer):
             seen,
             proto.last,
             min(max(proto.stretch, 1), _LONGEST_STRETCH),
+            proto.settled,
         )
 
     def _judge(self, job: str, manifest: Manifest, via: str = "") -> Verdict:

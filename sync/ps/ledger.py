@@ -1,4 +1,20 @@
-"""Which updates there are, which of them are in the model, and who else has them."""
+"""Which updates there are, which of them are in the model, and who else has them.
+
+Ways that change while updates are on them. Two rules make that safe, whenever it happens:
+
+1. Where ways may change, a region keeps every update that it has until all regions have it. (Where they may not, a
+   relay is done with one once those that it passes it on to have it.) The origin is told who has what by its
+   neighbours' acknowledgements and by what others' updates say they have seen, and says in its own next updates which
+   are everywhere (`Manifest.settled`), so that all others may forget them.
+2. Old and new ways are both in force until every region knows the new ones, so that at any moment one set of ways is
+   in force in all regions, however long one of them hears of nothing.
+
+Then every update reaches every region: those that have it, have it still (1), and its origin is one of them. Take the
+ways that are in force everywhere (2), and a region without the update whose predecessor on the way from the origin has
+it: the predecessor offers it until it has. What comes twice counts once, since a region merges only what follows on its
+watermark. Nothing of this needs to be remembered over a crash beyond the updates themselves: whoever comes back offers
+all that it keeps, over the ways that its agent tells it, which are durable there and numbered.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +34,16 @@ class Ledger:
     """All updates of one job, as one region sees them. An update is named by its region and sequence."""
 
     def __init__(
-        self, region: str, regions: tuple[str, ...], kept: Iterable[Manifest], marks: Mapping[str, int]
+        self,
+        region: str,
+        regions: tuple[str, ...],
+        kept: Iterable[Manifest],
+        marks: Mapping[str, int],
+        *,
+        rerouted: bool = False,
     ) -> None:
-        self._region, self._regions = region, regions
+        """``rerouted``: the ways of updates may change while the job runs."""
+        self._region, self._regions, self._rerouted = region, regions, rerouted
         self.marks = {name: marks.get(name, NO_MODEL) for name in regions}
         """The last update of each region that is in the model."""
         self.kept = {(manifest.region, manifest.sequence): manifest for manifest in kept}
@@ -29,6 +52,10 @@ class Ledger:
         """(who, whose): the last update that is known to be durable there."""
         self.neighbours: tuple[tuple[str, str], ...] = ()
         """Pairs that exchange directly; empty: all do."""
+        self.former: tuple[tuple[str, str], ...] = ()
+        """Pairs that still do, until all regions know the present ones; empty: none."""
+        self.routes = 0
+        """Number of these ways."""
         self.peers: dict[str, Peer] = {}
 
     def add(self, manifest: Manifest) -> None:
@@ -37,6 +64,8 @@ class Ledger:
             self.kept[manifest.region, manifest.sequence] = manifest
         for region, sequence in manifest.seen:
             self.note(manifest.region, region, sequence)
+        for region in self._regions:
+            self.note(region, manifest.region, manifest.settled - 1)
 
     def note(self, who: str, origin: str, sequence: int) -> None:
         """Another region has all of a region's updates up to this one."""
@@ -78,36 +107,51 @@ class Ledger:
 
     # On their way
 
-    def ships(self, epoch: int) -> list[Ship]:
-        """What each direct peer may still be without."""
+    def route(
+        self, neighbours: tuple[tuple[str, str], ...], routes: int = 0, former: tuple[tuple[str, str], ...] = ()
+    ) -> None:
+        """Take up the ways that the control plane has chosen, unless newer ones are known."""
+        if routes >= self.routes:
+            self.neighbours, self.routes, self.former = neighbours, routes, former
+
+    def ships(self, epoch: int, *, all_peers: bool = False) -> list[Ship]:
+        """What each direct peer may still be without. ``all_peers``: also those that are to get nothing from here."""
         found = []
+        settled = min((self.has(who, self._region) for who in self._others()), default=NO_MODEL) + 1
         for region, peer in sorted(self.peers.items()):
             manifests = [
                 # Ours go under the present epoch, whichever it was when they were made: the older one is fenced there.
-                replace(manifest, epoch=epoch) if origin == self._region else manifest
+                replace(manifest, epoch=epoch, settled=settled) if origin == self._region else manifest
                 for (origin, sequence), manifest in sorted(self.kept.items(), key=lambda item: item[0][::-1])
                 if sequence > self.has(region, origin) and region in self._sends_to(origin)
             ]
-            if manifests:
+            if manifests or all_peers:
                 found.append(Ship(peer, tuple(manifests)))
         return found
 
+    def _others(self) -> tuple[str, ...]:
+        return tuple(name for name in self._regions if name != self._region)
+
     def _sends_to(self, origin: str) -> tuple[str, ...]:
         """Regions that get the updates of a region from here."""
-        if not self.neighbours:
-            return tuple(name for name in self._regions if name != self._region) if origin == self._region else ()
+        ways = [self.neighbours, self.former] if self.former else [self.neighbours]
+        return tuple(sorted({name for pairs in ways for name in self._along(pairs, origin)}))
+
+    def _along(self, pairs: tuple[tuple[str, str], ...], origin: str) -> tuple[str, ...]:
+        if not pairs:
+            return self._others() if origin == self._region else ()
         if origin == self._region:
-            near = {b if a == origin else a for a, b in self.neighbours if origin in (a, b)}
-            return tuple(sorted(near))
-        return forwards(self.neighbours, self._region, origin)
+            return tuple(b if a == origin else a for a, b in pairs if origin in (a, b))
+        return forwards(pairs, self._region, origin)
 
     def forgettable(self, margin: int) -> tuple[tuple[str, int], ...]:
         """Up to which sequence each region's updates are needed by nobody; the last ``margin`` merged ones stay."""
         up_to = []
         for origin in self._regions:
-            # Ours must be everywhere, since a relay may lose what it has not passed on; a relay's job ends with the
-            # next region on the way.
-            waiting = [r for r in self._regions if r != origin] if origin == self._region else self._sends_to(origin)
+            # Ours must be everywhere, since a relay may lose what it has not passed on. A relay's job ends with the
+            # next region on the way, if that stays the next one.
+            everyone = origin == self._region or self._rerouted
+            waiting = [r for r in self._others() if r != origin] if everyone else self._sends_to(origin)
             everywhere = min((self.has(who, origin) for who in waiting), default=self.marks[origin])
             up_to.append((origin, min(everywhere, self.marks[origin] - margin)))
         self.kept = {key: m for key, m in self.kept.items() if key[1] > dict(up_to)[key[0]]}

@@ -72,6 +72,7 @@ def manifest_to_proto(job: str, manifest: Manifest) -> sync_pb2.UpdateManifest:
         seen=dict(manifest.seen),
         last=manifest.last,
         stretch=manifest.stretch,
+        settled=manifest.settled,
     )
 
 
@@ -118,9 +119,12 @@ class Courier:
         self._met.set()
 
     def ship(self, peer: Peer, manifests: tuple[Manifest, ...]) -> None:
-        """Take over updates to carry."""
+        """Take over updates to carry, in place of those before."""
         self.meet(peer)
-        self._waiting |= {(manifest.sequence, manifest.region): manifest for manifest in manifests}
+        self._waiting = {(manifest.sequence, manifest.region): manifest for manifest in manifests}
+        if not manifests:
+            # Nothing goes this way any more: whether it could is not known from now on.
+            self.meter.up, self.meter.fault = True, ""
         self._news.set()
 
     @property

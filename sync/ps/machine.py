@@ -75,6 +75,8 @@ class Setup:
     with its update of the same round."""
     lead: int = 0
     """Rounds that this region may be ahead of the last update here of any other that keeps up; 0: any number."""
+    rerouted: bool = False
+    """The ways of updates may change while the job runs."""
 
     def contributors(self, sequence: int) -> tuple[str, ...]:
         """The regions that make an update of a round."""
@@ -145,7 +147,8 @@ class Machine(abc.ABC):
         self._state_key = recovered.state_key
         self._layout_digest = recovered.layout_digest
         marks = dict.fromkeys(setup.regions, recovered.sequence) | dict(recovered.marks)
-        self.ledger = Ledger(setup.region, setup.regions, [*recovered.inbox, *recovered.outbox], marks)
+        kept = [*recovered.inbox, *recovered.outbox]
+        self.ledger = Ledger(setup.region, setup.regions, kept, marks, rerouted=setup.rerouted)
         self._boundary = Boundary()
         self._merge, self._evaluation = StepMerge(setup.workers), Evaluation(setup.workers)
         self._attaching: dict[int, Attached] = {}
@@ -191,6 +194,7 @@ class Machine(abc.ABC):
             staleness=dict(self._staleness),
             refused=dict(self._refused),
             interval=self._until - self._open_step,
+            routes=self.ledger.routes,
         )
 
     def verdict(self, manifest: Manifest, via: str = "") -> Verdict:
@@ -335,9 +339,11 @@ class Machine(abc.ABC):
             if peer.region != self.setup.region and peer.epoch >= self._epoch_of(peer.region):
                 self.ledger.peers[peer.region] = peer
         if event.peers:
-            self.ledger.neighbours = event.neighbours
+            self.ledger.route(event.neighbours, event.routes, event.former)
+        # Peers that are no neighbours any more get nothing more from here, not even what is on its way.
+        actions += self.ledger.ships(self.epoch, all_peers=True)
         # After a restart all updates of the open round may be here already: nobody sends them again.
-        return actions + self._ship() + self._try_apply()
+        return actions + self._try_apply()
 
     def _epoch_of(self, region: str) -> int:
         return self.ledger.peers[region].epoch if region in self.ledger.peers else 0

@@ -174,7 +174,9 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
         if unknown:
             raise GeofedError("CONFIG_INVALID", f"not a region of this job: {', '.join(sorted(unknown))}")
         pairs = tuple((pair.a, pair.b) for pair in request.neighbours) or self._config.neighbours
-        self._engine.feed(Configured(request.epoch, request.attempt, peers, pairs))
+        former = tuple((pair.a, pair.b) for pair in request.former)
+        event = Configured(request.epoch, request.attempt, peers, pairs, routes=request.routes, former=former)
+        self._engine.feed(event)
         if request.stop:
             self.stopped.set()
         return self._status()
@@ -230,6 +232,7 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
             staleness=progress.staleness,
             refused=progress.refused,
             interval=progress.interval,
+            routes=progress.routes,
             codec=self._engine.works.codec_name,
             decisions=self._engine.steering.decisions,
             channel=asdict(self._engine.channel.usage),

@@ -37,6 +37,8 @@ class ExchangeSettings:
     """1: the codec follows what the links can carry. Background only."""
     choose_interval: float = 0.0
     """1: the interval does. Background only."""
+    choose_topology: float = 0.0
+    """1: the control plane may choose other ways for updates while the job runs."""
     guard: float = 100.0
     """An update whose norm is more than this many times the median of its region's last ones is refused; 0: none is."""
 

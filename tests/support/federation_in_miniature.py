@@ -105,6 +105,18 @@ class Message:
     """An update, or the acknowledgement of one, by its region and sequence."""
 
 
+Pairs = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Ways:
+    """Which regions exchange directly, as the control plane says."""
+
+    neighbours: Pairs = ()
+    routes: int = 0
+    former: Pairs = ()
+
+
 class Site:
     """One region."""
 
@@ -173,8 +185,7 @@ class Site:
             case Reply() | Refuse():
                 self._answer(action)
             case Ship():
-                waiting = self.couriers.setdefault(action.peer.region, {})
-                waiting.update({(m.sequence, m.region): m for m in action.manifests})
+                self.couriers[action.peer.region] = {(m.sequence, m.region): m for m in action.manifests}
             case Failed():
                 raise AssertionError(f"{self.name}: {action}")
             case _:
@@ -272,9 +283,10 @@ class Site:
         self.ghosts |= {worker.call for worker in self.workers if worker.call}
         self.new_crew()
 
-    def configure(self, peers: tuple[Peer, ...], neighbours: tuple[tuple[str, str], ...] = ()) -> None:
+    def configure(self, peers: tuple[Peer, ...], ways: Ways) -> None:
         if self.machine is not None:
-            self.feed(Configured(self.epoch, self.attempt, peers, neighbours))
+            told = Configured(self.epoch, self.attempt, peers, ways.neighbours, routes=ways.routes, former=ways.former)
+            self.feed(told)
 
     # The workers
 
@@ -398,6 +410,16 @@ class Site:
         return self.machine is not None and self.machine.finished
 
 
+def around(names: list[str], cut: set[frozenset[str]]) -> Pairs:
+    """A tree of the pairs that are not cut, grown from the first region."""
+    reached, found = {names[0]}, []
+    while len(reached) < len(names):
+        pair = next((a, b) for a in sorted(reached) for b in names if b not in reached and frozenset((a, b)) not in cut)
+        reached.add(pair[1])
+        found.append((min(pair), max(pair)))
+    return tuple(sorted(found))
+
+
 class Miniature:
     """All regions, and the WAN."""
 
@@ -411,20 +433,49 @@ class Miniature:
         *,
         quorum: int | None = None,
         lead: int = 0,
-        neighbours: tuple[tuple[str, str], ...] = (),
+        neighbours: Pairs = (),
+        rerouted: bool = False,
     ) -> None:
         """``quorum`` None: synchronous exchange."""
         names = tuple(f"r{index}" for index in range(regions))
-        background = {"background": quorum is not None and regions > 1, "quorum": quorum or 0, "lead": lead}
-        self.sites = {n: Site(Setup(n, names, workers, rounds, steps, evaluate_every, **background)) for n in names}
-        self.neighbours = neighbours
+        more = {"background": quorum is not None and regions > 1, "quorum": quorum or 0, "lead": lead}
+        more |= {"rerouted": rerouted}
+        self.sites = {n: Site(Setup(n, names, workers, rounds, steps, evaluate_every, **more)) for n in names}
+        self.ways = Ways(neighbours)
+        """As the control plane wants them."""
+        self.told = dict.fromkeys(names, self.ways)
+        """What each agent was last told, and keeps."""
+        self.cut: set[frozenset[str]] = set()
+        """Pairs of regions between which nothing arrives any more."""
+        self.deaf = ""
+        """A region whose agent hears no more of ways."""
         self.wan: list[Message] = []
         self.rounds: dict[int, str] = {}
         """Digest of the model after each round, wherever it was seen first."""
 
     def configure(self, name: str) -> None:
         peers = tuple(Peer(site.name, site.epoch, site.name) for site in self.sites.values() if site.name != name)
-        self.sites[name].configure(peers, self.neighbours)
+        self.sites[name].configure(peers, self.told[name])
+
+    # Ways that change
+
+    def reroute(self, pairs: Pairs) -> None:
+        """The control plane chooses other ways, unless not all regions know the last ones."""
+        if not self.ways.former:
+            self.ways = Ways(pairs, self.ways.routes + 1, self._spelled(self.ways.neighbours))
+
+    def tell_ways(self, name: str) -> None:
+        """An agent hears of the ways; once all servers know them, the former ones are over."""
+        if name != self.deaf:
+            self.told[name] = self.ways
+        self.configure(name)
+        knowing = [s.machine is not None and s.machine.progress.routes >= self.ways.routes for s in self.sites.values()]
+        if self.ways.former and all(knowing):
+            self.ways = Ways(self.ways.neighbours, self.ways.routes + 1)
+
+    def _spelled(self, pairs: Pairs) -> Pairs:
+        names = sorted(self.sites)
+        return pairs or tuple((a, b) for a in names for b in names if a < b)
 
     def send(self, name: str) -> None:
         """Every courier of a region puts the first of its updates on the wire, again if it was there before."""
@@ -434,7 +485,7 @@ class Miniature:
 
     def deliver(self, message: Message, *, then_crash: bool = False) -> None:
         site = self.sites[message.to]
-        if site.machine is None:
+        if site.machine is None or frozenset((message.source, message.to)) in self.cut:
             return
         if isinstance(message.what, tuple):
             waiting, (origin, sequence) = site.couriers.get(message.source, {}), message.what
@@ -467,14 +518,22 @@ class Miniature:
                 assert made.step == made.sequence * setup.steps_per_round
 
     def finish(self) -> None:
-        """From now on nothing breaks: everything must come to its end, and nobody may wait for ever."""
+        """From now on nothing breaks: everything must come to its end, and nobody may wait for ever.
+
+        What is cut stays cut, and the control plane leads around it; to do so it must be heard. Else whom it does not
+        reach stays as it is.
+        """
+        self.deaf = "" if self.cut else self.deaf
         for _ in range(400):
             if all(site.finished and all(w.doing == "done" for w in site.workers) for site in self.sites.values()):
                 break
             for name, site in self.sites.items():
                 if site.machine is None:
                     site.start()
-                self.configure(name)
+                self.tell_ways(name)
+                here = {frozenset(pair) for pair in self._spelled(self.ways.neighbours)}
+                if here & self.cut:
+                    self.reroute(around(sorted(self.sites), self.cut))
                 for index in range(len(site.workers)):
                     if not site.workers[index].call:
                         site.let_work(index)

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class UpdateManifest(_message.Message):
-    __slots__ = ("job", "region", "epoch", "sequence", "digest", "total_bytes", "weight", "seen", "last", "stretch")
+    __slots__ = ("job", "region", "epoch", "sequence", "digest", "total_bytes", "weight", "seen", "last", "stretch", "settled")
     class SeenEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class UpdateManifest(_message.Message):
     SEEN_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     STRETCH_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
     job: str
     region: str
     epoch: int
@@ -37,7 +38,8 @@ class UpdateManifest(_message.Message):
     seen: _containers.ScalarMap[str, int]
     last: bool
     stretch: int
-    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., weight: _Optional[float] = ..., seen: _Optional[_Mapping[str, int]] = ..., last: bool = ..., stretch: _Optional[int] = ...) -> None: ...
+    settled: int
+    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., weight: _Optional[float] = ..., seen: _Optional[_Mapping[str, int]] = ..., last: bool = ..., stretch: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
 
 class OfferReply(_message.Message):
     __slots__ = ("verdict", "have_bytes", "have", "bulk_port", "ticket")
@@ -116,18 +118,22 @@ class UpdateChunk(_message.Message):
     def __init__(self, manifest: _Optional[_Union[UpdateManifest, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PsConfig(_message.Message):
-    __slots__ = ("epoch", "attempt", "peers", "stop", "neighbours")
+    __slots__ = ("epoch", "attempt", "peers", "stop", "neighbours", "routes", "former")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     NEIGHBOURS_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
+    FORMER_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     attempt: int
     peers: _containers.RepeatedCompositeFieldContainer[PsPeer]
     stop: bool
     neighbours: _containers.RepeatedCompositeFieldContainer[Neighbours]
-    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PsPeer, _Mapping]]] = ..., stop: bool = ..., neighbours: _Optional[_Iterable[_Union[Neighbours, _Mapping]]] = ...) -> None: ...
+    routes: int
+    former: _containers.RepeatedCompositeFieldContainer[Neighbours]
+    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PsPeer, _Mapping]]] = ..., stop: bool = ..., neighbours: _Optional[_Iterable[_Union[Neighbours, _Mapping]]] = ..., routes: _Optional[int] = ..., former: _Optional[_Iterable[_Union[Neighbours, _Mapping]]] = ...) -> None: ...
 
 class Neighbours(_message.Message):
     __slots__ = ("a", "b")
@@ -156,7 +162,7 @@ class PsModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PsStatus(_message.Message):
-    __slots__ = ("phase", "condition", "epoch", "attempt", "round", "step", "samples", "loss", "metrics", "metrics_samples", "metrics_round", "sent_bytes", "received_bytes", "model_digest", "applied_updates", "error", "wait_seconds", "link_rtt_ms", "link_mbps", "samples_per_second", "links_down", "staleness", "refused", "interval", "codec", "link_streams", "decisions", "channel")
+    __slots__ = ("phase", "condition", "epoch", "attempt", "round", "step", "samples", "loss", "metrics", "metrics_samples", "metrics_round", "sent_bytes", "received_bytes", "model_digest", "applied_updates", "error", "wait_seconds", "link_rtt_ms", "link_mbps", "samples_per_second", "links_down", "staleness", "refused", "interval", "codec", "link_streams", "decisions", "channel", "routes")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -248,6 +254,7 @@ class PsStatus(_message.Message):
     LINK_STREAMS_FIELD_NUMBER: _ClassVar[int]
     DECISIONS_FIELD_NUMBER: _ClassVar[int]
     CHANNEL_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
     phase: str
     condition: str
     epoch: int
@@ -276,4 +283,5 @@ class PsStatus(_message.Message):
     link_streams: _containers.ScalarMap[str, int]
     decisions: _containers.RepeatedScalarFieldContainer[str]
     channel: _containers.ScalarMap[str, int]
-    def __init__(self, phase: _Optional[str] = ..., condition: _Optional[str] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_samples: _Optional[int] = ..., metrics_round: _Optional[int] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., received_bytes: _Optional[_Mapping[str, int]] = ..., model_digest: _Optional[str] = ..., applied_updates: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., wait_seconds: _Optional[float] = ..., link_rtt_ms: _Optional[_Mapping[str, float]] = ..., link_mbps: _Optional[_Mapping[str, float]] = ..., samples_per_second: _Optional[float] = ..., links_down: _Optional[_Iterable[str]] = ..., staleness: _Optional[_Mapping[str, float]] = ..., refused: _Optional[_Mapping[str, int]] = ..., interval: _Optional[int] = ..., codec: _Optional[str] = ..., link_streams: _Optional[_Mapping[str, int]] = ..., decisions: _Optional[_Iterable[str]] = ..., channel: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    routes: int
+    def __init__(self, phase: _Optional[str] = ..., condition: _Optional[str] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_samples: _Optional[int] = ..., metrics_round: _Optional[int] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., received_bytes: _Optional[_Mapping[str, int]] = ..., model_digest: _Optional[str] = ..., applied_updates: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., wait_seconds: _Optional[float] = ..., link_rtt_ms: _Optional[_Mapping[str, float]] = ..., link_mbps: _Optional[_Mapping[str, float]] = ..., samples_per_second: _Optional[float] = ..., links_down: _Optional[_Iterable[str]] = ..., staleness: _Optional[_Mapping[str, float]] = ..., refused: _Optional[_Mapping[str, int]] = ..., interval: _Optional[int] = ..., codec: _Optional[str] = ..., link_streams: _Optional[_Mapping[str, int]] = ..., decisions: _Optional[_Iterable[str]] = ..., channel: _Optional[_Mapping[str, int]] = ..., routes: _Optional[int] = ...) -> None: ...
