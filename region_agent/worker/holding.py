@@ -26,7 +26,7 @@ from sync.channel import Channel
 from sync.collective import State as CollectiveState
 from sync.flat import FlatModel
 from sync.layout import Layout, Vector
-from sync.seeding import seed_all
+from sync.seeding import reseed, seed_all
 
 __all__ = ["Holding", "WholeModel", "checked_loss", "device"]
 
@@ -165,7 +165,7 @@ class WholeModel:
     def step(self, server: PsClient, step: int, more: bool) -> tuple[float, float]:
         begun = time.monotonic()
         # What a step does must follow from the step alone, not from the steps that this invocation made before.
-        seed_all(self._call.seed, zlib.crc32(self._call.region.encode()), self._call.worker, step)
+        reseed(self._call.seed, zlib.crc32(self._call.region.encode()), self._call.worker, step)
         self._module.train()
         self._optimizer.zero_grad(set_to_none=True)
         value = sum(self._pass(step))

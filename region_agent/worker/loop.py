@@ -4,8 +4,8 @@ A worker attaches to its parameter server, goes on from the round that the serve
 batch, gradients merged with the other workers that hold the same, one optimiser step that is the same in all of them.
 What it holds is the model, or a stage of it (`Holding`).
 At the end of a round it hands over the model, waits for the federation's, and goes on from that; with background
-exchange it makes the next step meanwhile, and then adds the correction that it is given. When its slice of time is over
-it leaves what it needs in the channel and returns; the next invocation takes it up at the same step.
+exchange it makes the next steps meanwhile, and then adds the correction that it is given. When its slice of time is
+over it leaves what it needs in the channel and returns; the next invocation takes it up at the same step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TypeVar
 
 import numpy as np
@@ -25,6 +25,7 @@ from region_agent.worker.holding import Holding
 from region_agent.worker.invocation import Invocation, Outcome
 from region_agent.worker.optimizer_state import State
 from region_agent.worker.ps_client import PsClient, SliceOver
+from region_agent.worker.rounds import Answer, Ended, Sums
 from sync import framing
 from sync.channel import Channel
 from sync.collective import State as CollectiveState
@@ -37,36 +38,11 @@ _BROKEN = ("FENCED", "CHANNEL_TIMEOUT")
 _Value = TypeVar("_Value")
 _NEWS_SECONDS = 1.0
 """Between two news of steps."""
+_BESIDE = 4
+"""With background exchange a quarter of a round is made before the answer to the last one's end counts: what hands the
+model over and fetches the answer is then hidden behind those steps."""
 _STATE_SECONDS = 10.0
 """With background exchange the optimiser's state is handed over this often: only a new attempt asks for it."""
-
-
-@dataclass
-class _Round:
-    """What a worker sums up within a round."""
-
-    samples: float = 0.0
-    loss_sum: float = 0.0
-    """Loss times samples."""
-    compute_seconds: float = 0.0
-
-    def rescale(self, factor: float) -> None:
-        """What it would be with so many times the samples in each step."""
-        self.samples, self.loss_sum = self.samples * factor, self.loss_sum * factor
-
-    @property
-    def loss(self) -> float:
-        return self.loss_sum / self.samples if self.samples else 0.0
-
-
-@dataclass
-class _Ended:
-    """A round whose end is told to the server while the next one has begun."""
-
-    request: worker_pb2.BoundaryRequest
-    sums: _Round
-    reply: Future[tuple[worker_pb2.BoundaryReply, Vector | None]]
-    """With the correction, if there is one."""
 
 
 class WorkerLoop:
@@ -83,14 +59,14 @@ class WorkerLoop:
         self._until = 0
         """Where the open round ends."""
         self._background = False
-        self._ended: _Ended | None = None
+        self._ended: Ended | None = None
         self._state_given = 0.0
         self._snapshot: Vector | None = None
         self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="boundary")
         self._told = time.monotonic()
         self._settled = 0
         """The last step after which the workers have made sure that they hold the same."""
-        self._round = _Round()
+        self._round = Sums()
         self._outcome_steps, self._outcome_samples, self._compute_seconds = 0, 0, 0.0
         self._merge_seconds = 0.0
         """Of steps, beyond their compute."""
@@ -143,8 +119,8 @@ class WorkerLoop:
                 if self._slice_over():
                     return False
                 self._make_step(server, self._step + 1)
-                if self._ended is not None:
-                    self._hear_of_round(server)
+                if self._ended is not None and self._step >= self._ended.due:
+                    self._hear_of_round(server, self._ended)
             if self._background and not awaited and self._step < self._call.rounds * self._call.steps_per_round:
                 self._begin_end_of_round(server, self._completed + 1)
                 continue
@@ -153,7 +129,7 @@ class WorkerLoop:
             if awaited and reply.state_key and not self._background:
                 self._holding.load_state(self._holding.read_state(reply.state_key))
             awaited, finished = False, reply.finished
-            self._completed, self._round = reply.round, _Round()
+            self._completed, self._round = reply.round, Sums()
             if not self._background:
                 self._step = self._completed * self._call.steps_per_round
             if reply.evaluate:
@@ -175,41 +151,46 @@ class WorkerLoop:
     # The end of a round, with background exchange
 
     def _begin_end_of_round(self, server: PsClient, sequence: int) -> None:
-        """Take the model of now and hand it over beside the next step."""
+        """Take the model of now and hand it over beside the next steps."""
         self._settle()
         self._snapshot = self._flat.vector(self._snapshot)
-        request, state = self._boundary_of(sequence, self._snapshot), None
+        request, state = self._end_of(sequence, self._step, self._round), None
         # The stages of a model must all give theirs of the same round.
         due = self._holding.in_stages or time.monotonic() - self._state_given > _STATE_SECONDS
         if self._holding.leads and due:
             self._state_given = time.monotonic()
             tensors, numbers = self._holding.dump_state()
-            # The next step changes what they are views of.
+            # The next steps change what they are views of.
             state = {name: np.array(array) for name, array in tensors.items()}, numbers
         reply = self._beside.submit(self._tell_end, server, request, self._snapshot, state)
-        self._ended = _Ended(request, self._round, reply)
-        self._round = _Round()
-        # Until the answer says where the next round ends, it has one step.
-        self._until = self._step + 1
+        self._go_on_beside(request, self._round, reply)
+        self._round = Sums()
+
+    def _go_on_beside(
+        self,
+        request: worker_pb2.BoundaryRequest,
+        sums: Sums,
+        reply: Future[Answer],
+    ) -> None:
+        """Make steps until the answer to an end is due; only it says where the next round ends."""
+        each, total = self._call.steps_per_round, self._call.rounds * self._call.steps_per_round
+        self._until = min(request.step + max(1, each // _BESIDE), total)
+        self._ended = Ended(request, sums, self._until, reply)
 
     def _tell_end(
         self, server: PsClient, request: worker_pb2.BoundaryRequest, vector: Vector, state: State | None
-    ) -> tuple[worker_pb2.BoundaryReply, Vector | None]:
+    ) -> Answer:
         self._put_end(request, vector, state)
         return self._ask_end(server, request)
 
-    def _ask_end(
-        self, server: PsClient, request: worker_pb2.BoundaryRequest
-    ) -> tuple[worker_pb2.BoundaryReply, Vector | None]:
+    def _ask_end(self, server: PsClient, request: worker_pb2.BoundaryRequest) -> Answer:
         reply = server.boundary(request)
-        # Copied here, beside a step, so that the step's end does not wait for the pages.
+        # Copied here, beside the steps, so that none of them waits for the pages.
         return reply, np.array(self._correction(reply.correction_key)) if reply.correction_key else None
 
-    def _hear_of_round(self, server: PsClient) -> None:
-        """One step after the end of a round, in all workers of the partition: its answer counts from here on."""
-        if self._ended is None:
-            return
-        reply, correction = self._ended.reply.result()
+    def _hear_of_round(self, server: PsClient, ended: Ended) -> None:
+        """So many steps after the end of a round, in all workers of the partition: its answer counts from here on."""
+        reply, correction = ended.reply.result()
         if correction is not None:
             self._flat.add(correction)
         self._until = reply.until_step
@@ -246,7 +227,7 @@ class WorkerLoop:
         if not known:
             self._settle()
             vector = self._flat.vector()
-            request = self._boundary_of(sequence, vector)
+            request = self._end_of(sequence, self._step, self._round)
             # All workers of a group hold the same model and optimiser state, so one hands them over for all.
             self._put_end(request, vector, self._holding.dump_state() if self._holding.leads else None)
         reply = server.boundary(request)
@@ -259,23 +240,22 @@ class WorkerLoop:
             self._holding.settle(self._step)
             self._settled = self._step
 
-    def _boundary_of(self, sequence: int, vector: Vector) -> worker_pb2.BoundaryRequest:
+    def _end_of(self, sequence: int, step: int, sums: Sums) -> worker_pb2.BoundaryRequest:
+        """All but the model's digest."""
         place = f"b/{self._call.attempt}/{sequence}"
-        # A worker alone has nobody to differ from.
-        digest = "alone" if self._holding.alone else framing.digest_of([vector.view(np.uint8).data])
         return worker_pb2.BoundaryRequest(
             round=sequence,
-            step=self._step,
-            digest=digest,
+            step=step,
             model_key=f"{place}/model" if self._call.worker == 0 else "",
             group=self._holding.group,
-            samples=self._round.samples,
-            loss=self._round.loss,
-            compute_seconds=self._round.compute_seconds,
+            samples=sums.samples,
+            loss=sums.loss,
+            compute_seconds=sums.compute_seconds,
         )
 
     def _put_end(self, request: worker_pb2.BoundaryRequest, vector: Vector, state: State | None) -> None:
         place = f"b/{self._call.attempt}/{request.round}"
+        request.digest = self._digest_of(vector)
         if self._holding.leads:
             self._holding.put(f"{place}/model", vector)
         if state is not None:
@@ -283,11 +263,15 @@ class WorkerLoop:
             if request.model_key:
                 request.state_key = f"{place}/state"
 
+    def _digest_of(self, vector: Vector) -> str:
+        # A worker alone has nobody to differ from.
+        return "alone" if self._holding.alone else framing.digest_of([vector.view(np.uint8).data])
+
     # Steps
 
     def _make_step(self, server: PsClient, step: int) -> None:
         # What is received ahead must be what comes next: another step, and no evaluation before it.
-        more = step < self._until and self._ended is None
+        more = step < self._until
         begun = time.monotonic()
         value, seconds = self._holding.step(server, step, more)
         if not self._holding.in_stages:
@@ -329,12 +313,14 @@ class WorkerLoop:
     def _frame(self, *, for_others: bool) -> list[memoryview]:
         """All that the next invocation needs, of this worker, or of any that holds the same in another attempt."""
         tensors, numbers = self._holding.dump_state()
-        facts = {"round": self._completed, "step": self._step, "settled": self._settled, **_sums("", self._round)}
+        # Until the answer to an end counts here, that round is not completed here, whatever the server has of it.
+        completed = self._completed if self._ended is None else self._ended.request.round - 1
+        facts = {"round": completed, "step": self._step, "settled": self._settled, **self._round.facts()}
         facts |= {"attempt": self._call.attempt, "worker": self._call.worker, "batch": self._holding.samples}
         facts |= self._holding.facts()
         if self._ended is not None:
             # The slice ends in the wait for an answer, which the next one will ask for again.
-            facts |= {"ended_step": self._ended.request.step, **_sums("ended_", self._ended.sums)}
+            facts |= {"ended_step": self._ended.request.step, **self._ended.sums.facts("ended_")}
         prefixed = {f"o/{name}": array for name, array in tensors.items()}
         facts |= {f"o/{name}": value for name, value in numbers.items()}
         if not for_others:
@@ -370,7 +356,7 @@ class WorkerLoop:
             # There an attempt begins from the server's model, since the server must know where.
             return False
         self._step = int(facts["step"])
-        self._round = _read_sums("", facts)
+        self._round = Sums.of(facts)
         if other_attempt:
             # Of another worker, whose share of a step may have been another.
             self._round.rescale(self._holding.samples / facts["batch"])
@@ -384,35 +370,32 @@ class WorkerLoop:
                 self._holding.restore_merging(held)
         if missed:
             if "ended_step" not in facts:
-                self._round = _Round()
-            if start.correction_key:
-                self._flat.add(self._correction(start.correction_key))
+                self._round = Sums()
+            self._take_answer(start)
         elif "ended_step" in facts:
             self._tell_end_again(server, facts)
+        if self._ended is not None and self._step >= self._ended.due:
+            self._hear_of_round(server, self._ended)
         return True
+
+    def _take_answer(self, start: worker_pb2.AttachReply) -> None:
+        """The server has taken the end that the last slice told it of; what it has answered counts when it is due."""
+        correction = np.array(self._correction(start.correction_key)) if start.correction_key else None
+        reply: Future[Answer] = Future()
+        reply.set_result((worker_pb2.BoundaryReply(round=start.round, until_step=start.until_step), correction))
+        self._go_on_beside(worker_pb2.BoundaryRequest(round=start.round, step=start.step), Sums(), reply)
 
     def _tell_end_again(self, server: PsClient, facts: dict[str, float]) -> None:
         """The last slice had handed the model over, but the server has not taken it."""
-        sums, open_round = _read_sums("ended_", facts), self._round
-        step, self._step, self._round = self._step, int(facts["ended_step"]), sums
-        key = f"b/{self._call.attempt}/{self._completed + 1}/model"
+        sums = Sums.of(facts, "ended_")
+        request = self._end_of(self._completed + 1, int(facts["ended_step"]), sums)
+        key = f"b/{self._call.attempt}/{request.round}/model"
         vector = self._holding.own(key)
         if vector is None:
             raise GeofedError("FENCED", f"{key} has gone from the channel: a newer attempt has taken over")
-        request = self._boundary_of(self._completed + 1, vector)
-        self._step, self._round = step, open_round
-        self._ended = _Ended(request, sums, self._beside.submit(self._ask_end, server, request))
-        self._hear_of_round(server)
+        request.digest = self._digest_of(vector)
+        self._go_on_beside(request, sums, self._beside.submit(self._ask_end, server, request))
 
 
 def _under(prefix: str, named: Mapping[str, _Value]) -> dict[str, _Value]:
     return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
-
-
-def _sums(prefix: str, sums: _Round) -> dict[str, float]:
-    names = ("samples", "loss_sum", "compute_seconds")
-    return {f"{prefix}{name}": float(getattr(sums, name)) for name in names}
-
-
-def _read_sums(prefix: str, facts: dict[str, float]) -> _Round:
-    return _Round(facts[f"{prefix}samples"], facts[f"{prefix}loss_sum"], facts[f"{prefix}compute_seconds"])

@@ -1,0 +1,93 @@
+"""With background exchange steps go on while a round's end is told: what comes of it, wherever the slices end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.jobs import RESTLESS_TASK, chain, invocation, write_samples
+from support.pki import Authority
+from support.server_process import Server
+
+from geofed_pb.v1 import worker_pb2
+from region_agent.worker import loop
+from region_agent.worker.ps_client import SliceOver
+from sync import framing
+from sync.channel import FileChannel
+
+EACH, ROUNDS = 8, 3
+
+
+class Correcting:
+    """Stands where the line to the parameter server stands; corrects the workers after each round."""
+
+    def __init__(self, channel: FileChannel, late: bool) -> None:
+        self.channel, self._late = channel, late
+        self.open = worker_pb2.AttachReply(round=0, step=0, model_key="model/0", until_step=EACH, background=True)
+        self.asked: list[int] = []
+        self.ends: list[np.ndarray[Any, Any]] = []
+
+    def __enter__(self) -> Correcting:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def attach(self, request: worker_pb2.AttachRequest) -> worker_pb2.AttachReply:
+        if self.open.round == 0 and not self.channel.has("model/0"):
+            value = self.channel.get(request.initial_key)
+            assert value is not None
+            self.channel.put("model/0", [value])
+        return self.open
+
+    def boundary(self, request: worker_pb2.BoundaryRequest) -> worker_pb2.BoundaryReply:
+        self.asked.append(request.round)
+        if self._late and self.asked.count(request.round) == 1:
+            # The slice ends before the server has taken it.
+            raise SliceOver
+        value = self.channel.get(request.model_key)
+        assert value is not None
+        model = np.array(framing.decode(value).tensors["model"])
+        self.ends.append(model)
+        key = f"c/{request.round}"
+        rng = np.random.default_rng(request.round)
+        correction = 0.1 * rng.standard_normal(model.size).astype(np.float32)
+        # The last coordinate is BatchNorm's counter of batches.
+        correction[-1] = 0.0
+        self.channel.put(key, framing.encode({"correction": correction}))
+        until = min(request.step + EACH, ROUNDS * EACH)
+        finished = request.round == ROUNDS
+        self.open = worker_pb2.AttachReply(
+            round=request.round, step=request.step, until_step=until, correction_key=key, background=True
+        )
+        return worker_pb2.BoundaryReply(
+            round=request.round, until_step=until, correction_key="" if finished else key, finished=finished
+        )
+
+    def evaluated(self, request: worker_pb2.EvaluatedRequest) -> None: ...
+
+
+def _ends(folder: Path, monkeypatch: pytest.MonkeyPatch, slice_seconds: float, late: bool) -> tuple[Any, int]:
+    """The models at the ends of rounds, and how many invocations it took."""
+    place = Server(folder, Authority(), "east", ("east",), rounds=ROUNDS, steps_per_round=EACH)
+    server = Correcting(FileChannel(place.channel_folder), late)
+    monkeypatch.setattr(loop, "PsClient", lambda *_: server)
+    body = invocation(
+        place, RESTLESS_TASK, write_samples(folder / "data.npz", 50), slice_seconds=slice_seconds
+    )
+    outcomes = chain(body)
+    assert outcomes[-1].status == "done", outcomes[-1]
+    assert sum(outcome.steps for outcome in outcomes) == ROUNDS * EACH
+    return np.stack(server.ends), len(outcomes)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["the answer is there at once", "the end is told twice"])
+def test_the_model_does_not_depend_on_where_slices_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    whole, invocations = _ends(tmp_path / "whole", monkeypatch, 100.0, False)
+    assert invocations == 1
+    cut, invocations = _ends(tmp_path / "cut", monkeypatch, 0.001, late)
+    assert invocations >= ROUNDS * EACH
+    np.testing.assert_array_equal(cut, whole)
