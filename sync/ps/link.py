@@ -31,7 +31,7 @@ _UNASKED_BYTES = CHUNK_BYTES
 _TRAIN = 8
 """Small updates on their way at once."""
 _BACKOFF_FIRST_SECONDS = 0.2
-_BACKOFF_MOST_SECONDS = 3.0
+_BACKOFF_MOST_SECONDS = 1.0
 _COLLECT_AGAIN_SECONDS = 5.0
 _BULK_AGAIN_SECONDS = 60.0
 """How long large updates go through the exchange port after the bulk port could not be reached."""
