@@ -128,6 +128,7 @@ def report_of(
         interval=status.interval,
         codec=status.codec,
         routes=status.routes,
+        update_bytes=status.update_bytes,
     )
 
 

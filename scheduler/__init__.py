@@ -1,6 +1,6 @@
 """Every decision of geofed, as pure functions over dataclasses: no I/O, no clock, nothing of the other rooms."""
 
-from scheduler._estimate import estimate, step_seconds
+from scheduler._estimate import estimate, round_compute_seconds, step_seconds
 from scheduler._link import LinkTable, Path, link_table
 from scheduler._model import (
     Alternative,
@@ -23,6 +23,7 @@ from scheduler._model import (
     Split,
 )
 from scheduler._plan import plan
+from scheduler._rerouting import Rerouting, Sighting, as_seen, rerouted
 from scheduler._restaff import Restaffing, Staffed, pace, paces, restaff
 from scheduler._topology import (
     Topologies,
@@ -52,12 +53,15 @@ __all__ = [
     "Range",
     "Reason",
     "Region",
+    "Rerouting",
     "Restaffing",
+    "Sighting",
     "Snapshot",
     "Split",
     "Staffed",
     "Topologies",
     "Topology",
+    "as_seen",
     "choose_topology",
     "estimate",
     "evaluate_topology",
@@ -66,7 +70,9 @@ __all__ = [
     "paces",
     "plan",
     "rechosen",
+    "rerouted",
     "restaff",
+    "round_compute_seconds",
     "step_seconds",
     "weigh_topologies",
 ]

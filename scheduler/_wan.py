@@ -78,6 +78,8 @@ def choose_wan(
             settings["choose_codec"] = 1.0
         if background and demand.interval is None and demand.wan_policy in (None, "ma", "diloco"):
             settings["choose_interval"] = 1.0
+        if demand.topology is None and len(regions) > 2:
+            settings["choose_topology"] = 1.0
         choices.append(WanChoice(codec, topology, seconds, settings, alternatives))
     return _best(choices, slowest)
 

@@ -24,6 +24,7 @@ from control_plane.core._events import (
     RegionUnreachable,
     Reloaded,
     Reported,
+    Rerouted,
     ScaleAsked,
     SendPeers,
     SendPublish,
@@ -37,7 +38,7 @@ from control_plane.core._events import (
 from control_plane.core._job import MAX_PUBLISHES, JobMachine, condition_of
 from control_plane.core._links import WanLink, wan_links
 from control_plane.core._region import RegionMachine, RegionState
-from control_plane.core._state import TERMINAL, Charge, Failure, JobState, Partition, Peer, Report
+from control_plane.core._state import TERMINAL, Charge, Failure, JobState, Pairs, Partition, Peer, Report
 
 __all__ = [
     "MAX_PUBLISHES",
@@ -55,6 +56,7 @@ __all__ = [
     "JobMachine",
     "JobState",
     "Overslept",
+    "Pairs",
     "Partition",
     "Peer",
     "Planned",
@@ -69,6 +71,7 @@ __all__ = [
     "Reloaded",
     "Report",
     "Reported",
+    "Rerouted",
     "ScaleAsked",
     "SendPeers",
     "SendPublish",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from control_plane.core._state import Peer, Report
+from control_plane.core._state import Pairs, Peer, Report
 
 # --- what happens to a job
 
@@ -65,6 +65,21 @@ class ScaleAsked:
 
 
 @dataclass(frozen=True)
+class Rerouted:
+    """Updates are to take other ways from now on."""
+
+    at: float
+    topology: str
+    """What they are called."""
+    neighbours: Pairs
+    """Regions that exchange directly, sorted pairs."""
+    present: Pairs
+    """Those that do now."""
+    text: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class RegionLive:
     """A region holds a session."""
 
@@ -98,7 +113,17 @@ class Tick:
 
 
 JobEvent = (
-    Planned | Waits | Begun | Reported | CancelAsked | ScaleAsked | RegionLive | RegionUnreachable | RegionLost | Tick
+    Planned
+    | Waits
+    | Begun
+    | Reported
+    | CancelAsked
+    | ScaleAsked
+    | Rerouted
+    | RegionLive
+    | RegionUnreachable
+    | RegionLost
+    | Tick
 )
 
 # --- what happens to a region
@@ -166,6 +191,10 @@ class SendPeers:
     region: str
     epoch: int
     peers: tuple[Peer, ...]
+    routes: int = 0
+    neighbours: Pairs = ()
+    former: Pairs = ()
+    """As the job's state has them."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from control_plane.core._events import (
     RegionLost,
     RegionUnreachable,
     Reported,
+    Rerouted,
     ScaleAsked,
     SendPeers,
     SendPublish,
@@ -52,6 +53,7 @@ class JobMachine:
             Reported: self._reported,
             CancelAsked: self._cancel_asked,
             ScaleAsked: self._scale_asked,
+            Rerouted: self._rerouted,
             RegionLive: self._region_live,
             RegionUnreachable: self._region_unreachable,
             RegionLost: self._region_lost,
@@ -116,6 +118,7 @@ class JobMachine:
         if event.report.state in ("failed", "refused"):
             self._fail(event.at, _failure_of(event.region, event.report))
             return
+        self._settle_ways()
         self._tell_peers()
         if event.report.state in ("training", "finished") and self.state.phase == "starting":
             self._to_running(event)
@@ -156,10 +159,35 @@ class JobMachine:
         if not all(part.address for part in parts):
             return
         peers = tuple(Peer(part.region, part.epoch, part.address) for part in parts)
+        state = self.state
         for part in parts:
-            if part.told != peers:
-                self._put(replace(part, told=peers))
-                self._out.append(SendPeers(part.region, part.epoch, peers))
+            if part.told != peers or part.told_routes != state.routes:
+                self._put(replace(part, told=peers, told_routes=state.routes))
+                ways = (state.routes, state.neighbours, state.former)
+                self._out.append(SendPeers(part.region, part.epoch, peers, *ways))
+
+    # --- the ways of updates
+
+    def _rerouted(self, event: Rerouted) -> None:
+        """Old and new ways are both in force until all regions know the new ones (`sync.ps.ledger`)."""
+        state = self.state
+        if state.phase != "running" or state.former or event.neighbours == event.present:
+            return
+        self.state = replace(
+            state,
+            topology=event.topology,
+            neighbours=event.neighbours,
+            former=event.present,
+            routes=state.routes + 1,
+        )
+        self._record("wan.rerouted", event.text, "", event.data)
+        self._tell_peers()
+
+    def _settle_ways(self) -> None:
+        state = self.state
+        if state.former and all(part.report and part.report.routes >= state.routes for part in state.partitions):
+            self.state = replace(state, former=(), routes=state.routes + 1)
+            self._record("wan.settled", "all regions know the new ways; nothing takes the former ones any more", "")
 
     # --- the end
 

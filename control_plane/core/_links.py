@@ -16,8 +16,8 @@ class WanLink:
     source: str
     destination: str
     state: str
-    """"idle": nothing has been sent; "up"; "down": the last try failed; "relayed": others pass the updates on;
-    "unknown": the source's agent is not heard; "closed": the job has ended."""
+    """"idle": nothing has been sent; "up"; "down": the last try failed; "relayed": others pass the updates on, maybe only
+    since other ways were chosen; "unknown": the source's agent is not heard; "closed": the job has ended."""
     rtt_ms: float
     """0: not measured."""
     goodput_mbps: float
@@ -55,7 +55,7 @@ def _link(state: JobState, source: Partition, destination: Partition) -> WanLink
     return WanLink(
         source=from_,
         destination=to,
-        state=_state(state, source, to) if direct or state.terminal else "relayed",
+        state=_state(state, source, to) if (direct and _in_use(state, from_, to)) or state.terminal else "relayed",
         rtt_ms=sender.link_rtt_ms.get(to, 0.0),
         goodput_mbps=sender.link_mbps.get(to, 0.0),
         streams=sender.link_streams.get(to, 0),
@@ -66,6 +66,12 @@ def _link(state: JobState, source: Partition, destination: Partition) -> WanLink
         staleness=receiver.staleness.get(from_, 0.0),
         refused=receiver.refused.get(from_, 0),
     )
+
+
+def _in_use(state: JobState, source: str, to: str) -> bool:
+    """Unless updates take other ways than at first."""
+    pair = (min(source, to), max(source, to))
+    return not state.routes or pair in state.neighbours or pair in state.former
 
 
 def _state(state: JobState, source: Partition, to: str) -> str:

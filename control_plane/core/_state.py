@@ -9,6 +9,7 @@ JobPhase = Literal[
     "queued", "planned", "starting", "running", "finishing", "succeeded", "failed", "cancelling", "cancelled"
 ]
 Link = Literal["live", "unreachable", "lost"]
+Pairs = tuple[tuple[str, str], ...]
 TERMINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 ENDED_PARTITION: frozenset[str] = frozenset({"stopped", "failed", "refused"})
 
@@ -74,6 +75,10 @@ class Report:
     refused: dict[str, int] = field(default_factory=dict)
     interval: int = 0
     codec: str = ""
+    routes: int = 0
+    """Number of the ways that its parameter server knows."""
+    update_bytes: int = 0
+    """Of its last update; 0: not known."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,8 @@ class Partition:
     """Of the parameter server of this epoch."""
     told: tuple[Peer, ...] = ()
     """The peers that this region was last sent."""
+    told_routes: int = 0
+    """Number of the ways that it was last sent."""
     link: Link = "live"
     since: float = 0.0
     """When `link` became what it is."""
@@ -140,6 +147,14 @@ class JobState:
     """It pauses for another job."""
     waits_for: str = ""
     """While it is queued, in words."""
+    topology: str = ""
+    """Of the present ways; empty: as planned."""
+    neighbours: Pairs = ()
+    """Regions that exchange directly, sorted pairs; empty: as planned."""
+    former: Pairs = ()
+    """Those that still do as well, until every region knows the present ones; empty: none."""
+    routes: int = 0
+    """Number of these ways: each change of `neighbours` or `former` has the next one."""
     deadline_at: float | None = None
     """Unix seconds; promised when the job was taken in."""
 

@@ -33,6 +33,7 @@ from control_plane.core import (
 from control_plane.service._allocation import Allocation
 from control_plane.service._bell import Bell
 from control_plane.service._draft import Draft, JobEntry, RegionEntry
+from control_plane.service._routing import Routing
 from control_plane.service._session import AgentSession
 from control_plane.service._wire import job_message
 from control_plane.spec import parse_json
@@ -72,6 +73,7 @@ class Federation:
         self.stopping = False
         self._ticked_at = 0.0
         self.allocation = Allocation()
+        self.routing = Routing()
         self._threads = ThreadPoolExecutor(4, "geofed-store")
 
     async def load(self) -> None:
@@ -211,7 +213,7 @@ class Federation:
     async def tick(self) -> None:
         """Let time pass, to be called every second.
 
-        Leases end, lost regions run out of patience, and workers are shared out anew.
+        Leases end, lost regions run out of patience, workers are shared out anew, and updates led around slow links.
         """
         async with self.change() as draft:
             gap, self._ticked_at = draft.at - (self._ticked_at or draft.at), draft.at
@@ -224,6 +226,7 @@ class Federation:
             for job_id in list(self.jobs):
                 draft.tell_job(job_id, Tick(draft.at))
             self.allocation.review(draft)
+            self.routing.review(draft)
 
     def may_fetch(self, region: str, digest: str) -> bool:
         """True where a job that runs in the region is made of this bundle."""

@@ -67,6 +67,8 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
         refused=dict(message.refused),
         interval=message.interval,
         codec=message.codec,
+        routes=message.routes,
+        update_bytes=message.update_bytes,
     )
 
 
@@ -92,7 +94,15 @@ def command_of(action: JobAction, row: JobRow, spec: JobSpec, plan: Plan) -> age
         return agent_pb2.ToAgent(start=_start(action, row, spec, plan))
     if isinstance(action, SendPeers):
         peers = [agent_pb2.Peer(region=p.region, epoch=p.epoch, address=p.address) for p in action.peers]
-        return agent_pb2.ToAgent(peers=agent_pb2.Peers(job=row.id, epoch=action.epoch, peers=peers))
+        told = agent_pb2.Peers(
+            job=row.id,
+            epoch=action.epoch,
+            peers=peers,
+            routes=action.routes,
+            neighbours=[agent_pb2.RegionPair(a=a, b=b) for a, b in action.neighbours],
+            former=[agent_pb2.RegionPair(a=a, b=b) for a, b in action.former],
+        )
+        return agent_pb2.ToAgent(peers=told)
     if isinstance(action, SendScale):
         wanted = agent_pb2.ScalePartition(job=row.id, epoch=action.epoch, workers=action.workers, reason=action.reason)
         return agent_pb2.ToAgent(scale=wanted)

@@ -540,3 +540,5 @@ class Progress:
     """Steps of the open round."""
     routes: int = 0
     """Number of the neighbours that are known; 0: those that the job began with."""
+    update_bytes: int = 0
+    """Of our last update; 0: none yet."""

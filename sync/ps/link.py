@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import mmap
 import random
 import ssl
@@ -33,6 +34,8 @@ _TRAIN = 8
 _BACKOFF_FIRST_SECONDS = 0.2
 _BACKOFF_MOST_SECONDS = 1.0
 _COLLECT_AGAIN_SECONDS = 5.0
+_SURELY_SLOW_SECONDS = 5.0
+"""An update that takes longer tells something of a link that has carried none before."""
 _BULK_AGAIN_SECONDS = 60.0
 """How long large updates go through the exchange port after the bulk port could not be reached."""
 
@@ -111,6 +114,8 @@ class Courier:
         self._channel: grpc.aio.Channel | None = None
         self._shown: tuple[str, Tls] | None = None
         """Address and identity that the channel was opened with."""
+        self._carrying: tuple[float, int] | None = None
+        """When the transfer that is going on began, and its bytes."""
 
     def meet(self, peer: Peer) -> None:
         """Know the peer; a new address or epoch is used from the next try on."""
@@ -136,6 +141,16 @@ class Courier:
         """Carry large updates over so many streams; None: as many as pay."""
         self._bulk.streams.fix(count)
 
+    @property
+    def mbps(self) -> float:
+        """Payload rate of the last update; less where the one on its way has taken longer than that rate explains."""
+        begun, total = self._carrying or (math.inf, 0)
+        seconds = time.monotonic() - begun
+        if seconds <= 0 or (not self.meter.mbps and seconds < _SURELY_SLOW_SECONDS):
+            return self.meter.mbps
+        at_most = total * 8 / 1e6 / seconds
+        return min(self.meter.mbps or at_most, at_most)
+
     async def run(self) -> None:
         """Work until cancelled."""
         backoff = _BACKOFF_FIRST_SECONDS
@@ -146,6 +161,7 @@ class Courier:
                 continue
             manifest = self._waiting[min(self._waiting)]
             settled, train = False, self._train()
+            self._carrying = time.monotonic(), sum(item.total_bytes for item in train or [manifest])
             try:
                 with _moved_peer():
                     if len(train) > 1:
@@ -160,6 +176,7 @@ class Courier:
                 continue
             except (grpc.RpcError, GeofedError, OSError) as error:
                 await self._note_failure(error)
+            self._carrying = None
             if settled:
                 backoff = _BACKOFF_FIRST_SECONDS
             else:
@@ -187,9 +204,10 @@ class Courier:
     async def _note_failure(self, error: Exception) -> None:
         peer = self._require_peer()
         told = error_of(error) if isinstance(error, grpc.RpcError) else error
-        if self.meter.up:
-            _log.warning("link to %s is down: %s", peer.region, told)
-        self.meter.up, self.meter.fault = False, str(told) or type(told).__name__
+        if self._waiting:
+            if self.meter.up:
+                _log.warning("link to %s is down: %s", peer.region, told)
+            self.meter.up, self.meter.fault = False, str(told) or type(told).__name__
         self.meter.failures += 1
         self._trusted = False
         if not isinstance(error, grpc.RpcError):

@@ -159,6 +159,7 @@ class Machine(abc.ABC):
         self._live_step = recovered.step
         self._refused: dict[str, int] = {}
         self._staleness: dict[str, float] = {}
+        self._update_bytes = max(recovered.outbox, key=lambda m: m.sequence).total_bytes if recovered.outbox else 0
         self._failure: Failed | None = None
 
     # What may be asked
@@ -195,6 +196,7 @@ class Machine(abc.ABC):
             refused=dict(self._refused),
             interval=self._until - self._open_step,
             routes=self.ledger.routes,
+            update_bytes=self._update_bytes,
         )
 
     def verdict(self, manifest: Manifest, via: str = "") -> Verdict:
@@ -297,6 +299,7 @@ class Machine(abc.ABC):
                 return self._was_logged(event)
             case Prepared():
                 self.ledger.add(event.manifest)
+                self._update_bytes = event.manifest.total_bytes
                 self._boundary.preparing = False
                 return self._ship() + self._try_apply()
             case Stored():

@@ -24,6 +24,7 @@ from control_plane.core import (
     RegionUnreachable,
     Report,
     Reported,
+    Rerouted,
     ScaleAsked,
     SendPeers,
     SendPublish,
@@ -50,6 +51,7 @@ STATES = (
     "failed",
 )
 LIMIT = 100.0
+ALL_PAIRS = (("a", "b"), ("a", "c"), ("b", "c"))
 
 
 def fresh(*regions: str) -> JobMachine:
@@ -65,6 +67,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.asked: str | None = None
         self.ends = 0
         self.epochs = dict.fromkeys(REGIONS, 1)
+        self.routes = 0
 
     def tell(self, event: JobEvent) -> None:
         before = self.machine.state
@@ -108,10 +111,18 @@ class AnyOrder(RuleBasedStateMachine):
             known = tuple((p.region, p.epoch, p.address) for p in state.partitions)
             assert tuple((p.region, p.epoch, p.address) for p in action.peers) == known
             assert all(address for _, _, address in known)
+            assert action.routes >= self.routes
+            assert (action.neighbours, action.former) == (state.neighbours, state.former)
 
     @rule()
     def plan(self) -> None:
         self.tell(Planned(self.at))
+
+    @rule(pairs=st.sampled_from(((("a", "b"), ("b", "c")), (("a", "b"), ("a", "c")))))
+    def reroute(self, pairs: Any) -> None:
+        before = self.machine.state
+        self.tell(Rerouted(self.at, "star", pairs, before.neighbours or ALL_PAIRS, "other ways", {}))
+        assert self.machine.state.former in (before.former, before.neighbours or ALL_PAIRS)
 
     @rule(region=st.sampled_from((*REGIONS, "x")), workers=st.integers(0, 3))
     def scale(self, region: str, workers: int) -> None:
@@ -129,9 +140,10 @@ class AnyOrder(RuleBasedStateMachine):
         digest=st.sampled_from(("m", "m", "m", "other")),
         blob=st.sampled_from((None, 7)),
         count=st.integers(0, 9),
+        routes=st.integers(0, 4),
     )
     def report(
-        self, region: str, state: str, back: int, address: str, digest: str, blob: int | None, count: int
+        self, region: str, state: str, back: int, address: str, digest: str, blob: int | None, count: int, routes: int
     ) -> None:
         part = self.machine.state.partition(region)
         assert part is not None
@@ -145,6 +157,7 @@ class AnyOrder(RuleBasedStateMachine):
             model_digest=digest,
             blob_digest="sha256:x" if state == "published" else "",
             error=Failure("TASK_FAILED", "boom") if state == "failed" else None,
+            routes=routes,
         )
         before = self.machine.state
         self.tell(Reported(self.at, region, report, blob))
@@ -154,7 +167,8 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(state=st.sampled_from(("ready", "training", "finished")))
     def all_report(self, state: str) -> None:
         for part in self.machine.state.partitions:
-            report = Report(part.epoch, state, ps_address=f"{part.region}:1", model_digest="m")
+            known = self.machine.state.routes
+            report = Report(part.epoch, state, ps_address=f"{part.region}:1", model_digest="m", routes=known)
             self.tell(Reported(self.at, part.region, report))
 
     @rule()
@@ -183,6 +197,15 @@ class AnyOrder(RuleBasedStateMachine):
         for part in self.machine.state.partitions:
             assert part.epoch >= self.epochs[part.region]
             self.epochs[part.region] = part.epoch
+
+    @invariant()
+    def former_ways_hold_until_all_know_the_present_ones(self) -> None:
+        state = self.machine.state
+        if state.routes == self.routes + 1:
+            known = [part.report is not None and part.report.routes >= self.routes for part in state.partitions]
+            assert state.former or all(known)
+        assert state.routes - self.routes in (0, 1, 2)
+        self.routes = state.routes
 
     @invariant()
     def it_ends_once(self) -> None:

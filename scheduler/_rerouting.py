@@ -1,0 +1,143 @@
+"""Other ways for a job's updates while it runs, once its links are not what they were taken for.
+
+The plan's topology is the best for the links as they were stated. Parameter servers tell what the links in use really
+carry; where that has been much less for long enough, the topology is chosen anew (`rechosen`) over what has been
+measured and, for links that are not in use, what is stated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from scheduler._link import LinkTable, Path, pace
+from scheduler._topology import Topology, evaluate_topology, rechosen
+
+__all__ = ["Rerouting", "Sighting", "as_seen", "rerouted"]
+
+_SLOWER = 1.5
+_SLOWER_SECONDS = 0.1
+"""An update that takes so many times as long as it should, and so much more, shows a slower link. Less may be the
+receiver's disk."""
+_ROUND_GAIN = 0.05
+"""Part of a round's time that other ways must save: those that only shorten what is hidden behind compute do not."""
+_LEAST_MBPS = 1e-3
+_TOLD_LINKS = 3
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """How a directed link has carried updates of late, as its sender says."""
+
+    mbps: float = 0.0
+    """Payload rate of the last update, its acknowledgement included; 0: not known."""
+    rtt_ms: float = 0.0
+    """0: not known."""
+    down: bool = False
+    """The last try to speak to the other side failed."""
+
+
+@dataclass(frozen=True)
+class Rerouting:
+    """Other ways, and what is expected of them."""
+
+    topology: Topology
+    before_seconds: float
+    """Of a round over the present ways, with the links as they are; infinite where one of them is down."""
+    after_seconds: float
+    """Of a round over the new ones."""
+    why: str
+    """The links of the present ways that are worst beside what was stated, in words."""
+
+
+def as_seen(
+    stated: LinkTable,
+    sightings: Mapping[tuple[str, str], Sighting],
+    update_bytes: int,
+    known: Iterable[tuple[str, str]] = (),
+) -> dict[tuple[str, str], Path]:
+    """The links as they are: as they were seen, else as stated.
+
+    ``stated`` has a path for every pair that may have one (`link_table`). Those of ``known`` are stated by somebody, or
+    in use; the others are assumed, and count only where they were seen. A sender's rate counts time that no link
+    takes, so one that is only a little less than it should be is taken for no slower link. Rates have two digits, so
+    that tables of links that do not change are equal.
+    """
+    sure, table = set(known), {}
+    for (source, to), path in stated.items():
+        seen = sightings.get((source, to))
+        if seen is None and (source, to) in sure:
+            table[source, to] = path
+        elif seen is not None and not seen.down:
+            table[source, to] = _as_carried(path, seen, update_bytes)
+    return table
+
+
+def _as_carried(path: Path, seen: Sighting, update_bytes: int) -> Path:
+    if seen.rtt_ms > path.rtt_ms * _SLOWER:
+        path = replace(path, rtt_ms=_rounded(seen.rtt_ms))
+    if not seen.mbps:
+        return path
+    if seen.mbps > path.mbps:
+        return replace(path, mbps=_rounded(seen.mbps))
+    took = update_bytes * 8 / 1e6 / seen.mbps
+    if took <= _seconds(path, path.mbps, update_bytes) * _SLOWER + _SLOWER_SECONDS:
+        return path
+    low, high = _LEAST_MBPS, path.mbps
+    for _ in range(40):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if _seconds(path, middle, update_bytes) > took else (low, middle)
+    return replace(path, mbps=_rounded(high))
+
+
+def _seconds(path: Path, mbps: float, update_bytes: int) -> float:
+    """From an update's first byte to its acknowledgement."""
+    return pace(replace(path, mbps=mbps), update_bytes).first_seconds + path.rtt_seconds
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.2g}")
+
+
+def rerouted(
+    current: Topology,
+    tables: Sequence[LinkTable],
+    stated: LinkTable,
+    update_bytes: int,
+    *,
+    compute_seconds: float,
+    background: bool,
+) -> Rerouting | None:
+    """Other ways, where they have been better for long enough; None: the present ones stay.
+
+    ``tables`` are those of successive looks (`as_seen`), the newest last; ``compute_seconds`` is a round's. Beyond
+    what `rechosen` asks for, the round itself must become a twentieth shorter: in the background an exchange that is
+    hidden behind compute costs nothing.
+    """
+    best = rechosen(current, tables, update_bytes)
+    if best is None:
+        return None
+    now = evaluate_topology(current, tables[-1], update_bytes)
+    before = _round_seconds(math.inf if now is None else now.seconds, compute_seconds, background)
+    after = _round_seconds(best.seconds, compute_seconds, background)
+    if after > (1 - _ROUND_GAIN) * before:
+        return None
+    return Rerouting(best, before, after, _why(current, tables[-1], stated))
+
+
+def _round_seconds(exchange: float, compute: float, background: bool) -> float:
+    return max(exchange, compute) if background else exchange + compute
+
+
+def _why(current: Topology, table: LinkTable, stated: LinkTable) -> str:
+    found = []
+    for source, to in [*current.links, *((b, a) for a, b in current.links)]:
+        path, meant = table.get((source, to)), stated.get((source, to))
+        if path is None:
+            found.append((0.0, f"{source}>{to} is down"))
+        elif meant is not None and path.mbps < meant.mbps:
+            found.append((path.mbps / meant.mbps, f"{source}>{to} carries {path.mbps:g} Mbit/s, not {meant.mbps:g}"))
+        elif meant is not None and path.rtt_ms > meant.rtt_ms:
+            found.append((meant.rtt_ms / path.rtt_ms, f"{source}>{to} takes {path.rtt_ms:g} ms, not {meant.rtt_ms:g}"))
+    return ", ".join(text for _, text in sorted(found)[:_TOLD_LINKS]) or "other links are better than they were"
