@@ -77,6 +77,8 @@ class Invocation(BaseModel):
     """By stage: its activations are made again before each backward pass. Empty: none."""
     activation_codec: Literal["fp32", "bf16"] = "fp32"
     """Of what stages send each other; "fp32": as it is."""
+    store_seconds: float = Field(default=5.0, ge=0)
+    """Between two states that a stage stores for another attempt, at least."""
 
 
 class Outcome(BaseModel):

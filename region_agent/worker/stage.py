@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import zlib
-from collections.abc import Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from geofed_pb.errors import GeofedError
 from region_agent.worker.data import EVALUATION_BATCH, BatchStream, evaluation_batches, move, share_of
 from region_agent.worker.holding import checked_loss, device
 from region_agent.worker.invocation import Invocation
+from region_agent.worker.keeping import Keeping, state_key
 from region_agent.worker.merging import Fenced, group_settings
 from region_agent.worker.optimizer_state import State, dump_state, load_state
 from region_agent.worker.ps_client import PsClient
@@ -24,21 +23,16 @@ from sync.collective import Member
 from sync.collective import State as CollectiveState
 from sync.flat import FlatModel
 from sync.layout import Layout, Vector
-from sync.pipeline import GroupMerge, Layers, Pipeline, StageRunner
+from sync.pipeline import GroupMerge, Layers, Logged, Pipeline, StageRunner
 from sync.seeding import seed_all
 
 __all__ = ["ModelStage", "pipeline_of"]
 
-_log = logging.getLogger("geofed.worker")
 _TIMEOUT_SECONDS = 90.0
 """A stage that gives its part of a step later than this is taken for lost, and a new attempt begins. Less than the time
 that an invocation has after its slice: it must be able to leave what it holds."""
 _EVALUATION_STRETCH = 4
 """Forward only, a stage keeps the outputs of a layer instead of all activations: so many micro-batches at once."""
-_BEHIND = 2
-"""Steps that a stage's last stored state may be behind the furthest worker: one that is on its way into the channel
-while the next step runs, and the step in which another is already ahead."""
-_NOTHING = -1.0
 
 
 def pipeline_of(call: Invocation) -> Pipeline:
@@ -51,12 +45,7 @@ def pipeline_of(call: Invocation) -> Pipeline:
 
 
 class ModelStage:
-    """One replica of one stage.
-
-    What a broken attempt has done is not lost: after each step one of a stage's replicas stores the stage's state in
-    the channel, while the next step runs and at the latest before that one ends for the stages before. The first worker
-    of a new attempt looks for the last step of which every stage has left something, and tells the others.
-    """
+    """One replica of one stage. What a broken attempt has done is not lost: see `Keeping`."""
 
     in_stages = True
     server_knows = False
@@ -95,23 +84,22 @@ class ModelStage:
             codec=call.activation_codec,
             seed=(call.seed, self._region),
             timeout_seconds=_TIMEOUT_SECONDS,
+            logs=True,
             computing=lambda doing: task_errors(task.folder, doing),
         )
         self.counted = self.samples if self._runner.is_last else 0
         self._stream: BatchStream | None = None
         if self._runner.reads_data:
             with task_errors(task.folder, "dataset"):
-                self._stream = BatchStream(
-                    data["train"], call.seed, call.region, replica, call.degree, call.region_batch
-                )
+                self._stream = self._stream_of(replica, call.degree)
         self.group, self.alone = stage, call.degree == 1
         self.leads, self.tells = replica == 0, replica == 0 and self._runner.is_last
         self.name = f"a pipeline of {len(self._shape.stages)} stages, {call.order}"
         if call.degree > 1:
             self.name += f", and {settings.pattern} among {call.degree} replicas of each"
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="keep")
-        self._keeping: Future[None] | None = None
-        self._kept: list[int] = []
+        self._keeping = Keeping(call, self._shape, self._fenced, 4 * self.flat.layout.size)
+        self._made = 0
+        """The last step."""
         self._found: tuple[int, int, dict[str, float]] = (-1, 0, {})
         """The last round that was evaluated, with what was found."""
 
@@ -145,24 +133,53 @@ class ModelStage:
     # Steps
 
     def step(self, server: PsClient, step: int, more: bool) -> tuple[float, float]:
-        batches: list[Any] = []
-        if self._stream is not None:
-            # The first stage takes the inputs of these samples and the last one their labels, so both draw the same.
-            seed_all(self._call.seed, self._region, self._place.replica, step)
-            with task_errors(self._task.folder, "dataset"):
-                drawn = self._stream.micro_batches(step, self._shape.sizes(self.samples))
-            batches = [move(batch, self._device) for batch in drawn]
-        then = self.samples if more else None
-        done = self._runner.step(step, self.samples, batches, before_last=lambda: self._before_last(step), then=then)
+        taken, logged = self._runner.taken_bytes, self._keeping.replayed(step)
+        if logged is not None:
+            done = self._runner.replay(logged, step, self._drawn_anew(logged, step))
+            self._check_loss(step)
+            if logged.shape.degree > 1:
+                # Merged gradients have a value everywhere, also where no sample's loss depends on a parameter.
+                self.flat.load_gradient(self.flat.gradient())
+        else:
+            batches = self._drawn(self._stream, self._place.replica, step, self._shape.sizes(self.samples))
+            then = self.samples if more else None
+            check = lambda: self._check_loss(step)  # noqa: E731
+            done = self._runner.step(step, self.samples, batches, before_last=check, then=then)
+        # What is being stored is a view of what the optimiser is about to change.
+        self._keeping.settle()
         with task_errors(self._task.folder, "the optimiser's step"):
             self._optimizer.step()
+        self._made = step
+        self._keeping.made(step, done.compute_seconds, self._runner.taken_bytes - taken)
         return done.loss or 0.0, done.compute_seconds
 
-    def _before_last(self, step: int) -> None:
-        """Nobody comes further than this step before the state of the one before is stored."""
+    def _drawn(self, stream: BatchStream | None, replica: int, step: int, sizes: Sequence[int]) -> list[Any]:
+        """A replica's micro-batches, where this stage needs samples."""
+        if stream is None:
+            return []
+        # The first stage takes the inputs of these samples and the last one their labels, so both draw the same.
+        seed_all(self._call.seed, self._region, replica, step)
+        with task_errors(self._task.folder, "dataset"):
+            drawn = stream.micro_batches(step, sizes)
+        return [move(batch, self._device) for batch in drawn]
+
+    def _drawn_anew(self, logged: Logged, step: int) -> list[list[Any]]:
+        """Those of all replicas of an attempt that is over."""
+        if self._stream is None:
+            return []
+        parts = []
+        for replica, samples in enumerate(logged.samples):
+            stream = self._stream_of(replica, logged.shape.degree)
+            parts.append(self._drawn(stream, replica, step, logged.shape.sizes(samples)))
+        return parts
+
+    def _stream_of(self, replica: int, degree: int) -> BatchStream:
+        call = self._call
+        return BatchStream(self._data["train"], call.seed, call.region, replica, degree, call.region_batch)
+
+    def _check_loss(self, step: int) -> None:
         if self._runner.loss is not None:
             checked_loss(self._runner.loss, step)
-        self._await_kept()
 
     def settle(self, step: int) -> None:
         """Replicas of a stage hold the same after every step."""
@@ -187,6 +204,7 @@ class ModelStage:
 
     def offer(self, key: str) -> str:
         """Every stage puts its part; the first worker tells of them once all are there."""
+        self._keeping.begin_anew()
         place = f"init/{self._call.attempt}/model"
         if self.leads:
             self.put(place, self.flat.vector())
@@ -248,79 +266,32 @@ class ModelStage:
 
     def left_key(self, step: int, broken: bool) -> str:
         if broken:
-            return self._stage_key(self._call.attempt, self.group, step)
+            return state_key(self._call.attempt, self.group, step)
         return f"w/{self._call.attempt}/{self._call.worker}/{step}"
 
+    def taken_over(self, key: str) -> str:
+        return self._keeping.take_over(key, _TIMEOUT_SECONDS)
+
     def keeps(self, step: int) -> bool:
-        # In turn: each replica's uplink bears its share.
-        return step % self._shape.degree == self._place.replica
+        return self._keeping.due()
 
     def keep(self, step: int, pieces: list[memoryview]) -> None:
-        self._await_kept()
-        self._keeping = self._beside.submit(self._store, step, pieces)
-
-    def _store(self, step: int, pieces: list[memoryview]) -> None:
-        self._channel.put(self._stage_key(self._call.attempt, self.group, step), pieces)
-        self._kept.append(step)
-        needed = step - _BEHIND
-        self._drop([old for old in self._kept if old < needed])
-
-    def _drop(self, steps: Collection[int]) -> None:
-        self._kept = [step for step in self._kept if step not in steps]
-        if steps:
-            self._channel.delete_many([self._stage_key(self._call.attempt, self.group, step) for step in steps])
-
-    def _await_kept(self) -> None:
-        if self._keeping is not None:
-            self._keeping.result()
-            self._keeping = None
-
-    def taken_over(self, key: str) -> str:
-        agreed = f"p/{self._call.attempt}/resume"
-        if self._call.worker == 0 and self._channel.get(agreed) is None:
-            self._channel.put(agreed, framing.encode({}, self._agree(key)))
-        facts = framing.decode(self._await_all([agreed])[agreed]).facts
-        if facts["step"] == _NOTHING:
-            return ""
-        return self._stage_key(int(facts[str(self.group)]), self.group, int(facts["step"]))
-
-    def _agree(self, key: str) -> dict[str, float]:
-        """The last step of which all stages have left their state, and in which attempt each has."""
-        _, attempt, _, furthest = key.split("/")
-        before, last = int(attempt), int(furthest)
-        began = self._channel.get(f"p/{before}/resume")
-        origin = framing.decode(began).facts if began is not None else {"step": _NOTHING}
-        for step in range(last, max(0, last - _BEHIND - 1), -1):
-            found: dict[str, float] = {"step": step}
-            for stage in range(len(self._shape.stages)):
-                if self._channel.has(self._stage_key(before, stage, step)):
-                    found[str(stage)] = before
-                elif origin["step"] == step:
-                    # The attempt began here, and this stage was lost before it had stored anything.
-                    found[str(stage)] = origin[str(stage)]
-            if len(found) > len(self._shape.stages):
-                return found
-        _log.warning("no step of attempt %d is whole; the round begins anew", before)
-        return {"step": _NOTHING}
-
-    @staticmethod
-    def _stage_key(attempt: int, stage: int, step: int) -> str:
-        return f"w/{attempt}/s{stage}/{step}"
+        self._keeping.store(step, pieces)
 
     def facts(self) -> dict[str, float]:
         sequence, samples, metrics = self._found
         return {
             "found": sequence,
             "found_samples": samples,
+            **self._keeping.facts(),
             **{f"found/{name}": value for name, value in metrics.items()},
         }
 
     def recall(self, facts: dict[str, float]) -> None:
         metrics = {name.removeprefix("found/"): value for name, value in facts.items() if name.startswith("found/")}
         self._found = int(facts["found"]), int(facts["found_samples"]), metrics
-        step = int(facts["step"])
-        since = max(1, step - max(_BEHIND, self._shape.degree))
-        self._kept = [kept for kept in range(since, step + 1) if self.keeps(kept)]
+        self._made = int(facts["step"])
+        self._keeping.recall(facts)
 
     def merging_state(self) -> CollectiveState:
         return self._merge.state()
@@ -329,8 +300,7 @@ class ModelStage:
         self._merge.restore(state)
 
     def forget(self) -> None:
-        self._await_kept()
-        self._drop(list(self._kept))
+        self._keeping.forget(self._made)
 
     def drain(self) -> None:
         self._runner.drain()
@@ -338,7 +308,7 @@ class ModelStage:
     def close(self) -> None:
         self._runner.close()
         self._merge.close()
-        self._beside.shutdown(wait=True)
+        self._keeping.close()
 
     def _await_all(self, keys: list[str]) -> dict[str, memoryview]:
         waited: Iterator[tuple[str, memoryview]] = self._fenced.wait(keys, _TIMEOUT_SECONDS)

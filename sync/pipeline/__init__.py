@@ -5,6 +5,7 @@ from sync.pipeline._layers import Layers
 from sync.pipeline._measure import LayerMeasure, measure_layers
 from sync.pipeline._merge import GroupMerge
 from sync.pipeline._order import Operation, dependencies, live_micro_batches, operations
+from sync.pipeline._replay import Logged, logged_keys
 from sync.pipeline._runner import StageRunner, StepDone
 from sync.pipeline._shape import Pipeline, Position
 
@@ -12,6 +13,7 @@ __all__ = [
     "GroupMerge",
     "LayerMeasure",
     "Layers",
+    "Logged",
     "Loss",
     "Operation",
     "Pipeline",
@@ -20,6 +22,7 @@ __all__ = [
     "StepDone",
     "dependencies",
     "live_micro_batches",
+    "logged_keys",
     "measure_layers",
     "model_input",
     "operations",

@@ -42,6 +42,8 @@ class Lanes:
         self._doomed: queue.SimpleQueue[list[str] | None] = queue.SimpleQueue()
         self.waited_seconds = 0.0
         """Spent by the compute thread in `take`."""
+        self.taken_bytes = 0
+        """Of all values that were taken."""
         self._threads = [
             threading.Thread(target=self._guarded, args=(lane,), name=name, daemon=True)
             for name, lane in (("upload", self._upload), ("download", self._download), ("delete", self._delete))
@@ -54,8 +56,8 @@ class Lanes:
         if keys:
             self._wanted.put(tuple(keys))
 
-    def take(self, key: str) -> memoryview:
-        """The value of an expected key, which is deleted from the channel with the next batch."""
+    def take(self, key: str, *, keep: bool = False) -> memoryview:
+        """The value of an expected key, which is deleted from the channel with the next batch; ``keep``: it is not."""
         begun = time.monotonic()
         with self._changed:
             there = self._changed.wait_for(lambda: key in self._arrived or self._error, self._timeout)
@@ -64,7 +66,9 @@ class Lanes:
             if not there:
                 raise GeofedError("CHANNEL_TIMEOUT", f"{key} has not come within {self._timeout:g} s")
             value = self._arrived.pop(key)
-        self.drop(key)
+        self.taken_bytes += value.nbytes
+        if not keep:
+            self.drop(key)
         return value
 
     def send(self, key: str, pieces: _Pieces) -> None:

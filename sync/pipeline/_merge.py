@@ -38,6 +38,7 @@ class GroupMerge:
         self._weight, self._step = 0.0, 0
         self._missing: dict[int, int] = {}
         """Of the parameters that the open buckets still lack: where each begins, and how long it is."""
+        self._rest_missing = False
         self.exposed_seconds = 0.0
         """Spent waiting in `finish`, in all steps."""
         at = 0
@@ -49,15 +50,18 @@ class GroupMerge:
                     parameter.register_post_accumulate_grad_hook(self._giver(at))  # type: ignore[no-untyped-call]
                 at += parameter.numel()
 
-    def arm(self, step: int, weight: float) -> None:
-        """The next backward pass is the last of the step, after all of its forward passes. ``weight``: samples."""
+    def arm(self, step: int, weight: float, *, counted: bool = True) -> None:
+        """The next backward pass is the last of the step, after all of its forward passes. ``weight``: samples.
+        ``counted``: running statistics do not change any more; they do where that pass makes its own forward pass."""
         self._step, self._weight = step, weight
         if self._collective is None or not self._overlap:
             return
         buckets = self._collective.begin(step, weight)  # type: ignore[attr-defined]  # of means, as was checked
         trained = self._flat.layout.trainable_size
-        if self._flat.layout.size > trained:
+        self._rest_missing = self._flat.layout.size > trained
+        if self._rest_missing and counted:
             buckets.give(trained, self._flat.rest())
+            self._rest_missing = False
         self._missing = dict(self._places)
         self._buckets = buckets
 
@@ -74,6 +78,8 @@ class GroupMerge:
                 # What no sample's loss depends on.
                 buckets.give(at, np.zeros(count, np.float32))
             self._missing = {}
+            if self._rest_missing:
+                buckets.give(self._flat.layout.trainable_size, self._flat.rest())
             merged = buckets.result()
         for one in merged:
             self._flat.load_gradient(one.vector)

@@ -18,6 +18,7 @@ from sync.pipeline._evaluation import Metrics, evaluate
 from sync.pipeline._lanes import Lanes
 from sync.pipeline._merge import GroupMerge
 from sync.pipeline._order import Operation, operations
+from sync.pipeline._replay import Logged, replay, value_key
 from sync.pipeline._shape import Pipeline
 from sync.pipeline._stage import Stage
 
@@ -61,11 +62,13 @@ class StageRunner:
         codec: str = "fp32",
         seed: tuple[int, ...] = (0,),
         timeout_seconds: float = 120.0,
+        logs: bool = False,
         computing: Callable[[str], AbstractContextManager[None]] = lambda doing: nullcontext(),
     ) -> None:
         """``layers``: this stage's only. ``codec``: of activations and their gradients, "fp32" (as they are) or "bf16".
-        ``seed``: what layers draw at random follows from it, the replica, the step and the micro-batch. ``computing``:
-        entered wherever layers run, with what they do, for whoever tells of their errors in another way."""
+        ``seed``: what layers draw at random follows from it, the replica, the step and the micro-batch. ``logs``: what
+        comes stays in the channel, for a `replay`; deleting it is the caller's (`logged_keys`). ``computing``: entered
+        wherever layers run, with what they do, for whoever tells of their errors in another way."""
         self.shape, self.position = shape, shape.position(worker)
         stage, count = self.position.stage, len(shape.stages)
         self.is_first, self.is_last = stage == 0, stage == count - 1
@@ -80,7 +83,7 @@ class StageRunner:
         self._device = next((one.device for one in layers.parameters()), torch.device("cpu"))
         self._lanes = Lanes(channel, timeout_seconds)
         self._place, self._codec, self._merge = place, codec, merge
-        self._seed = (*seed, self.position.replica)
+        self._seed, self._logs = seed, logs
         self._computing = computing
         self._compute_seconds = 0.0
         self._expected = 0
@@ -112,7 +115,7 @@ class StageRunner:
         self._compute_seconds = 0.0
         if self._expected != step:
             self._expect(step, len(sizes))
-        self._stage.begin((*self._seed, step))
+        self._stage.begin((*self._seed, self.position.replica, step))
         for operation in order:
             number = operation.micro_batch
             if operation.kind == "forward":
@@ -131,6 +134,23 @@ class StageRunner:
             waited_seconds=self._lanes.waited_seconds - waited,
             exposed_seconds=self._merge.exposed_seconds - exposed,
         )
+
+    def replay(self, logged: Logged, step: int, parts: Sequence[Sequence[Any]]) -> StepDone:
+        """Make a step's gradients anew from what other stages have sent in an attempt that is over: of all replicas
+        together, without any of them. Nothing is sent and nothing merged.
+
+        ``parts``: by replica of that attempt, its micro-batches, where this worker `reads_data`; else none. The loss is
+        the mean over the samples of all replicas.
+        """
+        waited = self._lanes.waited_seconds
+        seconds = replay(self, self._stage, self._lanes, logged, step, parts, self._seed, self._computing)
+        self.loss = self._stage.loss_sum if self.is_last else None
+        return StepDone(self.loss, seconds, self._lanes.waited_seconds - waited, 0.0)
+
+    @property
+    def taken_bytes(self) -> int:
+        """What has come from other stages so far."""
+        return self._lanes.taken_bytes
 
     def evaluate(self, tag: str, batches: Iterable[Any], count: int, metrics: Metrics) -> dict[str, float]:
         """Metrics of ``count`` batches, forward only; empty in all stages but the last.
@@ -156,8 +176,7 @@ class StageRunner:
         return decoded(value, self._device)
 
     def _key(self, step: int, kind: str, into: int, number: int) -> str:
-        """``kind``: "a" for activations, "g" for gradients; ``into``: the stage that they are for."""
-        return f"{self._place}/{step}/{kind}{into}-{self.position.replica}-{number}"
+        return value_key(self._place, step, kind, into, self.position.replica, number)
 
     def _expect(self, step: int, count: int) -> None:
         """Queue all receives of a step, in the order in which they are needed."""
@@ -173,7 +192,7 @@ class StageRunner:
         stage = self.position.stage
         given = None
         if not self.is_first:
-            given, _ = self.decoded(self._lanes.take(self._key(step, "a", stage, number)))
+            given, _ = self.decoded(self._lanes.take(self._key(step, "a", stage, number), keep=self._logs))
         begun = time.monotonic()
         with self._computing("the forward pass"):
             passed = self._stage.forward(number, given, batch)
@@ -187,10 +206,10 @@ class StageRunner:
         stage, number = self.position.stage, operation.micro_batch
         given: tuple[torch.Tensor, ...] = ()
         if not self.is_last:
-            value, _ = self.decoded(self._lanes.take(self._key(step, "g", stage, number)))
+            value, _ = self.decoded(self._lanes.take(self._key(step, "g", stage, number), keep=self._logs))
             given = () if value is None else as_tuple(value, "the gradient of a stage's output")
         if last is not None:
-            self._merge.arm(step, last[0])
+            self._merge.arm(step, last[0], counted=not (self.is_last and self.shape.rematerialises(stage)))
         begun = time.monotonic()
         with self._computing("the backward pass"):
             passed = self._stage.backward(number, given, share)

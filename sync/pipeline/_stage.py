@@ -80,13 +80,16 @@ class Stage:
         """Micro-batches between their forward and their backward pass."""
         return len(self._live)
 
-    def begin(self, draws: tuple[int, ...]) -> None:
+    def begin(self, draws: tuple[int, ...], *, add: bool = False) -> None:
         """Begin a step; what layers draw at random follows from these numbers, the micro-batch and the layer alone, so
-        that it is the same for every cut and order, and when a layer runs again."""
+        that it is the same for every cut and order, and when a layer runs again. ``add``: to the gradients and the loss
+        that are there, as another replica's part of the same step."""
         self._live.clear()
-        self._draws, self.loss_sum = draws, 0.0
+        self._draws = draws
         self.layers.train()
-        self.layers.zero_grad(set_to_none=True)
+        if not add:
+            self.loss_sum = 0.0
+            self.layers.zero_grad(set_to_none=True)
 
     def forward(self, number: int, given: Carried | None, batch: Any) -> Carried | None:
         """One micro-batch; what to pass on, None in the last stage. ``given``: None in the first."""

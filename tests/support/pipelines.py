@@ -66,6 +66,7 @@ class Crew:
         dtype: torch.dtype = torch.float32,
         overlap: bool = True,
         timeout_seconds: float = 30.0,
+        logs: bool = False,
     ) -> None:
         self.shape = shape
         self.workers: list[Worker] = []
@@ -76,8 +77,9 @@ class Crew:
             member = Member(position.replica, shape.degree, 1)
             merge = GroupMerge(flat, settings, member, channel, f"p/1/c{position.stage}", overlap=overlap)
             runner = StageRunner(
-                shape, number, module, loss, channel, "p/1", merge, codec=codec, timeout_seconds=timeout_seconds
-            )
+                shape, number, module, loss, channel, "p/1", merge,
+                codec=codec, timeout_seconds=timeout_seconds, logs=logs,
+            )  # fmt: skip
             self.workers.append(Worker(runner, flat, module, merge, channel))
 
     def __enter__(self) -> Crew:

@@ -1,0 +1,109 @@
+"""A stage makes steps anew, alone, from what the stages beside it had sent for them.
+
+What crosses a cut lies in the channel, since functions cannot reach each other. Left there, it is a log: with the state
+that a stage had before some step, the activations and gradients that came into it since, and the samples, which follow
+from the step, all that the stage did can be done again, and no other stage is needed for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from geofed_pb.errors import GeofedError
+from sync.pipeline._carried import as_tuple
+from sync.pipeline._lanes import Lanes
+from sync.pipeline._order import Operation, operations
+from sync.pipeline._shape import Pipeline
+from sync.pipeline._stage import Stage
+
+if TYPE_CHECKING:
+    from sync.pipeline._runner import StageRunner
+
+__all__ = ["Logged", "logged_keys", "replay", "value_key"]
+
+
+@dataclass(frozen=True)
+class Logged:
+    """Where an attempt's stages have sent their values, and how its pipeline was shaped."""
+
+    place: str
+    """Of its keys."""
+    shape: Pipeline
+    """With the replicas that it had."""
+    samples: tuple[int, ...]
+    """Of each replica in a step."""
+
+
+def value_key(place: str, step: int, kind: str, into: int, replica: int, number: int) -> str:
+    """``kind``: "a" for activations, "g" for gradients; ``into``: the stage that they are for; ``number``: the
+    micro-batch."""
+    return f"{place}/{step}/{kind}{into}-{replica}-{number}"
+
+
+def logged_keys(logged: Logged, stage: int, step: int) -> list[str]:
+    """Of all that comes into a stage in a step, for all of its replicas."""
+    return [key for replica in range(logged.shape.degree) for _, key in _received(logged, stage, step, replica) if key]
+
+
+def replay(
+    runner: StageRunner,
+    stage: Stage,
+    lanes: Lanes,
+    logged: Logged,
+    step: int,
+    parts: Sequence[Sequence[Any]],
+    seed: tuple[int, ...],
+    computing: Callable[[str], AbstractContextManager[None]],
+) -> float:
+    """See `StageRunner.replay`; returns the seconds of computing."""
+    number, whole, seconds = runner.position.stage, sum(logged.samples), 0.0
+    lanes.expect(logged_keys(logged, number, step))
+    # Replicas begin a step with the same running statistics, and end it with the mean of theirs.
+    before = [buffer.clone() for buffer in stage.layers.buffers()]
+    mean = [torch.zeros_like(buffer, dtype=torch.float64) for buffer in before]
+    for replica, samples in enumerate(logged.samples):
+        with torch.no_grad():
+            for buffer, value in zip(stage.layers.buffers(), before, strict=True):
+                buffer.copy_(value)
+        stage.begin((*seed, replica, step), add=replica > 0)
+        sizes = logged.shape.sizes(samples)
+        for operation, key in _received(logged, number, step, replica):
+            given = runner.decoded(lanes.take(key, keep=True))[0] if key else None
+            begun = time.monotonic()
+            if operation.kind == "forward":
+                batch = parts[replica][operation.micro_batch] if parts else None
+                with computing("the forward pass"):
+                    stage.forward(operation.micro_batch, given, batch)
+            else:
+                came = () if given is None else as_tuple(given, "the gradient of a stage's output")
+                # They are of the mean over the replica's samples.
+                back = tuple(one * (samples / whole) for one in came)
+                with computing("the backward pass"):
+                    stage.backward(operation.micro_batch, back, sizes[operation.micro_batch] / whole)
+            seconds += time.monotonic() - begun
+        for total, buffer in zip(mean, stage.layers.buffers(), strict=True):
+            total += buffer.double() * (samples / whole)
+    with torch.no_grad():
+        for buffer, total in zip(stage.layers.buffers(), mean, strict=True):
+            buffer.copy_(total if buffer.is_floating_point() else total.round())
+    return seconds
+
+
+def _received(logged: Logged, stage: int, step: int, replica: int) -> list[tuple[Operation, str]]:
+    """What a replica of a stage does in a step, and the key that it needs first; "": none."""
+    shape, last = logged.shape, len(logged.shape.stages) - 1
+    if not 0 <= stage <= last:
+        raise GeofedError("CONFIG_INVALID", f"stage {stage} of {last + 1}")
+    found = []
+    for operation in operations(shape.order, stage, last + 1, len(shape.sizes(logged.samples[replica]))):
+        forward = operation.kind == "forward"
+        comes = stage > 0 if forward else stage < last
+        key = value_key(logged.place, step, "a" if forward else "g", stage, replica, operation.micro_batch)
+        found.append((operation, key if comes else ""))
+    return found
