@@ -16,8 +16,8 @@ class WanLink:
     source: str
     destination: str
     state: str
-    """"idle": nothing has been sent; "up"; "down": the last try failed; "relayed": others pass the updates on, maybe only
-    since other ways were chosen; "unknown": the source's agent is not heard; "closed": the job has ended."""
+    """"idle": nothing has been sent; "up"; "down": the last try failed; "relayed": others pass the updates on, from the
+    start or by now; "unknown": the source's agent is not heard; "closed": the job has ended."""
     rtt_ms: float
     """0: not measured."""
     goodput_mbps: float
