@@ -129,6 +129,8 @@ class Demand:
     """"data": every worker holds the whole model; "pipeline"; "auto": data, unless no function is large enough."""
     stages: int | None = None
     """Of a pipeline; None: the plan says."""
+    activations: str | None = None
+    """What stages send each other activations and their gradients in: "fp32" or "bf16"; None: the plan says."""
     workers: int | Mapping[str, int] | None = None
     """Workers in each region, or by region; None: the plan says."""
     memory_mb: int | None = None
@@ -184,6 +186,8 @@ class PipelineShape:
     """"gpipe" or "1f1b"."""
     step_seconds: float
     """Expected of one step, the merge of gradients included."""
+    activation_codec: str = "fp32"
+    """Of what stages send each other: "fp32", which is as it is, or "bf16"."""
     why: tuple[str, ...] = ()
     """Sentences for people: what each stage holds, and why it ends where it does."""
 

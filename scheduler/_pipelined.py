@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,11 @@ STATE_FACTOR = 2.0
 """Adam's, since the optimiser is not known: rather too much memory than too little."""
 USUAL_BASE_MB, LEAST_BASE_MB = 300.0, 128.0
 """Of a worker with torch loaded."""
+WORTH = 0.95
+"""Of what a step takes, time or money as the job minimises one or the other, what it must come to in bfloat16 for
+stages to send each other that. It rounds activations and their gradients to 8 bits of mantissa."""
+MERGED_SHARE = {"bf16": 0.5, "int8": 0.25, "fp8": 0.25}
+"""Of a gradient, what merging sends by its codec."""
 SPARE = 0.2
 """Share of what a worker needs that is left free besides, as for workers that hold the whole model."""
 
@@ -48,8 +53,6 @@ class Staged:
 
     def shape(self, degree: int) -> PipelineShape:
         """With so many replicas of each stage, each of which takes the job's batch in a step."""
-        from dataclasses import replace
-
         from scheduler.partition import Way, cuts_of, evaluate, explain
 
         one = self.problem.batch // self.plan.way.degree
@@ -67,6 +70,7 @@ class Staged:
             micro_batch=way.micro_batch,
             order=way.order,
             step_seconds=own.seconds,
+            activation_codec="bf16" if problem.sent_share < 1.0 else "fp32",
             why=explain(problem, own),
         )
 
@@ -84,7 +88,7 @@ def staged(region: Region, snapshot: Snapshot, demand: Demand) -> Staged | None:
     free = region.capacity.workers - snapshot.busy_workers.get(region.name, 0)
     return _staged(
         profile, prices.function_usd_per_gb_second, demand.batch, sizes, workers or max(1, free), demand.stages,
-        demand.minimise,
+        demand.minimise, demand.activations, MERGED_SHARE.get(demand.merging_codec, 1.0),
     )  # fmt: skip
 
 
@@ -146,8 +150,11 @@ def _staged(
     workers: int,
     stages: int | None,
     minimise: str,
+    activations: str | None,
+    merged_share: float,
 ) -> Staged | None:
-    """Kept, as jobs that wait are planned again and again.
+    """Kept, as jobs that wait are planned again and again. In bfloat16 only the function size is tried that was best
+    in float32, where the plan is to say what is sent.
 
     Two replicas are planned for where there are workers for two: with their merging the stages are as small as they
     need to be for any number of replicas.
@@ -158,18 +165,25 @@ def _staged(
         # With so many workers as there are, the fewer stages, the more replicas.
         return plan.seconds * len(plan.stages) if minimise == "time" else plan.usd
 
+    def solved(size_mb: int, problem: Problem) -> list[Staged]:
+        try:
+            return [Staged(size_mb, min(front(problem, WITHIN), key=worth), problem)]
+        except NothingFitsError:
+            return []
+
     found: list[Staged] = []
     for degree in (2, 1):
         for size_mb in sizes_mb:
             problem = _problem(profile, usd_per_gb_second, batch, size_mb, workers, stages, degree)
-            try:
-                plans = front(problem, WITHIN)
-            except NothingFitsError:
-                continue
-            found.append(Staged(size_mb, min(plans, key=worth), problem))
+            sent = 0.5 if activations == "bf16" else 1.0
+            found += solved(size_mb, replace(problem, sent_share=sent, merged_share=merged_share))
         if found:
             break
-    return min(found, key=lambda one: worth(one.plan), default=None)
+    best = min(found, key=lambda one: worth(one.plan), default=None)
+    if best is None or activations is not None or len(best.plan.stages) == 1:
+        return best
+    shorter = solved(best.memory_mb, replace(best.problem, sent_share=0.5))
+    return next((one for one in shorter if worth(one.plan) <= WORTH * worth(best.plan)), best)
 
 
 def _problem(

@@ -163,6 +163,7 @@ def _pipeline(shape: PipelineShape) -> agent_pb2.Pipeline:
         degree=shape.degree,
         micro_batch=shape.micro_batch,
         order=shape.order,
+        activation_codec="" if shape.activation_codec == "fp32" else shape.activation_codec,
     )
 
 

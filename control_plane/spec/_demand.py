@@ -29,6 +29,7 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
         avoid=tuple(spec.regions.avoid),
         parallelism=spec.parallelism if isinstance(spec.parallelism, str) else "pipeline",
         stages=None if isinstance(spec.parallelism, str) else _count(spec.parallelism.pipeline.stages),
+        activations=None if isinstance(spec.parallelism, str) else _fixed(spec.parallelism.pipeline.activations),
         workers=spec.train.workers if isinstance(spec.train.workers, dict) else _count(spec.train.workers),
         memory_mb=_count(spec.function.memory_mb),
         slice_seconds=spec.function.slice.total_seconds(),

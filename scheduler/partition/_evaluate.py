@@ -133,7 +133,7 @@ def _stage(problem: Problem, way: Way, cut: Cut, needed: float) -> Stage:
         needed_mb=needed / MIB,
         forward_s=forward,
         backward_s=backward + (forward if cut.rematerialise else 0.0),
-        merge_s=merge_seconds(parameters, way.degree, place, size.bandwidth),
+        merge_s=merge_seconds(problem.merged_share * parameters, way.degree, place, size.bandwidth),
     )
 
 
@@ -143,11 +143,11 @@ def _lanes(problem: Problem, way: Way, cut: Cut, after: Cut | None, stage: Stage
     up, down = channel.up_bytes_per_s * width, channel.down_bytes_per_s * width
     forward, backward = [stage.forward_s], [stage.backward_s]
     if cut.first:
-        entering = input_bytes(problem, cut.first) * way.micro_batch
+        entering = problem.sent_share * input_bytes(problem, cut.first) * way.micro_batch
         forward.append(channel.get_s + entering / down)
         backward.append(channel.put_s + entering / up)
     if after is not None:
-        leaving = problem.profile.layers[cut.last].output_bytes * way.micro_batch
+        leaving = problem.sent_share * problem.profile.layers[cut.last].output_bytes * way.micro_batch
         forward.append(channel.put_s + leaving / up)
         backward.append(channel.get_s + leaving / down)
         there, back = hop_between(problem, cut.place, after.place), hop_between(problem, after.place, cut.place)
@@ -170,7 +170,7 @@ def _egress_usd(problem: Problem, cut: Cut, after: Cut | None) -> float:
     there, back = hop_between(problem, cut.place, after.place), hop_between(problem, after.place, cut.place)
     if there is None or back is None:
         return 0.0
-    sent_gb = problem.batch * problem.profile.layers[cut.last].output_bytes / 1e9
+    sent_gb = problem.sent_share * problem.batch * problem.profile.layers[cut.last].output_bytes / 1e9
     return sent_gb * (there.usd_per_gb + back.usd_per_gb)
 
 

@@ -24,6 +24,8 @@ def explain(problem: Problem, plan: Pipeline) -> tuple[str, ...]:
         f"{_count(plan.micro_batches, 'micro-batch')} of {_count(way.micro_batch, 'sample')}, {order}: "
         f"{plan.seconds:.2f} s and ${plan.usd:.6f} an iteration"
     ]
+    if problem.sent_share < 1.0 and len(plan.stages) > 1:
+        said[0] += f", with {100 * problem.sent_share:.0f} % of the bytes over cuts"
     cuts = cuts_of(problem, plan)
     for number, stage in enumerate(plan.stages):
         again = ", computing its forward pass twice" if stage.rematerialise else ""

@@ -122,6 +122,10 @@ class Problem:
     """Exactly so many; None: any number."""
     most_workers: int | None = None
     """Stages times replicas; None: any number."""
+    sent_share: float = 1.0
+    """Of a layer's output, and of its gradient, what crosses a cut: 0.5 where stages send each other bfloat16."""
+    merged_share: float = 1.0
+    """The same, of the gradients that replicas merge."""
     merge_copies: float = 2.0
     """Sizes of the gradient that a stage with replicas needs besides: what it sends and what it gets (FuncPipe)."""
 

@@ -139,7 +139,7 @@ def _hops(tables: Tables, after: Labels, option: Ints) -> tuple[Floats, Floats, 
     if len(tables.problem.places) == 1:
         none = np.zeros(len(option))
         return none, none, none
-    leaving = np.where(behind, tables.passed[after.first], 0.0)
+    leaving = tables.problem.sent_share * np.where(behind, tables.passed[after.first], 0.0)
     sent = leaving * tables.micro[after.way] * tables.degree[after.way]
     there, back = (
         np.where(behind, tables.hop_s[k][pair] + sent * tables.hop_byte_s[k][pair], 0.0) for k in (0, 1)

@@ -146,8 +146,9 @@ class Tables:
         forward, backward = self.compute(ways, first, after)
         leaving = np.where(after < self.length, self.passed[after], 0.0)
         inner = (after < self.length).astype(float)[None, :, None]
-        bytes_out = self.micro[ways][:, None, None] * leaving[None, :, None]
-        bytes_in = self.micro[ways][:, None] * self.passed[first]
+        share = self.problem.sent_share
+        bytes_out = share * self.micro[ways][:, None, None] * leaving[None, :, None]
+        bytes_in = share * self.micro[ways][:, None] * self.passed[first]
         entered = float(first > 0)
         return Stages(
             first=first,
@@ -159,7 +160,7 @@ class Tables:
             put_back=entered * (self._put_s + bytes_in / self._up),
             put_out=inner * self._put_s + bytes_out / self._up,
             get_back=inner * self._get_s + bytes_out / self._down,
-            merge=self._merging(ways, self.parameters[after] - self.parameters[first]),
+            merge=self._merging(ways, self.problem.merged_share * (self.parameters[after] - self.parameters[first])),
             other_usd=self._requests(ways, entered + inner),
         )
 

@@ -36,7 +36,17 @@ def test_the_job_file_says_how(job_file: Path, told: str, asked: tuple[str, int 
     assert (wanted.parallelism, wanted.stages) == asked
 
 
-@pytest.mark.parametrize("told", ["pipeline", "{pipeline: {stages: 0}}", "{stages: 2}"])
+@pytest.mark.parametrize(("told", "asked"), [("auto", None), ("fp32", "fp32"), ("bf16", "bf16")])
+def test_the_job_file_may_fix_what_stages_send(job_file: Path, told: str, asked: str | None) -> None:
+    spec = load(job_file, [f"parallelism={{pipeline: {{activations: {told}}}}}"]).spec
+    assert to_demand(spec, "j", NOW).activations == asked
+    plan = planned(snapshot(300.0), demand(parallelism="pipeline", stages=2, workers=4, activations=asked or "fp32"))
+    shape = cut(plan)[0].pipeline
+    assert shape is not None
+    assert _pipeline(shape).activation_codec == ("bf16" if asked == "bf16" else "")
+
+
+@pytest.mark.parametrize("told", ["pipeline", "{pipeline: {stages: 0}}", "{stages: 2}", "{pipeline: {activations: 8}}"])
 def test_other_words_are_errors(job_file: Path, told: str) -> None:
     with pytest.raises(GeofedError):
         load(job_file, [f"parallelism={told}"])

@@ -125,3 +125,34 @@ def test_a_model_that_no_function_holds_in_any_way_is_declined() -> None:
     assert isinstance(answer, Declined)
     assert "it is no nn.Sequential" in answer.reasons[0].text
     assert "declare its layers" in answer.reasons[0].remedy
+
+
+def _wide(output_bytes: float) -> Snapshot:
+    """Models whose layers pass on so much of each sample."""
+    found = snapshot(900.0)
+    layers = tuple({**layer, "output_bytes": output_bytes} for layer in deep("a").layers)
+    profiles = {n: replace(one, layers=layers) for n, one in found.profiles.items()}
+    return replace(found, profiles=profiles)
+
+
+@pytest.mark.parametrize("minimise", ["time", "cost"])
+def test_stages_send_bfloat16_where_that_is_worth_it(minimise: str) -> None:
+    for output_bytes, codec in ((1e3, "fp32"), (3e6, "bf16")):
+        told = {codec: cut(planned(_wide(output_bytes), demand(minimise=minimise, activations=codec))) for codec in
+                ("fp32", "bf16", None)}  # fmt: skip
+        fixed = {name: parts[0].pipeline for name, parts in told.items()}
+        assert all(shape is not None for shape in fixed.values())
+        assert [fixed[name].activation_codec for name in ("fp32", "bf16")] == ["fp32", "bf16"]  # type: ignore[union-attr]
+        assert fixed[None].activation_codec == codec  # type: ignore[union-attr]
+
+
+def test_a_codec_of_merges_is_counted() -> None:
+    asked = demand(workers=8, parallelism="pipeline", stages=2, collective="scatter-reduce")
+    full, half = (
+        cut(planned(snapshot(300.0, memory_mb=10240), replace(asked, merging_codec=codec)))[0].pipeline
+        for codec in ("fp32", "bf16")
+    )
+    assert full is not None
+    assert half is not None
+    assert full.degree > 1
+    assert half.step_seconds < full.step_seconds

@@ -46,6 +46,8 @@ def problem(seed: int, *, layers: int = 5, sizes: int = 3, places: int = 1) -> P
         micro_batches=(1, draw.choice([2, 4])),
         rematerialise=draw.random() < 0.7,
         most_workers=draw.choice([None, 4, 8]),
+        sent_share=draw.choice([1.0, 0.5]),
+        merged_share=draw.choice([1.0, 0.25]),
     )
 
 

@@ -197,14 +197,15 @@ def _stages(problem: Problem, way: Way, stages: int) -> list[_Stage]:
                         up = channel.up_bytes_per_s * size.bandwidth
                         down = channel.down_bytes_per_s * size.bandwidth
                         if number > 0:
-                            passed = mu * problem.profile.layers[first - 1].output_bytes
+                            passed = problem.sent_share * mu * problem.profile.layers[first - 1].output_bytes
                             forward.append(channel.get_s + passed / down)
                             backward.append(channel.put_s + passed / up)
                         if number + 1 < stages:
-                            passed = mu * held[-1].output_bytes
+                            passed = problem.sent_share * mu * held[-1].output_bytes
                             forward.append(channel.put_s + passed / up)
                             backward.append(channel.get_s + passed / down)
                         d = way.degree
+                        merged = problem.merged_share * sum(layer.parameter_bytes for layer in held)
                         sides = (number > 0) + (number + 1 < stages)
                         puts = sides * d * count + (d * d if d > 1 else 0)
                         gets = sides * d * count + 2 * d * (d - 1)
@@ -214,7 +215,7 @@ def _stages(problem: Problem, way: Way, stages: int) -> list[_Stage]:
                                 cut,
                                 tuple(forward),
                                 tuple(backward),
-                                merge_seconds(sum(layer.parameter_bytes for layer in held), d, place, size.bandwidth),
+                                merge_seconds(merged, d, place, size.bandwidth),
                                 d * size.memory_mb / 1024 * size.usd_per_gb_second,
                                 puts * channel.put_usd + gets * channel.get_usd,
                             )
