@@ -4,11 +4,13 @@ from scheduler.deadline._admit import Admission, admit
 from scheduler.deadline._allot import LIVE, Allotment, Offer, allot, offer
 from scheduler.deadline._book import Book
 from scheduler.deadline._buddy import Buddy, Placed
+from scheduler.deadline._course import Course, Ground
 from scheduler.deadline._curve import Curve, curve_from_table, fit_curve
 from scheduler.deadline._experience import Experience
 from scheduler.deadline._fill import least_device_seconds
 from scheduler.deadline._ledger import Gang, Held, Pace
 from scheduler.deadline._model import Capacity, Job, Overhead, Refusal, Reservation, Rules
+from scheduler.deadline._proven import Proven, prove
 from scheduler.deadline._spot import Refuge, refuge, spot_share
 from scheduler.deadline._spread import Allocation, spread
 
@@ -20,15 +22,18 @@ __all__ = [
     "Book",
     "Buddy",
     "Capacity",
+    "Course",
     "Curve",
     "Experience",
     "Gang",
+    "Ground",
     "Held",
     "Job",
     "Offer",
     "Overhead",
     "Pace",
     "Placed",
+    "Proven",
     "Refuge",
     "Refusal",
     "Reservation",
@@ -39,6 +44,7 @@ __all__ = [
     "fit_curve",
     "least_device_seconds",
     "offer",
+    "prove",
     "refuge",
     "spot_share",
     "spread",

@@ -44,6 +44,7 @@ def admit(
     new: Sequence[Job] = (),
     rules: Rules | None = None,
     books: Mapping[str, Book] | None = None,
+    explained: bool = True,
 ) -> Admission:
     """Decide on a burst of new jobs; promises already given stay valid.
 
@@ -53,7 +54,8 @@ def admit(
     and Hodgson, 1968): promised jobs are never dropped. A soft deadline is tried at each of its steps.
 
     `books` are those of an earlier answer at the same instant; they are taken over and changed. Without
-    them every region is filled anew. Deadlines and curves name regions of `capacities`.
+    them every region is filled anew. What would make refused jobs possible takes most of the time; it is left out where
+    it is not `explained`. Deadlines and curves name regions of `capacities`.
     """
     rules = rules or Rules()
     still_s = still_until(now, [(job, job.curves[job.region]) for job in promised], rules)
@@ -64,7 +66,8 @@ def admit(
     refused = []
     for members in _groups(new):
         for job in desk.decide(members):
-            refused.append(desk.refusal(job))
+            if explained:
+                refused.append(desk.refusal(job))
     taken = tuple(job for jobs in desk.new.values() for job in jobs)
     return Admission(taken, tuple(refused), desk.books)
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from scheduler.deadline._course import Course, Going, Ground, Plan, follow
 from scheduler.deadline._ledger import Gang, Held, Ledger
 from scheduler.deadline._model import Capacity, Overhead, Rules
 
@@ -27,6 +28,10 @@ _LEAN = 0.5
 _TRIES = ((False, True), (True, True), (True, True), (True, False), (True, False))
 """Whether all must be lean, and whether margins are kept, in turn until everybody fits. From the second lean one on
 those that were left out before come first."""
+_ROUNDS, _REPAIRED = 2, 64
+"""How often a plan on which somebody is late is drawn up anew, with more time for those, and up to how many gangs."""
+_TIGHTER_S, _TIGHTER = 2.0, 0.05
+"""Time more than what somebody was late, and at most this part of what is left to the deadline."""
 _FEW = 200
 """Up to so many jobs with deadlines other orders are tried; beyond, that would take long."""
 
@@ -66,6 +71,7 @@ def allot(
     gangs: Sequence[Gang],
     rules: Rules = LIVE,
     before: Mapping[str, Held] | None = None,
+    ground: Ground | None = None,
 ) -> Allotment:
     """Share the workers of all regions out.
 
@@ -73,13 +79,130 @@ def allot(
     deadlines; where somebody does not fit, other orders are tried, then without margins, and at last what an earlier
     answer held (``before``), which once fitted. What is free now goes to best
     effort at the slowest pace, those that run first, then to the least served user's; then to those that use it best.
+
+    The answer is played to the end, each change with its pause (``follow``). If somebody with a promise would be late,
+    it is played again without spare workers; and if even so, everybody goes on as the last answer that held has it:
+    with exact speeds and no failure that still holds. Where none does, that on which fewest are late is taken.
+    ``before`` is the ``held`` of the answer before this, or of an offer since; the `ground` is for one region only.
     """
-    ledger, held = _promises(now, capacities, gangs, rules, before)
-    paces = {gang.name: held[gang.name].now if gang.name in held else -1 for gang in gangs}
-    free = ledger.free_now()
-    _begin(gangs, paces, free, ledger, rules, capacities)
-    _grow(gangs, paces, free, held, rules)
-    return Allotment(paces, held)
+    paces, held, course = _shared_out(now, capacities, gangs, rules, before, ground)
+    return Allotment(paces, _on_course(held, course, gangs))
+
+
+def _shared_out(
+    now: float,
+    capacities: Mapping[str, Capacity],
+    gangs: Sequence[Gang],
+    rules: Rules,
+    before: Mapping[str, Held] | None,
+    ground: Ground | None,
+) -> tuple[dict[str, int], Mapping[str, Held], Course]:
+    """Paces now, what is held, and the course on which fewest are late."""
+    best: tuple[dict[str, int], Mapping[str, Held], Course] | None = None
+    tight: dict[str, float] = {}
+    held: Mapping[str, Held] = {}
+    for _ in range(1 + (_ROUNDS if len(gangs) <= _REPAIRED else 0)):
+        waiting = [_sooner(gang.waiting(now), tight) for gang in gangs]
+        ledger, held = _promises(now, capacities, waiting, rules, before)
+        paces, free = {gang.name: held[gang.name].now if gang.name in held else -1 for gang in gangs}, ledger.free_now()
+        _begin(waiting, paces, free, ledger, rules, capacities)
+        plans = {name: _plan(holding) for name, holding in held.items()}
+        begun = dict(paces)
+        _grow(waiting, paces, free, held, rules)
+        for chosen in [paces, begun] if begun != paces else [paces]:
+            course = _followed(now, capacities, gangs, chosen, plans, rules, ground)
+            best = _better(best, held, course, gangs, now)
+            if course.holds:
+                return best
+        for gang in gangs:
+            if gang.name in course.late:
+                most = max(0.0, _TIGHTER * (gang.deadline_s - now))
+                tight[gang.name] = tight.get(gang.name, 0.0) + min(course.late[gang.name] + _TIGHTER_S, most)
+    chosen, plans = _kept(now, gangs, before)
+    return _better(best, held, _followed(now, capacities, gangs, chosen, plans, rules, ground), gangs, now)
+
+
+def _better(
+    best: tuple[dict[str, int], Mapping[str, Held], Course] | None,
+    held: Mapping[str, Held],
+    course: Course,
+    gangs: Sequence[Gang],
+    now: float,
+) -> tuple[dict[str, int], Mapping[str, Held], Course]:
+    """The one on which fewer are late, with the paces that it begins with."""
+    if best is not None and (course.fits, -len(course.late)) <= (best[2].fits, -len(best[2].late)):
+        return best
+    return {gang.name: course.level(gang.name, now) - 1 for gang in gangs}, held, course
+
+
+def _sooner(gang: Gang, tight: Mapping[str, float]) -> Gang:
+    return replace(gang, deadline_s=gang.deadline_s - tight[gang.name]) if gang.name in tight else gang
+
+
+def _kept(
+    now: float, gangs: Sequence[Gang], before: Mapping[str, Held] | None
+) -> tuple[dict[str, int], dict[str, Plan]]:
+    """Paces now and later as the last course has them; best effort keeps what it has as long as there is room."""
+    paces, plans = {}, {}
+    for gang in gangs:
+        held = (before or {}).get(gang.name)
+        paces[gang.name] = gang.held
+        if held is not None and held.course:
+            plans[gang.name] = tuple((at, pace + 1) for at, pace in held.course)
+            paces[gang.name] = [held.course[0][1], *(pace for at, pace in held.course if at <= now + 1e-9)][-1]
+    return paces, plans
+
+
+def _followed(
+    now: float,
+    capacities: Mapping[str, Capacity],
+    gangs: Sequence[Gang],
+    paces: Mapping[str, int],
+    plans: Mapping[str, Plan],
+    rules: Rules,
+    ground: Ground | None,
+) -> Course:
+    """Play it to the end. Level 0 of ``follow`` is no pace."""
+    changes = sorted({at for capacity in capacities.values() for at, _ in capacity.changes if at > now})
+    room = tuple((at, tuple(_devices_at(capacity, at) for capacity in capacities.values())) for at in (now, *changes))
+    going = []
+    for gang in gangs:
+        rates = (0.0, *(pace.rate for pace in gang.paces))
+        needs = tuple(
+            tuple(gang.workers(pace).get(region, 0) for region in capacities) for pace in range(-1, len(gang.paces))
+        )
+        plan = plans.get(gang.name, ())
+        going.append(
+            Going(
+                gang.name, gang.work, gang.deadline_s, gang.held + 1, gang.ready_s, plan, rates.__getitem__,
+                needs.__getitem__,
+            )
+        )  # fmt: skip
+    chosen = {name: pace + 1 for name, pace in paces.items()}
+    return follow(now, room, going, chosen, rules.overhead, ground)
+
+
+def _devices_at(capacity: Capacity, at: float) -> int:
+    return [capacity.devices, *(devices for since_s, devices in capacity.changes if since_s <= at)][-1]
+
+
+def _plan(held: Held) -> Plan:
+    """The paces that are held as levels; the last one that is any stays to the end, for who is paused on the way."""
+    steps = [(at, pace + 1) for at, pace in zip(held.times, held.paces, strict=False)]
+    while len(steps) > 1 and not steps[-1][1]:
+        steps.pop()
+    return tuple(steps)
+
+
+def _on_course(held: Mapping[str, Held], course: Course, gangs: Sequence[Gang]) -> dict[str, Held]:
+    """What is held, each with its part of the course; in danger is whoever is late on it."""
+    promised = {gang.name for gang in gangs if not gang.best_effort}
+    return {
+        name: replace(holding, course=tuple((at, level - 1) for at, level in course.plans[name]))
+        if name in promised
+        else holding
+        for name, holding in held.items()
+    }
 
 
 def offer(
@@ -89,15 +212,26 @@ def offer(
     new: Gang,
     rules: Rules = LIVE,
     before: Mapping[str, Held] | None = None,
+    ground: Ground | None = None,
 ) -> Offer:
-    """Whether a deadline can be promised to one more gang; the promises of the others stay."""
-    left, held = _promises(now, capacities, gangs, rules, before)
+    """Whether a deadline can be promised to one more gang; the promises of the others stay.
+
+    It can only if, with it among them, what ``allot`` would answer makes nobody late who is not so without it.
+    """
+    waiting = [gang.waiting(now) for gang in gangs]
+    left, held = _promises(now, capacities, waiting, rules, before)
+    late: frozenset[str] | None = None
     over_quota = False
     for deadline_s in (new.deadline_s, *new.later):
         asked = replace(new, deadline_s=deadline_s)
-        after = _with(now, capacities, gangs, asked, rules, left, held)
-        if after is not None and not (over_quota := _over_quota([*gangs, asked], after, new.user, rules)):
-            return Offer(deadline_s, after[new.name].end_s, held=after)
+        after = _with(now, capacities, waiting, asked, rules, left, held)
+        if after is None or (over_quota := _over_quota([*gangs, asked], after, new.user, rules)):
+            continue
+        _, after, course = _shared_out(now, capacities, [*gangs, asked], rules, before, ground)
+        if not course.holds and late is None:
+            late = frozenset(_shared_out(now, capacities, gangs, rules, before, ground)[2].late)
+        if course.fits and course.late.keys() <= (late or frozenset()):
+            return Offer(deadline_s, after[new.name].end_s, held=_on_course(after, course, [*gangs, asked]))
     soonest = left.soonest(new, rules).end_s
     margin = rules.reserve_s + (soonest - now + _pause(new, rules)) / (1.0 - rules.margin)
     return Offer(None, now + margin if math.isfinite(soonest) else math.inf, over_quota)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,8 @@ class Gang:
     user: str = ""
     served_s: float = 0.0
     """Worker seconds that its user's best-effort jobs have had."""
+    ready_s: float = -math.inf
+    """Instant until which it is paused by an earlier change."""
     value: float = 1.0
     """Of its deadline; where promises break, those of least value break first."""
 
@@ -74,6 +76,12 @@ class Gang:
     def best_effort(self) -> bool:
         return math.isinf(self.deadline_s)
 
+    def waiting(self, now: float) -> Gang:
+        """The same with the rounds that its pause takes as work, for who reckons without pauses."""
+        if self.held < 0 or self.ready_s <= now:
+            return self
+        return replace(self, work=self.work + (self.ready_s - now) * self.paces[self.held].rate, ready_s=-math.inf)
+
     def workers(self, pace: int) -> Mapping[str, int]:
         """By region; of pace -1 there are none."""
         return self.paces[pace].workers if pace >= 0 else {}
@@ -88,6 +96,9 @@ class Held:
     paces: tuple[int, ...]
     late: bool = False
     """The deadline cannot be met even with all that is free."""
+    course: tuple[tuple[float, int], ...] = ()
+    """(instant, pace from then on): what it will really have if nothing unforeseen happens, spare workers included.
+    Together with those of all others it was played to the end with all pauses, and nobody was late."""
 
     @property
     def now(self) -> int:

@@ -38,6 +38,8 @@ class Running:
     """The share on which it has made steps last; 0: none yet."""
     slowness: float = 1.0
     """The time that a step took there, over what the policy's curve says."""
+    blocks: tuple[tuple[int, int], ...] = ()
+    """Where its devices lie: (first device, how many)."""
 
     @property
     def name(self) -> str:
@@ -257,6 +259,9 @@ class _Simulation:
         if in_use > self.floor.devices:
             raise ValueError(f"{self.policy.name} gave {in_use} of {self.floor.devices} devices")
         moved = self.floor.arrange([(job.name, job.share) for job in changed])
+        for job in self.active:
+            if job.share or job.blocks:
+                job.blocks = self.floor.blocks(job.name)
         self.moved += len(moved)
         self.changes += bool(changed)
         self._pause(changed, moved)
@@ -316,7 +321,7 @@ class _Simulation:
                     if job.name in hit:
                         lost_s = self.chance.uniform(0, self.incidents.lost_s)
                         job.left = min(job.spec.work, job.left + lost_s * job.rate())
-                        job.share = 0
+                        job.share, job.blocks = 0, ()
             self.next_failure_s = self._failure_after(at)
 
     def _close(self, job: Running, declined: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from scheduler.deadline import Buddy
 
@@ -19,6 +19,27 @@ class Floor:
         self.buddy = Buddy(self.all_devices)
         self.broken: set[int] = set()
         self.parts: dict[str, list[str]] = {}
+
+    @classmethod
+    def of(cls, devices: int, blocks: Mapping[str, Sequence[tuple[int, int]]]) -> Floor:
+        """One without broken nodes on which jobs have their blocks: (first device, size)."""
+        floor = cls(1, devices)
+        for job, mine in blocks.items():
+            floor.parts[job] = [f"{job}\0{number}" for number in range(len(mine))]
+            floor.buddy.blocks.update(zip(floor.parts[job], mine, strict=True))
+        return floor
+
+    def copy(self) -> Floor:
+        """One to try something in."""
+        other = Floor(self.nodes, self.per_node)
+        other.buddy = Buddy(self.all_devices, self.buddy.blocks)
+        other.buddy.fixed = set(self.buddy.fixed)
+        other.broken, other.parts = set(self.broken), dict(self.parts)
+        return other
+
+    def blocks(self, job: str) -> tuple[tuple[int, int], ...]:
+        """Where a job's share lies: (first device, size)."""
+        return tuple(self.buddy.blocks[part] for part in self.parts.get(job, ()))
 
     @property
     def devices(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from scheduler.deadline import Capacity, Gang, Held, Pace, Rules, allot, offer
 from scheduler.simulate._engine import Decision, Running
+from scheduler.simulate._floor import Floor
 
 __all__ = ["Live"]
 
@@ -23,35 +24,36 @@ class Live:
     def __init__(self, rules: Rules, name: str = "geofed-live") -> None:
         self.rules, self.name = rules, name
         self._held: Mapping[str, Held] = {}
+        self._most = 0
+        """Devices that there were at any time."""
 
     def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
         capacities = {_REGION: Capacity(devices)}
+        self._most = max(self._most, devices)
+        blocks = {job.name: job.blocks for job in active if job.blocks}
+        ground = Floor.of(devices, blocks) if devices == self._most else None
         new = {job.name for job in arrived if job.spec.deadlines}
-        gangs = {job.name: _gang(job, now, devices) for job in active if job.name not in new}
+        gangs = {job.name: _gang(job, devices) for job in active if job.name not in new}
         promised: dict[str, float] = {}
         declined = []
         for job in sorted((job for job in arrived if job.name in new), key=lambda job: job.spec.deadlines[0][0]):
-            gang = _gang(job, now, devices)
-            told = offer(now, capacities, list(gangs.values()), gang, self.rules, self._held)
+            gang = _gang(job, devices)
+            told = offer(now, capacities, list(gangs.values()), gang, self.rules, self._held, ground)
             if told.deadline_s is None:
                 declined.append(job.name)
                 continue
             self._held = told.held
             promised[job.name] = told.deadline_s
             gangs[job.name] = replace(gang, deadline_s=told.deadline_s)
-        answer = allot(now, capacities, list(gangs.values()), self.rules, self._held)
+        present = [gangs[job.name] for job in active if job.name in gangs]
+        answer = allot(now, capacities, present, self.rules, self._held, ground)
         self._held = answer.held
         shares = {name: gangs[name].workers(pace).get(_REGION, 0) for name, pace in answer.paces.items()}
-        rises = [
-            at
-            for name, held in answer.held.items()
-            for at, pace in zip(held.times, held.paces, strict=False)
-            if at > now and pace > answer.paces[name]
-        ]
-        return Decision(shares, tuple(declined), promised, max(now + 1.0, min(rises, default=math.inf)))
+        turns = [at for held in answer.held.values() for at, _ in held.course if at > now]
+        return Decision(shares, tuple(declined), promised, min(turns, default=math.inf))
 
 
-def _gang(job: Running, now: float, devices: int) -> Gang:
+def _gang(job: Running, devices: int) -> Gang:
     """Its paces are the levels of the curve's lower hull that the region has."""
     levels, rates = job.believed.ladder
     paces = tuple(
@@ -61,14 +63,14 @@ def _gang(job: Running, now: float, devices: int) -> Gang:
     )
     first, *later = job.spec.deadlines or ((math.inf, 0.0),)
     held = next((index for index, pace in enumerate(paces) if pace.workers[_REGION] == job.share), -1)
-    waited = max(0.0, job.ready_s - now) * paces[held].rate if held >= 0 else 0.0
     return Gang(
         job.name,
         paces,
-        job.left + waited,
+        job.left,
         job.promised_s if math.isfinite(job.promised_s) else first[0],
         tuple(at for at, _ in later),
         held=held,
+        ready_s=job.ready_s,
         wish=len(paces) - 1,
         since_s=job.spec.submit_s,
         user=job.spec.user,

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from scheduler.deadline import Capacity, Curve, Experience, Job, Rules, admit, least_device_seconds, spread
+from scheduler.deadline import Capacity, Course, Curve, Experience, Job, Rules, least_device_seconds, prove
 from scheduler.simulate._engine import Decision, Running
+from scheduler.simulate._floor import Floor
 
 _REGION = "here"
 
@@ -35,28 +36,30 @@ class Deadlines:
         self.experience = Experience(curve_error)
         self.seen: dict[str, dict[int, float]] = {}
         self.served_s: dict[str, float] = {}
+        self.course: Course | None = None
+        self.most = 0
+        """Devices that there were at any time."""
 
     def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
         self._learn(active)
+        self.most = max(self.most, devices)
         new = {job.name for job in arrived}
-        jobs = {job.name: self._job(job) for job in active}
-        old = [jobs[job.name] for job in active if job.name not in new and math.isfinite(job.promised_s)]
-        asked = [jobs[job.name] for job in arrived if job.spec.deadlines]
+        jobs = [self._job(job, job.name in new) for job in active]
+        asked = [job for job in jobs if job.name in new and math.isfinite(job.deadline_s)]
         rules = self._with_pauses(now)
-        answer = admit(now, {_REGION: Capacity(devices)}, old, asked, self._for_admission(now, devices, asked, rules))
-        promised = {job.name: job.deadline_s for job in answer.promised}
-        hopeless = [job.name for job in asked if job.name not in promised]
-        gone = set() if self.keep else set(hopeless)
-        sure = [*old, *(jobs[name] for name in promised)]
-        waiting = [
-            replace(jobs[job.name], deadline_s=math.inf, served_s=self.served_s.get(job.spec.user, 0.0))
-            for job in active
-            if not math.isfinite(job.promised_s) and job.name not in promised and job.name not in gone
-        ]
-        allocation = spread(answer.books[_REGION], _REGION, sure, waiting, rules)
-        if rules.overhead.everyone and any(job.share != allocation.shares.get(job.name, 0) for job in active):
+        asking = self._for_admission(now, devices, asked, rules)
+        # Whom broken nodes move cannot be told.
+        blocks = {job.name: job.blocks for job in active if job.blocks}
+        ground = Floor.of(devices, blocks) if devices == self.most else None
+        found = prove(
+            now, Capacity(devices), _REGION, jobs, new, rules, asking, self.course, ground, self.keep
+        )  # fmt: skip
+        self.course = found.course
+        promised = {job.name: job.deadline_s for job in found.promised}
+        gone = () if self.keep else tuple(job.name for job in asked if job.name not in promised)
+        if rules.overhead.everyone and any(job.share != found.shares.get(job.name, 0) for job in active):
             self.experience.paused(now, rules.overhead.base_s)
-        return Decision(allocation.shares, tuple(gone), promised, allocation.wake_s)
+        return Decision(found.shares, gone, promised, found.course.next_s)
 
     def _with_pauses(self, now: float) -> Rules:
         """Where any change pauses everybody: margins that bear what pauses took of late."""
@@ -98,11 +101,11 @@ class Deadlines:
             job.believed, self.seen.get(job.name, {}) if self.experience.curve_error else {}
         )
 
-    def _job(self, job: Running) -> Job:
+    def _job(self, job: Running, is_new: bool) -> Job:
         spec = job.spec
-        first, *later = spec.deadlines or ((math.inf, 0.0),)
-        deadline_s = job.promised_s if math.isfinite(job.promised_s) else first[0]
+        first, *later = spec.deadlines if is_new and spec.deadlines else ((job.promised_s, 0.0),)
+        value = spec.deadlines[0][1] if spec.deadlines else 0.0
         return Job(
-            job.name, {_REGION: self._curve(job)}, job.left, deadline_s, _REGION, job.share, job.ready_s,
-            first[1], tuple(later), spec.user,
+            job.name, {_REGION: self._curve(job)}, job.left, first[0], _REGION, job.share, job.ready_s,
+            value, tuple(later), spec.user, served_s=self.served_s.get(spec.user, 0.0),
         )  # fmt: skip

@@ -1,0 +1,368 @@
+"""The proof that promises hold: how everybody goes on from now to the end, with every pause on the way charged.
+
+Reservations say what each job is sure to have; they cannot say what the changes between them cost the others. A course
+does: it is played from the present state with the very changes that will be made, so that whoever follows it knows, not
+hopes, that nobody is late.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Protocol
+
+from scheduler.deadline._model import Overhead
+
+__all__ = ["Course", "Going", "Ground", "Room", "follow"]
+
+_SAFE_S = 1e-3
+"""By so much each promise is kept at least: rounding must not make a proof wrong."""
+_SAME_S = 1e-9
+"""Instants so near each other are one."""
+
+Plan = tuple[tuple[float, int], ...]
+"""(instant, level from then on), ascending; before the first there is none, and the last stays to the job's end."""
+Room = tuple[tuple[float, tuple[int, ...]], ...]
+"""(instant, devices of each region from then on), ascending; the first is now."""
+
+
+class Ground(Protocol):
+    """Where shares lie, for whoever must know whom a change moves."""
+
+    def copy(self) -> Ground:
+        """One to try something in."""
+        ...
+
+    def leave(self, job: str) -> None:
+        """Free a job's devices, if it has any."""
+        ...
+
+    def arrange(self, changed: Sequence[tuple[str, int]]) -> set[str]:
+        """Give jobs their new shares; returns the others that had to move, and pause for it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Going:
+    """A job on its way. Level 0 has no devices; what the others are is the caller's."""
+
+    name: str
+    left: float
+    """Steps."""
+    deadline_s: float
+    """The promised instant; infinite: none, then it gives way to all that have one."""
+    level: int
+    """Until now."""
+    ready_s: float
+    """Instant until which it is paused by an earlier change."""
+    plan: Plan
+    """Levels that it is sure of; it may have more as long as nobody else is sure of those devices."""
+    rate: Callable[[int], float]
+    """Steps a second by level."""
+    need: Callable[[int], tuple[int, ...]]
+    """Devices by level, of each region."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """What everybody will have if nothing happens that is not planned."""
+
+    plans: Mapping[str, Plan]
+    """Levels by job, as they really change; a job that ends has its last level to its end."""
+    ends: Mapping[str, float]
+    """When each job is done; infinite: never."""
+    late: Mapping[str, float]
+    """By promised job that misses its deadline: by how many seconds."""
+    next_s: float
+    """The first change after now; infinite: none."""
+    fits: bool = True
+    """False: at some instant plans need more than is there."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether everybody who was promised a deadline keeps it."""
+        return self.fits and not self.late
+
+    def level(self, job: str, at: float) -> int:
+        """The level of a job at an instant; 0 for who is not on the course."""
+        found = 0
+        for since_s, level in self.plans.get(job, ()):
+            if since_s > at + _SAME_S:
+                break
+            found = level
+        return found
+
+
+def follow(
+    now: float,
+    room: Room,
+    jobs: Sequence[Going],
+    chosen: Mapping[str, int],
+    overhead: Overhead,
+    ground: Ground | None = None,
+    still_s: float = -math.inf,
+    safe_s: float = _SAFE_S,
+) -> Course:
+    """Play what will happen if everybody goes on at the `chosen` levels now, and then as their plans need.
+
+    A job rises when its plan does; nobody falls before the devices are needed, first those without a promise, then
+    those that have more than their plan says. At every change who changes pauses, whom the `ground` moves for it, and
+    with ``overhead.everyone`` all that run. Plans together must fit the `room`. Before `still_s` nobody rises but now.
+
+    Every change takes O(log n), however many pause for it: pauses of everybody stop a clock of their own, by which
+    ends are counted.
+    """
+    return _Walk(now, room, jobs, chosen, overhead, ground, still_s, safe_s).course()
+
+
+class _Walk:
+    def __init__(
+        self,
+        now: float,
+        room: Room,
+        jobs: Sequence[Going],
+        chosen: Mapping[str, int],
+        overhead: Overhead,
+        ground: Ground | None,
+        still_s: float,
+        safe_s: float,
+    ) -> None:
+        self.now, self.overhead, self.still_s, self.safe_s = now, overhead, still_s, safe_s
+        self.base_s = overhead.base_s if overhead.everyone else 0.0
+        self.ground = ground.copy() if ground is not None else None
+        self.jobs = jobs
+        self.index = {job.name: number for number, job in enumerate(jobs)}
+        count = len(jobs)
+        self.level = [job.level for job in jobs]
+        self.left = [job.left for job in jobs]
+        self.ready = [job.ready_s for job in jobs]
+        self.rate = [0.0] * count
+        self.end = [math.nan] * count
+        """On the clock that pauses of everybody stop; nan: the job does not run now."""
+        self.done = [math.inf] * count
+        self.turn = [0] * count
+        """Counts changes, so that what was noted before is known to be void."""
+        self.steps: list[list[tuple[float, int]]] = [[] for _ in jobs]
+        self.ends: list[tuple[float, int, int]] = []
+        self.resumes: list[tuple[float, int, int]] = []
+        self.rises: list[tuple[float, int, int]] = []
+        self.clock, self.stopped_s = 0.0, now
+        self.changes = list(room[1:])
+        self.free = list(room[0][1])
+        self.next_s, self.begun = math.inf, False
+        self.blocked: list[tuple[int, int]] = []
+        """Jobs that should have risen, but for who still has the devices."""
+        self._begin(chosen)
+
+    def _begin(self, chosen: Mapping[str, int]) -> None:
+        for number, job in enumerate(self.jobs):
+            for region, count in enumerate(job.need(job.level)):
+                self.free[region] -= count
+            if job.level:
+                self._runs(number)
+        wanted = {number: chosen.get(job.name, 0) for number, job in enumerate(self.jobs)}
+        for number, level in wanted.items():
+            self._count(number, self.level[number], level)
+        self.fits = min(self.free, default=0) >= 0 or self._make_room(wanted)
+        self._change(wanted)
+        self.begun = True
+        for number in range(len(self.jobs)):
+            if not self.steps[number]:
+                self.steps[number].append((self.now, self.level[number]))
+                self._note_rise(number)
+        heapify(self.rises)
+
+    def course(self) -> Course:
+        """Play to the end."""
+        jobs, unfinished = self.jobs, sum(math.isfinite(job.deadline_s) for job in self.jobs)
+        while unfinished:
+            end_s, resume_s, rise_s = self._end_s(), self._due(self.resumes), self._due(self.rises)
+            room_s = self.changes[0][0] if self.changes else math.inf
+            at = min(end_s, resume_s, rise_s, room_s)
+            if math.isinf(at):
+                break
+            self._pass(at)
+            if end_s <= at + _SAME_S:
+                number = heappop(self.ends)[1]
+                self._leave(number, end_s)
+                unfinished -= math.isfinite(jobs[number].deadline_s)
+                if self.blocked:
+                    self._turn_point(at)
+            elif resume_s <= at:
+                self._runs(heappop(self.resumes)[1])
+            else:
+                self._turn_point(at)
+        ends = {job.name: done for job, done in zip(jobs, self.done, strict=True)}
+        late = {
+            job.name: ends[job.name] - job.deadline_s
+            for job in jobs
+            if math.isfinite(job.deadline_s) and ends[job.name] > job.deadline_s - self.safe_s
+        }
+        plans = {job.name: tuple(steps) for job, steps in zip(jobs, self.steps, strict=True)}
+        return Course(plans, ends, late, self.next_s, self.fits)
+
+    # --- time
+
+    def _pass(self, at: float) -> None:
+        if at > self.stopped_s:
+            self.clock += at - self.stopped_s
+            self.stopped_s = at
+        self.now = max(self.now, at)
+
+    def _due(self, heap: list[tuple[float, int, int]]) -> float:
+        while heap and heap[0][2] != self.turn[heap[0][1]]:
+            heappop(heap)
+        return heap[0][0] if heap else math.inf
+
+    def _end_s(self) -> float:
+        clock = self._due(self.ends)
+        return self.stopped_s + max(0.0, clock - self.clock)
+
+    def _runs(self, number: int) -> None:
+        """A job goes on from now, or when its own pause is over."""
+        if self.ready[number] > self.stopped_s:
+            heappush(self.resumes, (self.ready[number], number, self.turn[number]))
+            return
+        self.rate[number] = rate = self.jobs[number].rate(self.level[number])
+        if rate > 0:
+            self.end[number] = self.clock + self.left[number] / rate
+            heappush(self.ends, (self.end[number], number, self.turn[number]))
+
+    def _leave(self, number: int, at: float) -> None:
+        job = self.jobs[number]
+        self.turn[number] += 1
+        self.done[number] = at
+        for region, count in enumerate(job.need(self.level[number])):
+            self.free[region] += count
+        if self.ground is not None:
+            self.ground.leave(job.name)
+
+    # --- changes
+
+    def _planned(self, number: int) -> int:
+        """What a job is sure of now."""
+        found = 0
+        for since_s, level in self.jobs[number].plan:
+            if since_s > self.now + _SAME_S:
+                break
+            found = level
+        return found
+
+    def _note_rise(self, number: int, *, later: bool = False) -> None:
+        """When its plan next gives a job more than it has; `later`: what it gives now cannot be had."""
+        have, now = self.level[number], self.now + _SAME_S
+        for place, (since_s, level) in enumerate(plan := self.jobs[number].plan):
+            passed = since_s <= now and (later or (place + 1 < len(plan) and plan[place + 1][0] <= now))
+            if level > have and not passed:
+                heappush(self.rises, (max(since_s, self.now, self.still_s), number, self.turn[number]))
+                return
+
+    def _turn_point(self, at: float) -> None:
+        """All that rises now, by deadline, and whoever must fall for it; who finds no room waits for the next end."""
+        wanted: dict[int, int] = {}
+        while self.changes and self.changes[0][0] <= at + _SAME_S:
+            before = self._devices()
+            _, devices = self.changes.pop(0)
+            self.free = [free + new - old for free, new, old in zip(self.free, devices, before, strict=True)]
+        if min(self.free, default=0) < 0:
+            self.fits = self._make_room(wanted) and self.fits
+        rising = {number for number, turn in self.blocked if turn == self.turn[number]}
+        self.blocked = []
+        while self._due(self.rises) <= at + _SAME_S:
+            rising.add(heappop(self.rises)[1])
+        for number in sorted(rising, key=lambda number: (self.jobs[number].deadline_s, number)):
+            have, level = wanted.get(number, self.level[number]), self._planned(number)
+            if level <= have:
+                if number not in wanted:
+                    self._note_rise(number)
+                continue
+            tried = {**wanted, number: level}
+            kept = list(self.free)
+            self._count(number, have, level)
+            if min(self.free) >= 0 or self._make_room(tried):
+                wanted = tried
+            else:
+                self.free = kept
+                self.blocked.append((number, self.turn[number]))
+                self._note_rise(number, later=True)
+        self._change(wanted)
+
+    def _devices(self) -> list[int]:
+        """All that are there: those that are free, and those that are in use."""
+        total = list(self.free)
+        for number, job in enumerate(self.jobs):
+            if math.isinf(self.done[number]):
+                for region, count in enumerate(job.need(self.level[number])):
+                    total[region] += count
+        return total
+
+    def _change(self, wanted: dict[int, int]) -> None:
+        """Set levels that are counted already; who changes pauses, and whom that hits."""
+        changed = sorted(number for number, level in wanted.items() if level != self.level[number])
+        if not changed:
+            return
+        if self.begun:
+            self.next_s = min(self.next_s, self.now)
+        hit = dict.fromkeys(changed)
+        for number in changed:
+            self._set(number, wanted[number])
+        if self.ground is not None:
+            jobs = self.jobs
+            moved = self.ground.arrange(
+                [(jobs[number].name, jobs[number].need(wanted[number])[0]) for number in changed]
+            )
+            for name in moved:
+                number = self.index[name]
+                if number not in hit:
+                    self._set(number, self.level[number])
+                    hit[number] = None
+        self.stopped_s = max(self.stopped_s, self.now + self.base_s)
+        for number in hit:
+            if self.level[number]:
+                devices = sum(self.jobs[number].need(self.level[number]))
+                self.ready[number] = max(self.ready[number], self.now + self.overhead.seconds(devices))
+                self._runs(number)
+            self._note_rise(number)
+
+    def _set(self, number: int, level: int) -> None:
+        """Stop a job, and note what it has done so far."""
+        if not math.isnan(self.end[number]):
+            self.left[number] = max(0.0, (self.end[number] - self.clock) * self.rate[number])
+            self.end[number] = math.nan
+        self.turn[number] += 1
+        if level != self.level[number] or not self.steps[number]:
+            self.level[number] = level
+            self.steps[number].append((self.now, level))
+
+    def _count(self, number: int, before: int, after: int) -> None:
+        need = self.jobs[number].need
+        for region, (old, new) in enumerate(zip(need(before), need(after), strict=True)):
+            self.free[region] += old - new
+
+    def _make_room(self, wanted: dict[int, int]) -> bool:
+        """Who has more than its plan says falls to that, as few as need be; returns whether that is enough."""
+        spare = [
+            (math.isfinite(job.deadline_s), number, planned)
+            for number, job in enumerate(self.jobs)
+            if math.isinf(self.done[number])
+            and wanted.get(number, self.level[number]) > (planned := self._planned(number))
+        ]
+        while spare and min(self.free) < 0:
+            spare.sort(key=lambda entry: self._fall(entry, wanted))
+            _, number, planned = spare.pop(0)
+            self._count(number, wanted.get(number, self.level[number]), planned)
+            wanted[number] = planned
+        return min(self.free) >= 0
+
+    def _fall(self, entry: tuple[bool, int, int], wanted: Mapping[int, int]) -> tuple[bool, bool, int, float]:
+        """Best effort first; then the smallest that is enough alone, else the largest."""
+        promised, number, planned = entry
+        need = self.jobs[number].need
+        given = [
+            old - new for old, new in zip(need(wanted.get(number, self.level[number])), need(planned), strict=True)
+        ]
+        enough = all(free + more >= 0 for free, more in zip(self.free, given, strict=True))
+        helps = sum(min(more, max(0, -free)) for free, more in zip(self.free, given, strict=True))
+        return promised, not enough, sum(given) if enough else -helps, -self.jobs[number].deadline_s

@@ -1,0 +1,274 @@
+"""Decisions that break no promise: each is proven before it is made.
+
+The invariant: after every decision there is a course on which everybody who was promised a deadline keeps it, played
+from the state as it is then, with all changes still to come and all that they pause (``follow``). Whatever is not
+needed for that, an admission, spare devices, a better plan after somebody is done, is only done if a course holds with
+it. Else things go on as the last course has them: time has only moved along it, so that it holds still. With exact
+curves and no failure nobody with a promise is late, then, whatever arrives. It rests on margins nowhere; these only
+keep room for jobs to come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from scheduler.deadline._admit import admit
+from scheduler.deadline._book import Book, Holding
+from scheduler.deadline._course import Course, Going, Ground, Plan, follow
+from scheduler.deadline._fill import wish_of
+from scheduler.deadline._model import Capacity, Job, Rules
+from scheduler.deadline._spread import spread
+
+__all__ = ["Proven", "prove"]
+
+_ROUNDS = 2
+"""How often a plan that makes somebody late is drawn up anew, with more time kept for those."""
+_FEW = 64
+"""Up to so many jobs that is tried; beyond, it would take long and seldom help."""
+_TIGHTER_S, _TIGHTER = 2.0, 0.05
+"""Time kept more than what somebody was late, and at most this part of what is left to the deadline."""
+
+
+@dataclass(frozen=True)
+class Proven:
+    """A decision, and the course that shows that it breaks no promise."""
+
+    promised: tuple[Job, ...]
+    """The new jobs that have a promise now, with the deadline that was promised."""
+    shares: Mapping[str, int]
+    """Devices from now on, by job; who is refused is not there."""
+    course: Course
+    """To be followed until something happens; the next decision needs it."""
+
+
+def prove(
+    now: float,
+    capacity: Capacity,
+    region: str,
+    jobs: Sequence[Job],
+    new: Collection[str] = (),
+    rules: Rules | None = None,
+    asking: Rules | None = None,
+    before: Course | None = None,
+    ground: Ground | None = None,
+    keep: bool = False,
+) -> Proven:
+    """Decide on one region: who of the `new` jobs is promised a deadline, and who has which share from now on.
+
+    What ``admit`` (with the rules of `asking`) and ``spread`` answer is made only if a course holds with it. If none
+    does, plans are tightened for those who would be late; then newcomers get what the course of `before` leaves free,
+    or are refused. Who is refused for margins alone is tried once more without.
+
+    `jobs` are all that are there, in the order in which the `ground` is to be arranged: infinite deadlines are best
+    effort, and finite ones promised, but for `new` ones. With `keep` who is refused runs on what is left. If even
+    `before` holds no more, curves were wrong or devices failed: then the course counts on which fewer are late.
+    """
+    return _Court(now, capacity, region, jobs, new, rules or Rules(), asking, before, ground, keep).decide()
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What was tried."""
+
+    promised: tuple[Job, ...]
+    course: Course
+    jobs: tuple[Job, ...]
+    """All that would be there."""
+    tight: dict[str, float] = field(default_factory=dict)
+    """Seconds that plans are shorter than promises, by job."""
+
+    def proven(self, now: float) -> Proven:
+        return Proven(self.promised, {job.name: self.course.level(job.name, now) for job in self.jobs}, self.course)
+
+
+class _Court:
+    """One decision: what was asked, and what it is held against."""
+
+    def __init__(
+        self,
+        now: float,
+        capacity: Capacity,
+        region: str,
+        jobs: Sequence[Job],
+        new: Collection[str],
+        rules: Rules,
+        asking: Rules | None,
+        before: Course | None,
+        ground: Ground | None,
+        keep: bool,
+    ) -> None:
+        self.now, self.capacity, self.region, self.jobs, self.rules = now, capacity, region, jobs, rules
+        self.asking = asking or rules
+        self.asked = [job for job in jobs if job.name in new and math.isfinite(job.deadline_s)]
+        names = {job.name for job in self.asked}
+        self.old = [job for job in jobs if math.isfinite(job.deadline_s) and job.name not in names]
+        self.before, self.ground, self.keep = before, ground, keep
+        later = [(at, (devices,)) for at, devices in capacity.changes if at > now]
+        past = [devices for at, devices in capacity.changes if at <= now]
+        self.room = ((now, (past[-1] if past else capacity.devices,)), *later)
+
+    def decide(self) -> Proven:
+        found = self._repaired(self.asked)
+        if not found.course.holds and found.promised:
+            found = self._appended(found.promised) or found
+        while not found.course.holds and found.promised:
+            found = self._repaired(self._without_worst(found))
+        found = self._without_margins(found)
+        if not found.course.holds:
+            kept = self._kept()
+            worse = (found.course.fits, -len(found.course.late)) < (kept.course.fits, -len(kept.course.late))
+            found = kept if worse else found
+        return found.proven(self.now)
+
+    def _without_worst(self, found: _Found) -> list[Job]:
+        """The burst without who is latest in it, or else has the most work."""
+        names = {job.name for job in found.promised}
+        burst = [job for job in self.asked if job.name in names]
+        late = found.course.late
+        burst.remove(
+            max(burst, key=lambda job: (late.get(job.name, -1.0), job.work / job.curves[self.region].rates[0]))
+        )
+        return burst
+
+    def _without_margins(self, found: _Found) -> _Found:
+        """Who is refused because of margins is taken if a course holds with it: there a margin proves nothing."""
+        for job in self.asked:
+            taken = [new for new in self.asked if new.name in {each.name for each in found.promised}]
+            if job not in taken:
+                more = self._tried([*taken, job], {}, replace(self.asking, margin=0.0))
+                found = more if more.course.holds and len(more.promised) > len(taken) else found
+        return found
+
+    # --- what is tried
+
+    def _repaired(self, asked: Sequence[Job]) -> _Found:
+        """The plan, drawn up anew with more time for those it makes late."""
+        found = self._tried(asked, {}, self.asking)
+        for _ in range(_ROUNDS if len(self.jobs) <= _FEW else 0):
+            if found.course.holds:
+                break
+            tight = dict(found.tight)
+            deadlines = {job.name: job.deadline_s for job in found.jobs}
+            for name, late_s in found.course.late.items():
+                most = max(0.0, _TIGHTER * (deadlines[name] - self.now))
+                tight[name] = tight.get(name, 0.0) + min(late_s + _TIGHTER_S, most)
+            other = self._tried(asked, tight, self.asking)
+            if len(other.promised) < len(found.promised):
+                break
+            found = other
+        return found
+
+    def _tried(self, asked: Sequence[Job], tight: dict[str, float], asking: Rules) -> _Found:
+        """What ``admit`` and ``spread`` answer."""
+        rules = asking if asked else self.rules
+        old, burst = _sooner(self.old, tight), _sooner(asked, tight)
+        answer = admit(self.now, {self.region: self.capacity}, old, burst, rules, explained=False)
+        given = {}
+        for job in answer.promised:
+            # Planned sooner, but promised is what was asked for, to the last bit.
+            meant, own = job.deadline_s + tight.get(job.name, 0.0), next(new for new in asked if new.name == job.name)
+            given[job.name] = min((own.deadline_s, *(at for at, _ in own.later)), key=lambda at: abs(at - meant))
+        jobs = self._there(given)
+        sure = [job for job in jobs if math.isfinite(job.deadline_s)]
+        waiting = [job for job in jobs if math.isinf(job.deadline_s)]
+        book = answer.books[self.region]
+        told = spread(book, self.region, _sooner(sure, tight), waiting, self.rules)
+        still = any(told.shares[job.name] < book.holdings[job.name].share() for job in sure)
+        plans = {job.name: _plan(book.holdings[job.name], self.now) for job in sure}
+        course = self._follow(jobs, plans, told.shares, told.wake_s if still else -math.inf)
+        return _Found(tuple(job for job in jobs if job.name in given), course, tuple(jobs), tight)
+
+    def _kept(self) -> _Found:
+        """Everybody as the last course has it, and nobody new."""
+        jobs = self._there({})
+        before = self.before or Course({}, {}, {}, math.inf)
+        plans = {job.name: before.plans.get(job.name, ()) for job in jobs}
+        shares = {job.name: before.level(job.name, self.now) for job in jobs}
+        return _Found((), self._follow(jobs, plans, shares), tuple(jobs))
+
+    def _appended(self, new: Sequence[Job]) -> _Found | None:
+        """Newcomers in what the last course leaves free, the others as they are; None where that is too little."""
+        kept = self._kept().course
+        book, turns = self._left_by(kept), sorted({at for plan in kept.plans.values() for at, _ in plan})
+        # Best effort has what it has, and is sure of nothing.
+        plans = {job.name: kept.plans[job.name] for job in self.old}
+        shares = {name: kept.level(name, self.now) for name in kept.plans}
+        for job in sorted(new, key=lambda job: job.deadline_s):
+            pauses = 2 + sum(self.now < at < job.deadline_s for at in turns)
+            reserve_s = self.rules.overhead.base_s * pauses if self.rules.overhead.everyone else 0.0
+            wish = wish_of(job, job.curves[self.region], self.now, self.asking, 0.0, reserve_s)
+            held = book.take(job.name, wish)
+            if held is None:
+                return None
+            plans[job.name], shares[job.name] = _plan(held, self.now), held.share()
+        jobs = self._there({job.name: job.deadline_s for job in new})
+        course = self._follow(jobs, plans, shares)
+        names = {job.name for job in new}
+        return _Found(tuple(job for job in jobs if job.name in names), course, tuple(jobs)) if course.holds else None
+
+    def _left_by(self, course: Course) -> Book:
+        """What a course leaves free, best effort aside: that gives way."""
+        spans = []
+        for job in self.old:
+            plan = course.plans[job.name]
+            ends = [*(at for at, _ in plan[1:]), course.ends[job.name]]
+            spans += [(at, end, level) for (at, level), end in zip(plan, ends, strict=True) if end > at and level]
+        points = [at for begin, end, _ in spans for at in (begin, end) if math.isfinite(at)]
+        book = Book(self.now, self.capacity, points)
+        for begin, end, level in spans:
+            book.free[book.times.searchsorted(begin) : book.times.searchsorted(end)] -= level
+        return book
+
+    def _there(self, promised: Mapping[str, float]) -> list[Job]:
+        """Who is there if so many newcomers are promised their deadlines."""
+        refused = {job.name for job in self.asked} - set(promised)
+        found = []
+        for job in self.jobs:
+            if job.name in promised:
+                found.append(replace(job, deadline_s=promised[job.name]))
+            elif job.name not in refused:
+                found.append(job)
+            elif self.keep:
+                found.append(replace(job, deadline_s=math.inf))
+        return found
+
+    def _follow(
+        self, jobs: Sequence[Job], plans: Mapping[str, Plan], shares: Mapping[str, int], still_s: float = -math.inf
+    ) -> Course:
+        going = [
+            Going(
+                job.name, job.work, job.deadline_s, job.share, job.ready_s, plans.get(job.name, ()),
+                job.curves[self.region].rate, _devices,
+            )
+            for job in jobs
+        ]  # fmt: skip
+        return follow(self.now, self.room, going, shares, self.rules.overhead, self.ground, still_s)
+
+
+def _devices(share: int) -> tuple[int, ...]:
+    return (share,)
+
+
+def _sooner(jobs: Sequence[Job], tight: Mapping[str, float]) -> list[Job]:
+    """Jobs as they would be if so much less time were left to them."""
+    found = []
+    for job in jobs:
+        less = tight.get(job.name, 0.0)
+        later = tuple((at - less, value) for at, value in job.later)
+        found.append(replace(job, deadline_s=job.deadline_s - less, later=later) if less else job)
+    return found
+
+
+def _plan(held: Holding, now: float) -> Plan:
+    """What a book holds, as levels over time; the last stays to the end, for who is paused on the way."""
+    if held.shares is not None and held.times is not None:
+        steps = list(zip(held.times.tolist(), held.shares.tolist(), strict=False))
+    elif held.switch_s <= now:
+        steps = [(now, held.second)]
+    else:
+        steps = [(now, held.first), (held.switch_s, held.second)]
+    while len(steps) > 1 and not steps[-1][1]:
+        steps.pop()
+    return tuple(step for index, step in enumerate(steps) if not index or step[1] != steps[index - 1][1])
