@@ -158,7 +158,7 @@ class Partition:
     def peers(self, message: agent_pb2.Peers) -> None:
         peers = tuple(PsPeer(p.region, p.epoch, p.address) for p in message.peers)
         neighbours, former = (tuple((pair.a, pair.b) for pair in ps) for ps in (message.neighbours, message.former))
-        self.feed(PeersKnown(peers, PsWays(message.routes, neighbours, former)))
+        self.feed(PeersKnown(peers, PsWays(message.routes, neighbours, former), message.finish))
 
     async def drained(self) -> None:
         """Wait until what a stop has begun is done."""
@@ -382,7 +382,7 @@ class Partition:
             return
         self._around.store.keep_attempt(self.job, action.attempt)
         try:
-            await self._ps.configure(action.epoch, action.attempt, action.peers, action.ways)
+            await self._ps.configure(action)
         except GeofedError as error:
             # It is about to end, or has: what follows configures it anew.
             self._around.log(self.job, "agent", f"the parameter server could not be configured: {error}")

@@ -87,6 +87,8 @@ class PeersKnown:
 
     peers: tuple[PsPeer, ...]
     ways: PsWays = field(default_factory=PsWays)
+    finish: bool = False
+    """The job is to end before its plan."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,7 @@ class ConfigurePs:
     attempt: int
     peers: tuple[PsPeer, ...]
     ways: PsWays = field(default_factory=PsWays)
+    finish: bool = False
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,7 @@ class PartitionMachine:
         self._ps_up = False
         self._peers: tuple[PsPeer, ...] = ()
         self._ways = PsWays()
+        self._finish = False
         self._view = PsView()
         self._crew = _Workers()
         self._broken = _Broken()
@@ -159,7 +160,7 @@ class PartitionMachine:
                 self._prepared, self._preparing = True, False
                 return self._maybe_train()
             case PeersKnown():
-                self._peers, self._ways = event.peers, event.ways
+                self._peers, self._ways, self._finish = event.peers, event.ways, event.finish
                 return self._configure()
             case PsReady():
                 return self._ps_ready(event)
@@ -219,7 +220,7 @@ class PartitionMachine:
         return actions + self._maybe_train() + self._maybe_publish()
 
     def _configure(self) -> list[Action]:
-        return [ConfigurePs(self.epoch, self.attempt, self._peers, self._ways)] if self._ps_up else []
+        return [ConfigurePs(self.epoch, self.attempt, self._peers, self._ways, self._finish)] if self._ps_up else []
 
     def _ps_said(self, view: PsView) -> list[Action]:
         before, self._view = self._view, view

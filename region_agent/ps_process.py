@@ -20,7 +20,7 @@ from geofed_pb.errors import CATALOGUE, GeofedError
 from geofed_pb.rpc import channel, error_of, region_name
 from geofed_pb.v1 import common_pb2, sync_pb2, sync_pb2_grpc
 from region_agent.identity import Identity
-from region_agent.partition_events import PsPeer, PsWays
+from region_agent.partition_events import ConfigurePs
 from sync.ps.config import PsConfig
 from sync.ps.storage import write_durably
 
@@ -29,7 +29,6 @@ __all__ = ["PsProcess", "free_ports"]
 _READY_SECONDS = 30.0
 _STOP_SECONDS = 5.0
 _WATCH_AGAIN_SECONDS = 0.3
-_AS_PLANNED = PsWays()
 _ERROR_LINE = re.compile(r"^error\[([A-Z_]+)\]: (.*)$")
 
 
@@ -96,18 +95,16 @@ class PsProcess:
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
-    async def configure(
-        self, epoch: int, attempt: int, peers: tuple[PsPeer, ...], ways: PsWays = _AS_PLANNED, *, stop: bool = False
-    ) -> None:
-        proto = [sync_pb2.PsPeer(region=peer.region, address=peer.address, epoch=peer.epoch) for peer in peers]
+    async def configure(self, wanted: ConfigurePs) -> None:
+        ways = wanted.ways
         request = sync_pb2.PsConfig(
-            epoch=epoch,
-            attempt=attempt,
-            peers=proto,
-            stop=stop,
+            epoch=wanted.epoch,
+            attempt=wanted.attempt,
+            peers=[sync_pb2.PsPeer(region=p.region, address=p.address, epoch=p.epoch) for p in wanted.peers],
             routes=ways.routes,
             neighbours=[sync_pb2.Neighbours(a=a, b=b) for a, b in ways.neighbours],
             former=[sync_pb2.Neighbours(a=a, b=b) for a, b in ways.former],
+            finish=wanted.finish,
         )
         async with self._dial() as line:
             try:

@@ -35,10 +35,11 @@ from control_plane.core._events import (
     Tick,
     Waits,
 )
+from control_plane.core._goal import federated_metrics
 from control_plane.core._job import MAX_PUBLISHES, JobMachine, condition_of
 from control_plane.core._links import WanLink, wan_links
 from control_plane.core._region import RegionMachine, RegionState
-from control_plane.core._state import TERMINAL, Charge, Failure, JobState, Pairs, Partition, Peer, Report
+from control_plane.core._state import TERMINAL, Charge, Failure, Goal, JobState, Pairs, Partition, Peer, Report
 
 __all__ = [
     "MAX_PUBLISHES",
@@ -50,6 +51,7 @@ __all__ = [
     "Disconnected",
     "EndSession",
     "Failure",
+    "Goal",
     "Heard",
     "JobAction",
     "JobEvent",
@@ -83,6 +85,7 @@ __all__ = [
     "Waits",
     "WanLink",
     "condition_of",
+    "federated_metrics",
     "job_state_from_json",
     "job_state_to_json",
     "region_state_from_json",

@@ -195,6 +195,8 @@ class SendPeers:
     neighbours: Pairs = ()
     former: Pairs = ()
     """As the job's state has them."""
+    finish: bool = False
+    """The job is to end as soon as all regions can end together."""
 
 
 @dataclass(frozen=True)

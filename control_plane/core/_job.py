@@ -33,6 +33,7 @@ from control_plane.core._events import (
     Tick,
     Waits,
 )
+from control_plane.core._goal import metrics_without_goal, reached
 from control_plane.core._state import ENDED_PARTITION, Failure, JobPhase, JobState, Link, Partition, Peer, Report
 
 MAX_PUBLISHES = 5
@@ -119,6 +120,7 @@ class JobMachine:
             self._fail(event.at, _failure_of(event.region, event.report))
             return
         self._settle_ways()
+        self._end_early()
         self._tell_peers()
         if event.report.state in ("training", "finished") and self.state.phase == "starting":
             self._to_running(event)
@@ -161,9 +163,10 @@ class JobMachine:
         peers = tuple(Peer(part.region, part.epoch, part.address) for part in parts)
         state = self.state
         for part in parts:
-            if part.told != peers or part.told_routes != state.routes:
-                self._put(replace(part, told=peers, told_routes=state.routes))
-                ways = (state.routes, state.neighbours, state.former)
+            finish = bool(state.ends_early)
+            if (part.told, part.told_routes, part.told_to_finish) != (peers, state.routes, finish):
+                self._put(replace(part, told=peers, told_routes=state.routes, told_to_finish=finish))
+                ways = (state.routes, state.neighbours, state.former, finish)
                 self._out.append(SendPeers(part.region, part.epoch, peers, *ways))
 
     # --- the ways of updates
@@ -190,6 +193,21 @@ class JobMachine:
             self._record("wan.settled", "all regions know the new ways; nothing takes the former ones any more", "")
 
     # --- the end
+
+    def _end_early(self) -> None:
+        """Where the goal is reached: all regions hear of it, and end with the same round (`sync.ps`)."""
+        state = self.state
+        if state.phase != "running" or state.ends_early:
+            return
+        known = metrics_without_goal(state)
+        if known is not None and not state.goal_unknown:
+            self.state = replace(state, goal_unknown=True)
+            text = f"no region measures what was to end the job; measured: {_listed(known) or 'nothing'}"
+            self._record("job.goal", text, "", {"reached": False, "measured": known})
+        why = reached(state)
+        if why is not None:
+            self.state = replace(self.state, ends_early=why.text)
+            self._record("job.goal", f"ends before its plan: {why.text}", "", {"reached": True, **why.data})
 
     def _finish_if_all_done(self, at: float) -> None:
         if self.state.phase == "running" and all(part.state == "finished" for part in self.state.partitions):
@@ -404,7 +422,8 @@ def condition_of(state: JobState) -> str:
     if state.phase == "finishing":
         return f"waiting: for {state.publisher} to hand the model in" if state.publisher else ""
     said = [f"{p.region}: {p.report.condition}" for p in state.partitions if p.report and p.report.condition]
-    return "; ".join(said)
+    ending = [f"ending before its plan: {state.ends_early}"] if state.ends_early else []
+    return "; ".join([*ending, *said])
 
 
 def _no_step_back(report: Report, last: Report | None) -> Report:

@@ -107,11 +107,24 @@ class Partition:
     """The peers that this region was last sent."""
     told_routes: int = 0
     """Number of the ways that it was last sent."""
+    told_to_finish: bool = False
     link: Link = "live"
     since: float = 0.0
     """When `link` became what it is."""
     workers: int | None = None
     """That were asked for last; None: as planned."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A metric that is good enough to end with."""
+
+    metric: str
+    bound: float
+    at_least: bool
+    """Else: at most."""
+    every: int
+    """Rounds between evaluations."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +170,13 @@ class JobState:
     """Number of these ways: each change of `neighbours` or `former` has the next one."""
     deadline_at: float | None = None
     """Unix seconds; promised when the job was taken in."""
+    goal: Goal | None = None
+    budget_usd: float | None = None
+    """What it may cost."""
+    ends_early: str = ""
+    """Why it was told to end before its plan; empty: it was not."""
+    goal_unknown: bool = False
+    """No region measures the goal's metric."""
 
     def partition(self, region: str) -> Partition | None:
         """The partition of a region, if it takes part."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
-from control_plane.core import JobState, Partition
+from control_plane.core import Goal, JobState, Partition
 from control_plane.pki import utc_now
 from control_plane.service._draft import JobEntry, RegionEntry
 from control_plane.service._tuning import merge_from_json, profile_from_json
@@ -125,6 +125,8 @@ def first_state(
     return JobState(
         job=job,
         deadline_at=deadline_at,
+        goal=goal_of(spec),
+        budget_usd=spec.objective.budget,
         lost_limit_seconds=spec.limits.lost_region.total_seconds(),
         created_at=at,
         exact=not plan.background,
@@ -133,3 +135,13 @@ def first_state(
             for part in parts
         ),
     )
+
+
+def goal_of(spec: JobSpec) -> Goal | None:
+    """The metric that is good enough to end with; None: the job goes on to its planned end."""
+    wanted = spec.train.end.goal
+    if wanted is None:
+        return None
+    at_least, at_most = wanted.at_least, wanted.at_most
+    bound = at_least if at_least is not None else at_most
+    return Goal(wanted.metric, bound or 0.0, at_least is not None, spec.train.evaluate_every)

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from control_plane.core import JobState, Partition, Report
+from control_plane.core import JobState, Partition, Report, federated_metrics
 from control_plane.store import JobRow, RunRow
 from scheduler import Partition as Planned
 from scheduler import Plan, step_seconds
@@ -27,7 +27,8 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
         "job": row.id,
         "name": row.name,
         "state": state.phase,
-        "metrics": _weighted_metrics(reports),
+        "metrics": federated_metrics(reports.values()),
+        "ended_early": state.ends_early or None,
         "steps": {name: report.step for name, report in reports.items()},
         "rounds": max((report.round for report in reports.values()), default=0),
         "seconds": seconds,
@@ -127,14 +128,3 @@ def _model(state: JobState) -> dict[str, Any] | None:
     if not state.blob_digest:
         return None
     return {"digest": state.blob_digest, "bytes": state.blob_bytes, "format": "safetensors"}
-
-
-def _weighted_metrics(reports: dict[str, Report]) -> dict[str, float]:
-    """Over the regions, weighted by the samples that each was measured on."""
-    sums: dict[str, float] = {}
-    weights: dict[str, int] = {}
-    for report in reports.values():
-        for name, value in report.metrics.items():
-            sums[name] = sums.get(name, 0.0) + value * report.metrics_samples
-            weights[name] = weights.get(name, 0) + report.metrics_samples
-    return {name: sums[name] / weights[name] for name in sums if weights[name]}

@@ -101,6 +101,7 @@ def command_of(action: JobAction, row: JobRow, spec: JobSpec, plan: Plan) -> age
             routes=action.routes,
             neighbours=[agent_pb2.RegionPair(a=a, b=b) for a, b in action.neighbours],
             former=[agent_pb2.RegionPair(a=a, b=b) for a, b in action.former],
+            finish=action.finish,
         )
         return agent_pb2.ToAgent(peers=told)
     if isinstance(action, SendScale):

@@ -138,11 +138,26 @@ class Data(_Section):
     """How far the raw data may go: `region`, it stays where it is."""
 
 
+class GoodEnough(_Section):
+    metric: str = Field(min_length=1)
+    """One of those that the task's `metrics` gives; `loss` where it has none."""
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> GoodEnough:
+        if (self.at_least is None) == (self.at_most is None):
+            raise ValueError("give exactly one of `atLeast` and `atMost`")
+        return self
+
+
 class End(_Section):
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the data."""
     steps: int | None = Field(default=None, ge=1)
     """Steps of the region that makes the most."""
+    goal: GoodEnough | None = None
+    """The job ends before that once this is measured."""
 
     @model_validator(mode="after")
     def _exactly_one(self) -> End:
@@ -160,6 +175,12 @@ class Train(_Section):
     end: End
     evaluate_every: int = Field(default=0, ge=0)
     """Rounds between evaluations; 0: only at the end."""
+
+    @model_validator(mode="after")
+    def _measures_the_goal(self) -> Train:
+        if self.end.goal is not None and not self.evaluate_every:
+            raise ValueError("`end.goal` needs `evaluateEvery`: it is looked at after each evaluation")
+        return self
 
 
 class SoftDeadline(_Section):

@@ -67,7 +67,7 @@ def channel_options() -> list[tuple[str, Any]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 200),
-        # A try to connect ends before the kernel's third SYN, 3 s after the first: a new one finds a healed link sooner.
+        # A try ends before the kernel's third SYN, 3 s after the first: a new one finds a healed link sooner.
         ("grpc.min_reconnect_backoff_ms", 2_500),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.use_local_subchannel_pool", 1),

@@ -114,13 +114,14 @@ class WorkerLoop:
         awaited, finished = start.boundary, start.finished
         if start.evaluate:
             self._evaluate(server)
+        finished = self._hear_if_due(server) or finished
         while not finished:
             while not awaited and self._step < self._until:
                 if self._slice_over():
                     return False
                 self._make_step(server, self._step + 1)
-                if self._ended is not None and self._step >= self._ended.due:
-                    self._hear_of_round(server, self._ended)
+                if self._hear_if_due(server):
+                    return True
             if self._background and not awaited and self._step < self._call.rounds * self._call.steps_per_round:
                 self._begin_end_of_round(server, self._completed + 1)
                 continue
@@ -188,15 +189,24 @@ class WorkerLoop:
         # Copied here, beside the steps, so that none of them waits for the pages.
         return reply, np.array(self._correction(reply.correction_key)) if reply.correction_key else None
 
-    def _hear_of_round(self, server: PsClient, ended: Ended) -> None:
-        """So many steps after the end of a round, in all workers of the partition: its answer counts from here on."""
+    def _hear_if_due(self, server: PsClient) -> bool:
+        """So many steps after the end of a round, in all workers of the partition, its answer counts; True where it
+        says that the job is over, which may be before its plan."""
+        if self._ended is None or self._step < self._ended.due:
+            return False
+        ended = self._ended
         reply, correction = ended.reply.result()
-        if correction is not None:
+        if reply.finished:
+            # The steps since then are in no round.
+            self._step, self._round = ended.request.step, Sums()
+            self._go_on(reply)
+        elif correction is not None:
             self._flat.add(correction)
         self._until = reply.until_step
         self._completed, self._ended = reply.round, None
         if reply.evaluate:
             self._evaluate(server)
+        return reply.finished
 
     def _slice_over(self) -> bool:
         # However short the slice, an invocation makes a step: a chain of them must come to its end.
@@ -374,8 +384,6 @@ class WorkerLoop:
             self._take_answer(start)
         elif "ended_step" in facts:
             self._tell_end_again(server, facts)
-        if self._ended is not None and self._step >= self._ended.due:
-            self._hear_of_round(server, self._ended)
         return True
 
     def _take_answer(self, start: worker_pb2.AttachReply) -> None:

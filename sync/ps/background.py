@@ -12,7 +12,8 @@ together with all, whoever was away, so that what regions made apart is trained 
 wait for fewer, a lead bounds how far a region may then run ahead.
 
 After its last round a region merges the others' updates until all have made their last: then every region's model
-holds every update.
+holds every update. Where the job is to end before its plan, a region's last round is the one that it is told in, by the
+control plane or by another region's last update.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Background(Machine):
         self._correction_key = recovered.correction_key
         """What the last merge leads the workers to the model with, at the next end of a round."""
         self._lasts = set(recovered.lasts)
-        self._own_last = recovered.ended is not None and recovered.ended.step >= setup.steps
+        self._own_last = recovered.ended is not None and setup.is_last(recovered.ended)
+        self._told_to_end = any(manifest.ends for manifest in recovered.inbox)
         self._start_key, self._start_sequence = recovered.model_key, self._ended_sequence
         """A worker without a place of its own finds the model of the open round here, if it began with this one."""
         self._restart_wanted = self._restarting = False
@@ -116,6 +118,10 @@ class Background(Machine):
     def _pending(self) -> Log | None:
         """The round that has ended and is not merged yet."""
         return self._ended if self._ended is not None and self._ended.sequence > self._sequence else None
+
+    def _heard(self, manifest: Manifest) -> list[Action]:
+        self._told_to_end |= bool(manifest.ends)
+        return []
 
     def _expects(self, manifest: Manifest) -> bool:
         if manifest.sequence == 0 or self._sequence > NO_MODEL:
@@ -195,13 +201,15 @@ class Background(Machine):
         end, weight = agreed
         stretch = max(self._stretches.values(), default=1)
         until = min(end.step + stretch * self.setup.steps_per_round, self.setup.steps)
+        last = self._told_to_end or end.step >= self.setup.steps
         self._logging, self._boundary.arrived = True, {}
-        return [Log(end.sequence, end.model_key, end.state_key, weight, end.step, self._correction_key, until)]
+        log = Log(end.sequence, end.model_key, end.state_key, weight, end.step, self._correction_key, until, last)
+        return [log]
 
     def _was_logged(self, event: Logged) -> list[Action]:
         self._logging = False
         self._ended = event.log
-        self._own_last = event.log.step >= self.setup.steps
+        self._own_last = self.setup.is_last(event.log)
         self._state_key = event.log.state_key or self._state_key
         actions: list[Action] = []
         if not self._own_last:
@@ -264,8 +272,9 @@ class Background(Machine):
             ended.step,
             ended.correction_key,
             seen=self.ledger.seen(),
-            last=ended.step >= self.setup.steps,
+            last=self.setup.is_last(ended),
             stretch=self.stretch,
+            ends=ended.sequence if ended.step < self.setup.steps and ended.last else 0,
         )
 
     def _mergeable(self) -> list[Manifest]:

@@ -70,6 +70,8 @@ class Manifest:
     """Times the planned interval that the region would have the rounds to come last."""
     settled: int = 0
     """Every region has the region's updates before this sequence, as far as it knew when it sent this one."""
+    ends: int = 0
+    """Where the job ends before its plan: the last round of all regions, or, with background exchange, of this one."""
 
     @property
     def saw(self) -> dict[str, int]:
@@ -114,6 +116,8 @@ class Configured:
     """Number of these neighbours; what comes later with a lower one is old and counts for nothing."""
     former: tuple[tuple[str, str], ...] = ()
     """Pairs that still exchange directly as well, until every region knows of the present ones; empty: none."""
+    finish: bool = False
+    """The job is to end as soon as all regions can end together."""
 
 
 @dataclass(frozen=True)
@@ -395,6 +399,8 @@ class Log:
     """What the workers add to it before they go on."""
     until_step: int
     """Where the round ends that they then begin."""
+    last: bool = False
+    """The region makes no more."""
 
 
 @dataclass(frozen=True)
@@ -411,6 +417,7 @@ class Prepare:
     seen: tuple[tuple[str, int], ...] = ()
     last: bool = False
     stretch: int = 1
+    ends: int = 0
     """As the manifest tells it."""
 
 

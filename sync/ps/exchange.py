@@ -197,6 +197,7 @@ class ExchangeService(sync_pb2_grpc.ExchangeServicer):
             proto.last,
             min(max(proto.stretch, 1), _LONGEST_STRETCH),
             proto.settled,
+            proto.ends,
         )
 
     def _judge(self, job: str, manifest: Manifest, via: str = "") -> Verdict:

@@ -76,6 +76,7 @@ def manifest_to_proto(job: str, manifest: Manifest) -> sync_pb2.UpdateManifest:
         last=manifest.last,
         stretch=manifest.stretch,
         settled=manifest.settled,
+        ends=manifest.ends,
     )
 
 

@@ -84,8 +84,12 @@ class Setup:
 
     @property
     def steps(self) -> int:
-        """Of the whole job, in this region."""
+        """Of the whole job, in this region, as planned."""
         return self.rounds * self.steps_per_round
+
+    def is_last(self, end: Log) -> bool:
+        """With background exchange: whether a round is the region's last."""
+        return end.last or end.step >= self.steps
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -157,6 +161,8 @@ class Machine(abc.ABC):
         self.step_seconds = 0.0
         """Compute of one step in the last round; 0: not known."""
         self._live_step = recovered.step
+        self._told_to_end = False
+        """The job is to end before its plan."""
         self._refused: dict[str, int] = {}
         self._staleness: dict[str, float] = {}
         self._update_bytes = max(recovered.outbox, key=lambda m: m.sequence).total_bytes if recovered.outbox else 0
@@ -263,6 +269,10 @@ class Machine(abc.ABC):
     def _phase(self) -> str:
         """starting, training, exchanging, finished or failed."""
 
+    def _heard(self, manifest: Manifest) -> list[Action]:
+        """Another region's update is here, not merged yet."""
+        return []
+
     def _was_logged(self, event: Logged) -> list[Action]:
         return []
 
@@ -304,7 +314,7 @@ class Machine(abc.ABC):
                 return self._ship() + self._try_apply()
             case Stored():
                 self.ledger.add(event.manifest)
-                return self._ship() + self._try_apply()
+                return self._heard(event.manifest) + self._ship() + self._try_apply()
             case PeerHas():
                 self.ledger.note(event.region, event.origin or self.setup.region, event.sequence)
                 return self._forget() + self._try_apply()
@@ -334,6 +344,7 @@ class Machine(abc.ABC):
 
     def _configured(self, event: Configured) -> list[Action]:
         self.epoch = max(self.epoch, event.epoch)
+        self._told_to_end |= event.finish
         actions = self._begin_attempt(event.attempt)
         if event.workers and event.attempt == self.attempt:
             self.setup = replace(self.setup, workers=event.workers)

@@ -175,7 +175,15 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
             raise GeofedError("CONFIG_INVALID", f"not a region of this job: {', '.join(sorted(unknown))}")
         pairs = tuple((pair.a, pair.b) for pair in request.neighbours) or self._config.neighbours
         former = tuple((pair.a, pair.b) for pair in request.former)
-        event = Configured(request.epoch, request.attempt, peers, pairs, routes=request.routes, former=former)
+        event = Configured(
+            request.epoch,
+            request.attempt,
+            peers,
+            pairs,
+            routes=request.routes,
+            former=former,
+            finish=request.finish,
+        )
         self._engine.feed(event)
         if request.stop:
             self.stopped.set()

@@ -194,6 +194,7 @@ class Storage:
         if ended is not None:
             correction = int(ended.correction_key.rpartition("/")[2] or -1)
             facts |= {"ended_step": ended.step, "until_step": ended.until_step, "correction": correction}
+            facts |= {"ended_last": int(ended.last)}
         write_durably(
             self._folder / name, framing.encode({"model": model, **rest}, {**facts, "memory_crc": _crc(rest)})
         )
@@ -376,7 +377,7 @@ def _ended_of(facts: Mapping[str, float]) -> Log:
     """The last round before a checkpoint, as far as anyone still asks for it."""
     step, until, correction = int(facts["ended_step"]), int(facts["until_step"]), int(facts["correction"])
     key = correction_key(correction) if correction >= 0 else ""
-    return Log(int(facts["sequence"]), "", "", 0.0, step, key, until)
+    return Log(int(facts["sequence"]), "", "", 0.0, step, key, until, bool(facts.get("ended_last", 0)))
 
 
 def correction_key(version: int) -> str:

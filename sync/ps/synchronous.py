@@ -1,6 +1,13 @@
-"""Synchronous exchange: a round ends when the updates of all regions are here, with the same bits everywhere."""
+"""Synchronous exchange: a round ends when the updates of all regions are here, with the same bits everywhere.
+
+A job may end before its plan: a region that is told so says in its update that the round after it is the last. All
+regions merge that update in the same round, so all know of the last round before they begin it, whoever is killed or
+cut off meanwhile; from then on every update says so.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from sync.ps.crew import Evaluation, StepMerge
 from sync.ps.events import (
@@ -17,7 +24,7 @@ from sync.ps.events import (
     Reply,
 )
 from sync.ps.ledger import NO_MODEL
-from sync.ps.machine import Boundary, Machine
+from sync.ps.machine import Boundary, Machine, Recovered, Setup
 
 __all__ = ["Synchronous"]
 
@@ -25,9 +32,19 @@ __all__ = ["Synchronous"]
 class Synchronous(Machine):
     """Workers wait at the end of a round until all regions' updates are merged, and go on from the merged model."""
 
+    def __init__(self, setup: Setup, recovered: Recovered | None = None) -> None:
+        recovered = recovered or Recovered()
+        super().__init__(setup, recovered)
+        self._rounds = setup.rounds
+        """That the job has, as far as the merged updates say."""
+        self._hear_of_end(m for m in (*recovered.inbox, *recovered.outbox) if m.sequence <= recovered.sequence)
+
+    def _hear_of_end(self, merged: Iterable[Manifest]) -> None:
+        self._rounds = min([self._rounds, *(manifest.ends for manifest in merged if manifest.ends)])
+
     @property
     def _complete(self) -> bool:
-        return self._sequence >= self.setup.rounds
+        return self._sequence >= self._rounds
 
     @property
     def _reached(self) -> int:
@@ -39,11 +56,11 @@ class Synchronous(Machine):
 
     @property
     def _until(self) -> int:
-        return min(self._step + self.setup.steps_per_round, self.setup.steps)
+        return min(self._step + self.setup.steps_per_round, self._rounds * self.setup.steps_per_round)
 
     def _expects(self, manifest: Manifest) -> bool:
         # A peer needs our update of a round to end it, so it is at most one round ahead of us.
-        return manifest.sequence <= min(self._sequence + 2, self.setup.rounds)
+        return manifest.sequence <= min(self._sequence + 2, self._rounds)
 
     def _attempt_begins(self) -> list[Action]:
         return []
@@ -84,6 +101,7 @@ class Synchronous(Machine):
             return self._fail(agreed)
         end, weight = agreed
         self._boundary.preparing = True
+        ends = self._rounds if self._rounds < self.setup.rounds else end.sequence + 1 if self._told_to_end else 0
         return [
             Prepare(
                 end.sequence,
@@ -93,7 +111,8 @@ class Synchronous(Machine):
                 weight,
                 end.step,
                 seen=self.ledger.seen(),
-                last=end.sequence >= self.setup.rounds,
+                last=end.sequence >= self._rounds,
+                ends=ends,
             )
         ]
 
@@ -118,7 +137,7 @@ class Synchronous(Machine):
                 applied=self._applied + remote,
                 version=sequence,
                 watermarks=tuple((region, sequence) for region in self.setup.others),
-                complete=sequence >= self.setup.rounds,
+                complete=sequence >= self._rounds,
             )
         ]
 
@@ -126,6 +145,7 @@ class Synchronous(Machine):
         self._sequence, self._step = event.apply.sequence, event.apply.step
         self._samples, self._applied = event.apply.samples, event.apply.applied
         self._live_step = self._step
+        self._hear_of_end(event.apply.manifests)
         self._model_digest, self._model_key, self._state_key = event.digest, event.model_key, event.state_key
         self.ledger.marks = dict.fromkeys(self.setup.regions, self._sequence)
         done, late = self._boundary.waiting, [*self._merge.waiting, *self._evaluation.waiting]

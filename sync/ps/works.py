@@ -148,7 +148,7 @@ class Works:
     def _over(self, recovered: Recovered) -> bool:
         """Whether nothing more will change the model."""
         ended = recovered.ended
-        own = ended is not None and ended.step >= self.setup.steps and ended.sequence == recovered.sequence
+        own = ended is not None and self.setup.is_last(ended) and ended.sequence == recovered.sequence
         return own and set(recovered.lasts) >= set(self.setup.others)
 
     def _replay(self, recovered: Recovered, entries: list[Entry]) -> Recovered:
@@ -255,6 +255,7 @@ class Works:
             action.seen,
             action.last,
             action.stretch,
+            ends=action.ends,
         )
         self.storage.keep_update(manifest, pieces)
         self._made = None if sent is None else (digest, *sent)

@@ -13,6 +13,7 @@ from control_plane.core import (
     Begun,
     CancelAsked,
     Failure,
+    Goal,
     JobEvent,
     JobMachine,
     JobState,
@@ -56,7 +57,7 @@ ALL_PAIRS = (("a", "b"), ("a", "c"), ("b", "c"))
 
 def fresh(*regions: str) -> JobMachine:
     parts = tuple(Partition(region) for region in regions or REGIONS)
-    return JobMachine(JobState("j", LIMIT, 0.0, partitions=parts))
+    return JobMachine(JobState("j", LIMIT, 0.0, partitions=parts, goal=Goal("accuracy", 0.4, at_least=True, every=3)))
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -71,6 +72,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def tell(self, event: JobEvent) -> None:
         before = self.machine.state
+        early = before.ends_early
         twin = JobMachine(job_state_from_json(job_state_to_json(before)))
         if self.asked is not None and self._settles(event, before):
             self.asked = None
@@ -79,6 +81,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert twin.state == self.machine.state
         if before.terminal:
             assert (self.machine.state, actions) == (before, [])
+        assert self.machine.state.ends_early == early or not early, "it is told once"
         for action in actions:
             self._check(action)
 
@@ -113,6 +116,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert all(address for _, _, address in known)
             assert action.routes >= self.routes
             assert (action.neighbours, action.former) == (state.neighbours, state.former)
+            assert action.finish == bool(state.ends_early)
 
     @rule()
     def plan(self) -> None:

@@ -225,20 +225,22 @@ class RegionPair(_message.Message):
     def __init__(self, a: _Optional[str] = ..., b: _Optional[str] = ...) -> None: ...
 
 class Peers(_message.Message):
-    __slots__ = ("job", "epoch", "peers", "routes", "neighbours", "former")
+    __slots__ = ("job", "epoch", "peers", "routes", "neighbours", "former", "finish")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     ROUTES_FIELD_NUMBER: _ClassVar[int]
     NEIGHBOURS_FIELD_NUMBER: _ClassVar[int]
     FORMER_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: int
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
     routes: int
     neighbours: _containers.RepeatedCompositeFieldContainer[RegionPair]
     former: _containers.RepeatedCompositeFieldContainer[RegionPair]
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., routes: _Optional[int] = ..., neighbours: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., former: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ...) -> None: ...
+    finish: bool
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., routes: _Optional[int] = ..., neighbours: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., former: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., finish: bool = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("region", "epoch", "address")

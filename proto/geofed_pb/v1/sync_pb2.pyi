@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class UpdateManifest(_message.Message):
-    __slots__ = ("job", "region", "epoch", "sequence", "digest", "total_bytes", "weight", "seen", "last", "stretch", "settled")
+    __slots__ = ("job", "region", "epoch", "sequence", "digest", "total_bytes", "weight", "seen", "last", "stretch", "settled", "ends")
     class SeenEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class UpdateManifest(_message.Message):
     LAST_FIELD_NUMBER: _ClassVar[int]
     STRETCH_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
     job: str
     region: str
     epoch: int
@@ -39,7 +40,8 @@ class UpdateManifest(_message.Message):
     last: bool
     stretch: int
     settled: int
-    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., weight: _Optional[float] = ..., seen: _Optional[_Mapping[str, int]] = ..., last: bool = ..., stretch: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
+    ends: int
+    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., weight: _Optional[float] = ..., seen: _Optional[_Mapping[str, int]] = ..., last: bool = ..., stretch: _Optional[int] = ..., settled: _Optional[int] = ..., ends: _Optional[int] = ...) -> None: ...
 
 class OfferReply(_message.Message):
     __slots__ = ("verdict", "have_bytes", "have", "bulk_port", "ticket")
@@ -118,7 +120,7 @@ class UpdateChunk(_message.Message):
     def __init__(self, manifest: _Optional[_Union[UpdateManifest, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PsConfig(_message.Message):
-    __slots__ = ("epoch", "attempt", "peers", "stop", "neighbours", "routes", "former")
+    __slots__ = ("epoch", "attempt", "peers", "stop", "neighbours", "routes", "former", "finish")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +128,7 @@ class PsConfig(_message.Message):
     NEIGHBOURS_FIELD_NUMBER: _ClassVar[int]
     ROUTES_FIELD_NUMBER: _ClassVar[int]
     FORMER_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     attempt: int
     peers: _containers.RepeatedCompositeFieldContainer[PsPeer]
@@ -133,7 +136,8 @@ class PsConfig(_message.Message):
     neighbours: _containers.RepeatedCompositeFieldContainer[Neighbours]
     routes: int
     former: _containers.RepeatedCompositeFieldContainer[Neighbours]
-    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PsPeer, _Mapping]]] = ..., stop: bool = ..., neighbours: _Optional[_Iterable[_Union[Neighbours, _Mapping]]] = ..., routes: _Optional[int] = ..., former: _Optional[_Iterable[_Union[Neighbours, _Mapping]]] = ...) -> None: ...
+    finish: bool
+    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PsPeer, _Mapping]]] = ..., stop: bool = ..., neighbours: _Optional[_Iterable[_Union[Neighbours, _Mapping]]] = ..., routes: _Optional[int] = ..., former: _Optional[_Iterable[_Union[Neighbours, _Mapping]]] = ..., finish: bool = ...) -> None: ...
 
 class Neighbours(_message.Message):
     __slots__ = ("a", "b")

@@ -73,9 +73,7 @@ def _ends(folder: Path, monkeypatch: pytest.MonkeyPatch, slice_seconds: float, l
     place = Server(folder, Authority(), "east", ("east",), rounds=ROUNDS, steps_per_round=EACH)
     server = Correcting(FileChannel(place.channel_folder), late)
     monkeypatch.setattr(loop, "PsClient", lambda *_: server)
-    body = invocation(
-        place, RESTLESS_TASK, write_samples(folder / "data.npz", 50), slice_seconds=slice_seconds
-    )
+    body = invocation(place, RESTLESS_TASK, write_samples(folder / "data.npz", 50), slice_seconds=slice_seconds)
     outcomes = chain(body)
     assert outcomes[-1].status == "done", outcomes[-1]
     assert sum(outcome.steps for outcome in outcomes) == ROUNDS * EACH

@@ -125,6 +125,12 @@ class AnythingMayHappen(RuleBasedStateMachine):
         self.all.configure(self._site(site).name)
 
     @rule(site=_NUMBERS)
+    def the_job_is_to_end(self, site: int) -> None:
+        """A region hears that the job's goal is reached; the others need not hear it."""
+        self._site(site).told_to_end = True
+        self.all.configure(self._site(site).name)
+
+    @rule(site=_NUMBERS)
     def a_zombie_speaks(self, site: int) -> None:
         self._site(site).zombie_calls()
 

@@ -1,0 +1,134 @@
+"""A job that may end before its plan: when its metric is good enough, and when its money is spent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from control_plane.core import (
+    Begun,
+    Charge,
+    Goal,
+    JobAction,
+    JobMachine,
+    JobState,
+    Partition,
+    Planned,
+    Record,
+    RegionLive,
+    Report,
+    Reported,
+    SendPeers,
+    condition_of,
+)
+from control_plane.service._planning import goal_of
+from control_plane.spec import load
+from geofed_pb.errors import GeofedError
+
+ACCURATE = Goal("accuracy", 0.9, at_least=True, every=2)
+SMALL_LOSS = Goal("loss", 0.2, at_least=False, every=2)
+
+
+def running(goal: Goal | None, budget_usd: float | None = None) -> JobMachine:
+    machine = JobMachine(
+        JobState("j", 100.0, 0.0, partitions=(Partition("a"), Partition("b")), goal=goal, budget_usd=budget_usd)
+    )
+    machine.handle(Planned(0.0))
+    machine.handle(Begun(0.0))
+    for region in "ab":
+        machine.handle(Reported(1.0, region, Report(1, "training", ps_address=f"{region}:1")))
+    return machine
+
+
+def measured(machine: JobMachine, region: str, at_round: int, samples: int = 10, **metrics: float) -> list[JobAction]:
+    report = Report(
+        1, "training", round=at_round, metrics=metrics, metrics_round=at_round, metrics_samples=samples,
+        ps_address=f"{region}:1",
+    )  # fmt: skip
+    return machine.handle(Reported(2.0, region, report))
+
+
+def finishing(actions: list[JobAction]) -> list[str]:
+    return [action.region for action in actions if isinstance(action, SendPeers) and action.finish]
+
+
+def told(actions: list[JobAction]) -> list[dict[str, Any]]:
+    return [action.data for action in actions if isinstance(action, Record) and action.kind == "job.goal"]
+
+
+def test_all_regions_are_told_once_the_mean_of_all_is_good_enough() -> None:
+    machine = running(ACCURATE)
+    assert finishing(measured(machine, "a", 2, accuracy=0.99)) == []  # b has measured nothing yet
+    # 0.99 of 10 samples and 0.8 of 30: not enough.
+    assert finishing(measured(machine, "b", 2, 30, accuracy=0.8)) == []
+    actions = measured(machine, "b", 4, 30, accuracy=0.9)
+    assert finishing(actions) == ["a", "b"]
+    assert told(actions) == [
+        {"reached": True, "metric": "accuracy", "value": pytest.approx(0.9225), "bound": 0.9, "round": 4}
+    ]
+    assert condition_of(machine.state).startswith("ending before its plan: accuracy is 0.9225")
+    again = measured(machine, "a", 4, accuracy=0.99)
+    assert (finishing(again), told(again)) == ([], [])
+
+
+def test_at_most_is_the_other_way_round() -> None:
+    machine = running(SMALL_LOSS)
+    measured(machine, "a", 2, loss=0.3)
+    assert finishing(measured(machine, "b", 2, loss=0.31)) == []
+    assert finishing(measured(machine, "b", 4, loss=0.29)) == []
+    assert finishing(measured(machine, "a", 4, loss=0.1)) == ["a", "b"]
+
+
+def test_evaluations_that_lie_far_apart_are_not_put_together() -> None:
+    machine = running(ACCURATE)
+    measured(machine, "a", 2, accuracy=0.95)
+    assert finishing(measured(machine, "b", 6, accuracy=0.95)) == []
+    assert finishing(measured(machine, "a", 4, accuracy=0.95)) == ["a", "b"]
+
+
+def test_a_metric_that_nobody_measures_is_told_once() -> None:
+    machine = running(replace(ACCURATE, metric="acuracy"))
+    measured(machine, "a", 2, accuracy=0.95)
+    assert told(measured(machine, "b", 2, accuracy=0.95)) == [{"reached": False, "measured": ["accuracy"]}]
+    actions = measured(machine, "b", 4, accuracy=0.95)
+    assert (told(actions), finishing(actions)) == ([], [])
+
+
+def test_a_job_ends_when_its_money_is_spent() -> None:
+    machine = running(None, budget_usd=1.0)
+    half = Report(1, "training", money=(Charge("function-seconds", 1.0, "s", 0.5, "file"),), ps_address="a:1")
+    assert finishing(machine.handle(Reported(2.0, "a", half))) == []
+    actions = machine.handle(Reported(3.0, "b", replace(half, ps_address="b:1")))
+    assert finishing(actions) == ["a", "b"]
+    assert told(actions) == [{"reached": True, "usd": 1.0, "budget_usd": 1.0}]
+
+
+def test_a_region_whose_agent_is_a_new_process_is_told_again() -> None:
+    machine = running(SMALL_LOSS)
+    measured(machine, "a", 2, loss=0.1)
+    measured(machine, "b", 2, loss=0.1)
+    machine.handle(RegionLive(4.0, "b", restarted=True))
+    again = machine.handle(Reported(5.0, "b", Report(1, "training", ps_address="b:2")))
+    assert "b" in finishing(again)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["train.end.goal={metric: accuracy}", "train.evaluateEvery=1"], "exactly one of `atLeast` and `atMost`"),
+        (["train.end.goal={metric: loss, atMost: 1, atLeast: 0}", "train.evaluateEvery=1"], "exactly one of"),
+        (["train.end.goal={metric: accuracy, atLeast: 0.9}", "train.evaluateEvery=0"], "needs `evaluateEvery`"),
+    ],
+)
+def test_a_goal_that_says_too_little_is_refused(job_file: Path, settings: list[str], says: str) -> None:
+    with pytest.raises(GeofedError) as caught:
+        load(job_file, settings)
+    assert says in caught.value.message
+
+
+def test_a_goal_of_the_job_file_is_the_jobs(job_file: Path) -> None:
+    spec = load(job_file, ["train.end.goal={metric: loss, atMost: 0}", "train.evaluateEvery=3"]).spec
+    assert goal_of(spec) == Goal("loss", 0.0, at_least=False, every=3)
