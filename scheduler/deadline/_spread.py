@@ -122,7 +122,7 @@ def _grow(
             gain, level = step
             heapq.heappush(heap, (-gain, _urgency(job), job.name, level, job))
 
-    for job in (*promised, *waiting):
+    for job in (*promised, *waiting) if free > 0 else ():
         offer(job)
     while heap and free > 0:
         negative, _, name, level, job = heapq.heappop(heap)
@@ -158,13 +158,13 @@ def _step(book: Book, region: str, job: Job, share: int, rules: Rules) -> tuple[
     for level, rate in zip(curve.levels, curve.rates, strict=True):
         if level <= share:
             continue
-        lasts = min(_SIGHT_S, job.work / rate)
-        change = rules.overhead.seconds(level) / max(lasts, 1.0) * level
         gain = (rate - have) * price
-        if level <= job.share:
-            gain = _STICKY * gain + (change if level == job.share else 0.0)
-        elif job.share:
-            gain -= _WORTHWHILE * change
+        if job.share:
+            change = rules.overhead.seconds(level) / max(min(_SIGHT_S, job.work / rate), 1.0) * level
+            if level > job.share:
+                gain -= _WORTHWHILE * change
+            else:
+                gain = _STICKY * gain + (change if level == job.share else 0.0)
         gain /= level - share
         if gain >= _LEAST_RETURN and (best is None or gain > best[0] + 1e-9):
             best = (gain, level)
