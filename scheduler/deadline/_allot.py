@@ -11,9 +11,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from scheduler.deadline._course import Course, Going, Ground, Plan, follow
+from scheduler.deadline._course import Course, Ground
 from scheduler.deadline._ledger import Gang, Held, Ledger
 from scheduler.deadline._model import Capacity, Overhead, Rules
+from scheduler.deadline._played import as_before, followed, levels_held, on_course
 
 __all__ = ["LIVE", "Allotment", "Offer", "allot", "offer"]
 
@@ -86,7 +87,7 @@ def allot(
     ``before`` is the ``held`` of the answer before this, or of an offer since; the `ground` is for one region only.
     """
     paces, held, course = _shared_out(now, capacities, gangs, rules, before, ground)
-    return Allotment(paces, _on_course(held, course, gangs))
+    return Allotment(paces, on_course(held, course, gangs))
 
 
 def _shared_out(
@@ -106,11 +107,11 @@ def _shared_out(
         ledger, held = _promises(now, capacities, waiting, rules, before)
         paces, free = {gang.name: held[gang.name].now if gang.name in held else -1 for gang in gangs}, ledger.free_now()
         _begin(waiting, paces, free, ledger, rules, capacities)
-        plans = {name: _plan(holding) for name, holding in held.items()}
+        plans = {name: levels_held(holding) for name, holding in held.items()}
         begun = dict(paces)
         _grow(waiting, paces, free, held, rules)
         for chosen in [paces, begun] if begun != paces else [paces]:
-            course = _followed(now, capacities, gangs, chosen, plans, rules, ground)
+            course = followed(now, capacities, gangs, chosen, plans, rules, ground)
             best = _better(best, held, course, gangs, now)
             if course.holds:
                 return best
@@ -118,8 +119,8 @@ def _shared_out(
             if gang.name in course.late:
                 most = max(0.0, _TIGHTER * (gang.deadline_s - now))
                 tight[gang.name] = tight.get(gang.name, 0.0) + min(course.late[gang.name] + _TIGHTER_S, most)
-    chosen, plans = _kept(now, gangs, before)
-    return _better(best, held, _followed(now, capacities, gangs, chosen, plans, rules, ground), gangs, now)
+    chosen, plans = as_before(now, gangs, before)
+    return _better(best, held, followed(now, capacities, gangs, chosen, plans, rules, ground), gangs, now)
 
 
 def _better(
@@ -137,72 +138,6 @@ def _better(
 
 def _sooner(gang: Gang, tight: Mapping[str, float]) -> Gang:
     return replace(gang, deadline_s=gang.deadline_s - tight[gang.name]) if gang.name in tight else gang
-
-
-def _kept(
-    now: float, gangs: Sequence[Gang], before: Mapping[str, Held] | None
-) -> tuple[dict[str, int], dict[str, Plan]]:
-    """Paces now and later as the last course has them; best effort keeps what it has as long as there is room."""
-    paces, plans = {}, {}
-    for gang in gangs:
-        held = (before or {}).get(gang.name)
-        paces[gang.name] = gang.held
-        if held is not None and held.course:
-            plans[gang.name] = tuple((at, pace + 1) for at, pace in held.course)
-            paces[gang.name] = [held.course[0][1], *(pace for at, pace in held.course if at <= now + 1e-9)][-1]
-    return paces, plans
-
-
-def _followed(
-    now: float,
-    capacities: Mapping[str, Capacity],
-    gangs: Sequence[Gang],
-    paces: Mapping[str, int],
-    plans: Mapping[str, Plan],
-    rules: Rules,
-    ground: Ground | None,
-) -> Course:
-    """Play it to the end. Level 0 of ``follow`` is no pace."""
-    changes = sorted({at for capacity in capacities.values() for at, _ in capacity.changes if at > now})
-    room = tuple((at, tuple(_devices_at(capacity, at) for capacity in capacities.values())) for at in (now, *changes))
-    going = []
-    for gang in gangs:
-        rates = (0.0, *(pace.rate for pace in gang.paces))
-        needs = tuple(
-            tuple(gang.workers(pace).get(region, 0) for region in capacities) for pace in range(-1, len(gang.paces))
-        )
-        plan = plans.get(gang.name, ())
-        going.append(
-            Going(
-                gang.name, gang.work, gang.deadline_s, gang.held + 1, gang.ready_s, plan, rates.__getitem__,
-                needs.__getitem__,
-            )
-        )  # fmt: skip
-    chosen = {name: pace + 1 for name, pace in paces.items()}
-    return follow(now, room, going, chosen, rules.overhead, ground)
-
-
-def _devices_at(capacity: Capacity, at: float) -> int:
-    return [capacity.devices, *(devices for since_s, devices in capacity.changes if since_s <= at)][-1]
-
-
-def _plan(held: Held) -> Plan:
-    """The paces that are held as levels; the last one that is any stays to the end, for who is paused on the way."""
-    steps = [(at, pace + 1) for at, pace in zip(held.times, held.paces, strict=False)]
-    while len(steps) > 1 and not steps[-1][1]:
-        steps.pop()
-    return tuple(steps)
-
-
-def _on_course(held: Mapping[str, Held], course: Course, gangs: Sequence[Gang]) -> dict[str, Held]:
-    """What is held, each with its part of the course; in danger is whoever is late on it."""
-    promised = {gang.name for gang in gangs if not gang.best_effort}
-    return {
-        name: replace(holding, course=tuple((at, level - 1) for at, level in course.plans[name]))
-        if name in promised
-        else holding
-        for name, holding in held.items()
-    }
 
 
 def offer(
@@ -231,7 +166,7 @@ def offer(
         if not course.holds and late is None:
             late = frozenset(_shared_out(now, capacities, gangs, rules, before, ground)[2].late)
         if course.fits and course.late.keys() <= (late or frozenset()):
-            return Offer(deadline_s, after[new.name].end_s, held=_on_course(after, course, [*gangs, asked]))
+            return Offer(deadline_s, after[new.name].end_s, held=on_course(after, course, [*gangs, asked]))
     soonest = left.soonest(new, rules).end_s
     margin = rules.reserve_s + (soonest - now + _pause(new, rules)) / (1.0 - rules.margin)
     return Offer(None, now + margin if math.isfinite(soonest) else math.inf, over_quota)

@@ -133,8 +133,11 @@ class _Court:
         return burst
 
     def _without_margins(self, found: _Found) -> _Found:
-        """Who is refused because of margins is taken if a course holds with it: there a margin proves nothing."""
-        for job in self.asked:
+        """Who is refused because of margins is taken if a course holds with it, unless demand is high.
+
+        A job without any time to spare stands in the way of all changes that would pause it.
+        """
+        for job in self.asked if math.isinf(self.asking.usual_device_s) and len(self.jobs) <= _FEW else ():
             taken = [new for new in self.asked if new.name in {each.name for each in found.promised}]
             if job not in taken:
                 more = self._tried([*taken, job], {}, replace(self.asking, margin=0.0))

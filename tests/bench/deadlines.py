@@ -80,6 +80,7 @@ def main() -> int:
         return 2
     _calibrate(report, traces)
     ratios = _deadlines(report, traces)
+    _live(report, traces)
     _errors(report, traces)
     _spot(report, traces, given.prices)
     if not given.quick:
@@ -220,6 +221,19 @@ def _deadline_bars(report: Report, trace: str, devices: int, run: Run, most: flo
         report.bars.append(Bar.at_least(name, 100 * run.met / most, "%", share))
         if part == 4:
             report.bars.append(Bar.at_least(f"{name}, further goal", 100 * run.met / most, "%", 88.0))
+
+
+def _live(report: Report, traces: _Traces) -> None:
+    """What the control plane decides by, where a change pauses whom it changes."""
+    broken = 0
+    print("\ngeofed-live, a change pauses whom it changes")
+    for trace, nodes, per_node in QUICK if report.quick else [*QUICK, (PHILLY, 16, 8)]:
+        policy, pauses = policy_named("geofed-live", nodes * per_node, everyone=False)
+        run = simulate(traces.jobs(trace), policy, nodes, per_node, pauses)
+        _note(report, "live", trace, run)
+        print(f"  {trace:<18}{run.devices:>6} devices: {run.met} met, {run.broken} of {run.promised} promises broken")
+        broken += run.broken
+    report.bars.append(Bar.at_most("admitted and missed with exact curves by geofed-live", broken, "jobs", 0))
 
 
 def _errors(report: Report, traces: _Traces) -> None:

@@ -1,0 +1,78 @@
+"""What is shared out among gangs, played to the end: level 0 of a course is no pace, level n the pace n - 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from scheduler.deadline._course import Course, Going, Ground, Plan, follow
+from scheduler.deadline._ledger import Gang, Held
+from scheduler.deadline._model import Capacity, Rules
+
+__all__ = ["as_before", "followed", "levels_held", "on_course"]
+
+
+def as_before(
+    now: float, gangs: Sequence[Gang], before: Mapping[str, Held] | None
+) -> tuple[dict[str, int], dict[str, Plan]]:
+    """Paces now and later as the last course has them; best effort keeps what it has as long as there is room."""
+    paces, plans = {}, {}
+    for gang in gangs:
+        held = (before or {}).get(gang.name)
+        paces[gang.name] = gang.held
+        if held is not None and held.course:
+            plans[gang.name] = tuple((at, pace + 1) for at, pace in held.course)
+            paces[gang.name] = [held.course[0][1], *(pace for at, pace in held.course if at <= now + 1e-9)][-1]
+    return paces, plans
+
+
+def followed(
+    now: float,
+    capacities: Mapping[str, Capacity],
+    gangs: Sequence[Gang],
+    paces: Mapping[str, int],
+    plans: Mapping[str, Plan],
+    rules: Rules,
+    ground: Ground | None,
+) -> Course:
+    """Play it to the end. Level 0 of ``follow`` is no pace."""
+    changes = sorted({at for capacity in capacities.values() for at, _ in capacity.changes if at > now})
+    room = tuple((at, tuple(_devices_at(capacity, at) for capacity in capacities.values())) for at in (now, *changes))
+    going = []
+    for gang in gangs:
+        rates = (0.0, *(pace.rate for pace in gang.paces))
+        needs = tuple(
+            tuple(gang.workers(pace).get(region, 0) for region in capacities) for pace in range(-1, len(gang.paces))
+        )
+        plan = plans.get(gang.name, ())
+        going.append(
+            Going(
+                gang.name, gang.work, gang.deadline_s, gang.held + 1, gang.ready_s, plan, rates.__getitem__,
+                needs.__getitem__,
+            )
+        )  # fmt: skip
+    chosen = {name: pace + 1 for name, pace in paces.items()}
+    return follow(now, room, going, chosen, rules.overhead, ground)
+
+
+def _devices_at(capacity: Capacity, at: float) -> int:
+    return [capacity.devices, *(devices for since_s, devices in capacity.changes if since_s <= at)][-1]
+
+
+def levels_held(held: Held) -> Plan:
+    """The paces that are held as levels; the last one that is any stays to the end, for who is paused on the way."""
+    steps = [(at, pace + 1) for at, pace in zip(held.times, held.paces, strict=False)]
+    while len(steps) > 1 and not steps[-1][1]:
+        steps.pop()
+    return tuple(steps)
+
+
+def on_course(held: Mapping[str, Held], course: Course, gangs: Sequence[Gang]) -> dict[str, Held]:
+    """What is held, each with its part of the course; in danger is whoever is late on it."""
+    promised = {gang.name for gang in gangs if not gang.best_effort}
+    return {
+        name: replace(holding, course=tuple((at, level - 1) for at, level in course.plans[name]))
+        if name in promised
+        else holding
+        for name, holding in held.items()
+    }
