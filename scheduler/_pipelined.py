@@ -220,5 +220,5 @@ def _problem(
     )  # fmt: skip
     return Problem(
         chain, batch * degree, (Place(profile.region, (size,), channel),), degrees=(degree,), stages=stages,
-        most_workers=workers,
+        most_workers=workers, merges_early=True,
     )  # fmt: skip

@@ -16,6 +16,7 @@ compute and transfers. It is at most what the slowest stage computes and transfe
 
     T = sum_g fill_f + (n-1) max_g (fill_f + fill_b) + max_g [ sum_{h>=g} fill_b + merge_g ]
 
+merge_g is what the stage's last backward pass does not hide, where gradients leave while it runs.
 That is never too little: transfers do not overlap with compute here, which is what the saved memory costs.
 """
 
@@ -26,7 +27,7 @@ from itertools import pairwise
 
 from scheduler.partition._model import MIB, Cut, Hop, Pipeline, Place, Problem, Stage, Way
 
-__all__ = ["evaluate", "held_bytes", "hop_between", "merge_seconds"]
+__all__ = ["evaluate", "exposed_seconds", "held_bytes", "hop_between", "merge_seconds"]
 
 
 def evaluate(problem: Problem, way: Way, cuts: Sequence[Cut]) -> Pipeline | None:
@@ -106,6 +107,29 @@ def merge_seconds(size_bytes: float, degree: int, place: Place, bandwidth: float
     return max(puts + one_down, one_up + gets) + one_up + gets
 
 
+def exposed_seconds(
+    size_bytes: float, first_bytes: float, degree: int, place: Place, bandwidth: float, backward_s: float
+) -> float:
+    """Of a merge that goes on beside the last backward pass, what comes after it, at least.
+
+    The first layer's gradients (``first_bytes`` of all) are there when the pass ends, and a part that holds any of them
+    is not whole before. All put these, whoever merges such a part gets it from all the others and puts the sum, and
+    all get that. The rest can be through by then, if the pass is long enough.
+    """
+    if degree == 1:
+        return 0.0
+    channel, part = place.channel, size_bytes / degree
+    up, down = channel.up_bytes_per_s * bandwidth, channel.down_bytes_per_s * bandwidth
+    left, others = max(first_bytes, part), degree - 1
+    turns = -(-others // channel.parallel)
+    gets = max(channel.get_s + others * part / down, turns * (channel.get_s + part / down))
+    one_up = channel.put_s + part / up
+    last = max(channel.put_s + left / up + channel.get_s + part / down, one_up + gets)
+    last += one_up + channel.get_s + left / down
+    whole = merge_seconds(size_bytes, degree, place, bandwidth)
+    return min(whole, max(whole - backward_s, last))
+
+
 def _check(problem: Problem, cuts: Sequence[Cut]) -> None:
     starts = [cut.first for cut in cuts] + [len(problem.profile.layers)]
     if not cuts or starts[0] != 0 or any(cut.last + 1 != after for cut, after in zip(cuts, starts[1:], strict=True)):
@@ -123,7 +147,11 @@ def _stage(problem: Problem, way: Way, cut: Cut, needed: float) -> Stage:
     size = place.sizes[cut.size]
     forward = sum(layer.forward.seconds(way.micro_batch) for layer in held) / size.speed
     backward = sum(layer.backward.seconds(way.micro_batch) for layer in held) / size.speed
-    parameters = sum(layer.parameter_bytes for layer in held)
+    merged = problem.merged_share * sum(layer.parameter_bytes for layer in held)
+    merge_s = merge_seconds(merged, way.degree, place, size.bandwidth)
+    if problem.merges_early:
+        first = problem.merged_share * held[0].parameter_bytes
+        merge_s = exposed_seconds(merged, first, way.degree, place, size.bandwidth, backward)
     return Stage(
         first=cut.first,
         last=cut.last,
@@ -133,7 +161,7 @@ def _stage(problem: Problem, way: Way, cut: Cut, needed: float) -> Stage:
         needed_mb=needed / MIB,
         forward_s=forward,
         backward_s=backward + (forward if cut.rematerialise else 0.0),
-        merge_s=merge_seconds(problem.merged_share * parameters, way.degree, place, size.bandwidth),
+        merge_s=merge_s,
     )
 
 

@@ -126,6 +126,9 @@ class Problem:
     """Of a layer's output, and of its gradient, what crosses a cut: 0.5 where stages send each other bfloat16."""
     merged_share: float = 1.0
     """The same, of the gradients that replicas merge."""
+    merges_early: bool = False
+    """Gradients leave while the last backward pass of an iteration still runs, the last layers' first, as in
+    `sync.pipeline`; False: when it is over, as FuncPipe has it."""
     merge_copies: float = 2.0
     """Sizes of the gradient that a stage with replicas needs besides: what it sends and what it gets (FuncPipe)."""
 
@@ -176,7 +179,7 @@ class Stage:
     backward_s: float
     """The same, with what is computed again."""
     merge_s: float
-    """Of the gradients of its replicas, once an iteration."""
+    """Of the gradients of its replicas, once an iteration, as far as no backward pass hides it."""
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ class Tables:
         """All stages that begin with a layer, for some ways."""
         after = np.arange(first + 1, self.length + 1)
         fits, fits_again = self.most_live(first, ways)
-        forward, backward = self.compute(ways, first, after)
+        forward, backward = (one[:, :, None] / self.speed for one in self.compute(ways, first, after))
         leaving = np.where(after < self.length, self.passed[after], 0.0)
         inner = (after < self.length).astype(float)[None, :, None]
         share = self.problem.sent_share
@@ -154,13 +154,13 @@ class Tables:
             first=first,
             fits=fits,
             fits_again=fits_again,
-            forward=forward[:, :, None] / self.speed,
-            backward=backward[:, :, None] / self.speed,
+            forward=forward,
+            backward=backward,
             get_in=entered * (self._get_s + bytes_in / self._down),
             put_back=entered * (self._put_s + bytes_in / self._up),
             put_out=inner * self._put_s + bytes_out / self._up,
             get_back=inner * self._get_s + bytes_out / self._down,
-            merge=self._merging(ways, self.problem.merged_share * (self.parameters[after] - self.parameters[first])),
+            merge=self._merging(ways, self.parameters[after] - self.parameters[first], first, backward),
             other_usd=self._requests(ways, entered + inner),
         )
 
@@ -181,11 +181,11 @@ class Tables:
         most = float(1 << 40)
         return np.floor(np.clip(kept, -1, most)).astype(np.int64), np.floor(np.clip(again, -1, most)).astype(np.int64)
 
-    def _merging(self, ways: Ints, sizes: Floats) -> Floats:
-        """(way, stage, option): `merge_seconds` of many sizes."""
+    def _merging(self, ways: Ints, sizes: Floats, first: int, backward: Floats) -> Floats:
+        """(way, stage, option): `merge_seconds` of many sizes, or `exposed_seconds`."""
         degrees, rows = np.unique(self.degree[ways], return_inverse=True)
         d = degrees[:, None, None]
-        part = sizes[None, :, None] / d
+        part = self.problem.merged_share * sizes[None, :, None] / d
         up, down = part / self._up, part / self._down
         others = d - 1
         turns = np.ceil(others / self._parallel)
@@ -195,6 +195,13 @@ class Tables:
         found = np.maximum(puts + self._get_s + down, one_up + gets) + one_up + gets
         found[degrees == 1] = 0.0
         merged: Floats = found[rows]
+        if self.problem.merges_early:
+            own = self.problem.merged_share * (self.parameters[first + 1] - self.parameters[first])
+            left = np.maximum(own, part)
+            last = np.maximum(self._put_s + left / self._up + self._get_s + down, one_up + gets)
+            last = last + one_up + self._get_s + left / self._down
+            last[degrees == 1] = 0.0
+            merged = np.minimum(merged, np.maximum(merged - backward, last[rows]))
         return merged
 
     def _requests(self, ways: Ints, sides: Floats) -> Floats:

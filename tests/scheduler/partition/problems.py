@@ -48,6 +48,7 @@ def problem(seed: int, *, layers: int = 5, sizes: int = 3, places: int = 1) -> P
         most_workers=draw.choice([None, 4, 8]),
         sent_share=draw.choice([1.0, 0.5]),
         merged_share=draw.choice([1.0, 0.25]),
+        merges_early=draw.random() < 0.5,
     )
 
 

@@ -17,15 +17,15 @@ Problems of one place only. What a stage takes is asked of `evaluate`, on a pipe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations_with_replacement
 
 import highspy
 import numpy as np
 
-from scheduler.partition import Problem, Way
-from scheduler.partition._evaluate import held_bytes, merge_seconds
+from scheduler.partition import Layer, Place, Problem, Way
+from scheduler.partition._evaluate import exposed_seconds, held_bytes, merge_seconds
 from scheduler.partition._model import MIB, Cut
 
 
@@ -205,7 +205,6 @@ def _stages(problem: Problem, way: Way, stages: int) -> list[_Stage]:
                             forward.append(channel.put_s + passed / up)
                             backward.append(channel.get_s + passed / down)
                         d = way.degree
-                        merged = problem.merged_share * sum(layer.parameter_bytes for layer in held)
                         sides = (number > 0) + (number + 1 < stages)
                         puts = sides * d * count + (d * d if d > 1 else 0)
                         gets = sides * d * count + 2 * d * (d - 1)
@@ -215,9 +214,19 @@ def _stages(problem: Problem, way: Way, stages: int) -> list[_Stage]:
                                 cut,
                                 tuple(forward),
                                 tuple(backward),
-                                merge_seconds(merged, d, place, size.bandwidth),
+                                _merge(problem, held, d, place, size.bandwidth, backward[0] - again * forward[0]),
                                 d * size.memory_mb / 1024 * size.usd_per_gb_second,
                                 puts * channel.put_usd + gets * channel.get_usd,
                             )
                         )
     return found
+
+
+def _merge(
+    problem: Problem, held: Sequence[Layer], degree: int, place: Place, bandwidth: float, backward_s: float
+) -> float:
+    size = problem.merged_share * sum(layer.parameter_bytes for layer in held)
+    if problem.merges_early:
+        first = problem.merged_share * held[0].parameter_bytes
+        return exposed_seconds(size, first, degree, place, bandwidth, backward_s)
+    return merge_seconds(size, degree, place, bandwidth)
