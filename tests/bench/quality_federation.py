@@ -237,7 +237,9 @@ class _Site:
     known: Vector | None = None
     """The correction of the last merge."""
     given: Vector | None = None
-    """What the workers are to add one step after the end of the round."""
+    """What the workers are to add a quarter of a round after its end."""
+    due: int = 0
+    """After which step."""
 
 
 class _Background(_Federation):
@@ -253,13 +255,15 @@ class _Background(_Federation):
             for region, trainer in self.trainers.items():
                 if not trainer.step():
                     return False
-                if sites[region].given is not None:
+                if sites[region].given is not None and step >= sites[region].due:
                     trainer.flat.add(sites[region].given)
                     sites[region].given = None
             if step % self.interval == 0 or step == self.steps:
                 sequence += 1
                 if not self._end_round(sites, sequence, now, step == self.steps):
                     return False
+                for site in sites.values():
+                    site.due = step + max(1, self.interval // 4)
         self.seconds = max(now, *(at for site in sites.values() for at, _ in site.coming))
         for region, site in sites.items():
             for _, update in site.coming:
