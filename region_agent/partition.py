@@ -121,6 +121,8 @@ class Partition:
         self._merged_by = ""
         self._function = f"geofed-{start.job}"[:63].rstrip("-")
         self._ps: PsProcess | None = None
+        self._began = row.attempt > 0
+        """A parameter server has run here before: that it finds nothing then means that its state was lost."""
         self._ps_runs = False
         """From before it is started until it is gone; `_ps` is there only while it listens."""
         self._splits: dict[str, Any] = {}
@@ -323,7 +325,7 @@ class Partition:
         """Listen to it until it ends; returns why."""
         self._around.store.keep_ports(self.job, ps.ports["worker"], ps.ports["exchange"], ps.ports.get("bulk", 0))
         self._row = self._around.store.partition(self.job) or self._row
-        self._ps = ps
+        self._ps, self._began = ps, True
         self.meter.server_started(time.monotonic())
         self._news.server_started()
         tasks = {asyncio.create_task(self._watch(ps)), (ended := asyncio.create_task(ps.ended()))}
@@ -355,6 +357,7 @@ class Partition:
             channel=around.channel.kind,
             channel_address=await asyncio.to_thread(around.channel.address, self.job),
             folder=self._folder,
+            begun=self._began,
         )
         if config.bulk_port is None:
             text = "server.ports has no free port for bulk streams: large updates take the exchange port, and longer"

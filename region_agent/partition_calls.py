@@ -108,6 +108,7 @@ def server_config_of(
     channel: str,
     channel_address: str,
     folder: Path,
+    begun: bool = False,
 ) -> PsConfig:
     """What the parameter server is started with; its ports are those it had before, where they are free."""
     plan = start.plan
@@ -133,6 +134,7 @@ def server_config_of(
         channel=channel,
         channel_address=channel_address,
         state_dir=folder / "ps",
+        begun=begun or start.resumed,
         worker_listen=f"{server.worker_host}:{worker_port}",
         exchange_listen=f"{server.exchange_host}:{exchange_port}",
         bulk_port=bulk_port,

@@ -182,6 +182,8 @@ class SendStart:
 
     region: str
     epoch: int
+    resumed: bool = False
+    """It has run there before."""
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class JobMachine:
 
     def _start(self, part: Partition) -> None:
         self._put(replace(part, state="assigned"))
-        self._out.append(SendStart(part.region, part.epoch))
+        self._out.append(SendStart(part.region, part.epoch, resumed=part.report is not None))
         if part.workers is not None:
             self._out.append(SendScale(part.region, part.epoch, part.workers, ""))
 

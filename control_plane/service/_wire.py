@@ -147,6 +147,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             pipeline=_pipeline(part.pipeline) if part.pipeline is not None else None,
         ),
         regions=sorted(part.region for part in plan.partitions),
+        resumed=action.resumed,
     )
 
 

@@ -28,8 +28,10 @@ from sync.ps.config import PsConfig, read_config
 from sync.ps.engine import Engine
 from sync.ps.events import Configured
 from sync.ps.exchange import ExchangeService, Links
+from sync.ps.ledger import NO_MODEL
 from sync.ps.link import Tls
 from sync.ps.machine import Setup
+from sync.ps.rejoin import rejoin
 from sync.ps.server import AdminService, WorkerService
 from sync.ps.storage import Storage, write_durably
 from sync.ps.works import Works
@@ -65,6 +67,9 @@ async def serve(config: PsConfig) -> None:
     engine = Engine(works, settings)
     links = Links(engine, config, identity)
     admin = AdminService(engine, config, links)
+    engine.machine.lapsed = config.begun and engine.machine.sequence == NO_MODEL and not storage.marked
+    if not engine.machine.lapsed:
+        storage.mark()
     engine.feed(Configured(config.epoch, config.attempt, ()))
     workers, exchange = grpc.aio.server(options=server_options()), grpc.aio.server(options=server_options())
     worker_pb2_grpc.add_WorkerPortServicer_to_server(WorkerService(engine, config), workers)
@@ -80,6 +85,9 @@ async def serve(config: PsConfig) -> None:
     await workers.start()
     await exchange.start()
     links.start()
+    if engine.machine.lapsed:
+        rejoining = asyncio.create_task(rejoin(engine, config, identity), name="the way back into the job")
+        rejoining.add_done_callback(functools.partial(_rejoined, engine))
     write_durably(config.ready_file, [json.dumps(ports).encode()])
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -93,6 +101,13 @@ async def serve(config: PsConfig) -> None:
     await engine.close()
     if engine.failed is not None:
         raise engine.failed
+
+
+def _rejoined(engine: Engine, task: asyncio.Task[None]) -> None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        told = error if isinstance(error, GeofedError) else GeofedError("INTERNAL", f"{type(error).__name__}: {error}")
+        engine.fail(told)
 
 
 def _identity(config: PsConfig) -> Tls:

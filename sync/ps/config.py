@@ -39,6 +39,8 @@ class PsConfig(BaseModel):
     channel: str
     channel_address: str
     state_dir: Path
+    begun: bool = False
+    """The partition has run before: a state folder without a model is one that was lost."""
     worker_listen: str
     exchange_listen: str
     bulk_port: int | None = Field(default=0, ge=0, le=65535)

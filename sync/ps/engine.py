@@ -26,6 +26,7 @@ from sync.ps.events import (
     Applied,
     Apply,
     CallGone,
+    Configured,
     Event,
     Failed,
     Forget,
@@ -43,7 +44,7 @@ from sync.ps.events import (
     StartPatience,
     Stored,
 )
-from sync.ps.machine import Machine
+from sync.ps.machine import Machine, Setup
 from sync.ps.steering import Steering
 from sync.ps.synchronous import Synchronous
 from sync.ps.works import Works, merged_key
@@ -64,14 +65,13 @@ class Engine:
         exchange = exchange or ExchangeSettings()
         self._grace_seconds = exchange.grace_seconds
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ps-disk", initializer=_step_back)
-        kind = Background if works.setup.background else Synchronous
-        self.machine: Machine = kind(works.setup, works.recover())
+        self.machine = _machine_of(works, works.setup)
         setup = works.setup
         self.steering = Steering(exchange, works.codec_name, setup.steps_per_round, setup.steps)
         self.links: Callable[[], Mapping[str, LinkSample]] = dict
         """What the links to the peers have carried of late."""
         self._punctuality = Punctuality()
-        self._calls: dict[int, asyncio.Future[Answer]] = {}
+        self._calls: dict[int, asyncio.Future[Answer | None]] = {}
         self._next_call = 1
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
@@ -81,6 +81,23 @@ class Engine:
         self._exchange_since: float | None = None
         self.failed: GeofedError | None = None
         self.broken = asyncio.Event()
+
+    async def take_over(self, install: Callable[[], None]) -> None:
+        """Go on from a state that was not here when the process started; ``install`` makes it durable."""
+        loop, before = asyncio.get_running_loop(), self.machine
+        await loop.run_in_executor(self._disk, install)
+        machine = await loop.run_in_executor(self._disk, _machine_of, self.works, before.setup)
+        self.machine, ledger = machine, before.ledger
+        peers = tuple(ledger.peers.values())
+        self.have_calls_again()
+        ways = ledger.neighbours, 0, ledger.routes, ledger.former
+        self.feed(Configured(before.epoch, before.attempt, peers, *ways))
+
+    def have_calls_again(self) -> None:
+        """Workers that wait for an answer are told to ask anew."""
+        for future in self._calls.values():
+            if not future.done():
+                future.set_result(None)
 
     # Events in
 
@@ -94,9 +111,9 @@ class Engine:
         self.notify()
 
     async def ask(self, make: Callable[[int], Event], patience_seconds: float) -> Answer | None:
-        """Feed a worker's call; its answer, or None if there is none within the worker's patience."""
+        """Feed a worker's call; its answer, or None if there is none within the worker's patience: it asks again."""
         call, self._next_call = self._next_call, self._next_call + 1
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
         try:
             self.feed(make(call))
@@ -154,7 +171,7 @@ class Engine:
             case Failed():
                 self.fail(GeofedError(action.code, action.text))
 
-    def _answer(self, call: int, settle: Callable[[asyncio.Future[Answer]], None]) -> None:
+    def _answer(self, call: int, settle: Callable[[asyncio.Future[Answer | None]], None]) -> None:
         future = self._calls.get(call)
         if future is not None and not future.done():
             settle(future)
@@ -212,6 +229,11 @@ class Engine:
         while pending := [task for task in self._tasks if not task.done()]:
             await asyncio.wait(pending)
         self._disk.shutdown()
+
+
+def _machine_of(works: Works, setup: Setup) -> Machine:
+    kind = Background if setup.background else Synchronous
+    return kind(setup, works.recover())
 
 
 def _step_back() -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "GraceOver",
     "Keep",
     "Kept",
+    "Lapsed",
     "Log",
     "Logged",
     "Manifest",
@@ -206,6 +207,13 @@ class PeerHas:
 
 
 @dataclass(frozen=True)
+class Lapsed:
+    """Another region has lost its state: it has nothing of what it was known to have."""
+
+    region: str
+
+
+@dataclass(frozen=True)
 class GraceOver:
     """The time to wait for a quorum has passed."""
 
@@ -287,6 +295,7 @@ Event = (
     | Prepared
     | Stored
     | PeerHas
+    | Lapsed
     | GraceOver
     | PatienceOver
     | Restarted

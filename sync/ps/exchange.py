@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import re
 import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
 from geofed_pb.errors import GeofedError
-from geofed_pb.rpc import answering, peer_common_name, streaming
-from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
+from geofed_pb.rpc import CHUNK_BYTES, answering, peer_common_name, streaming
+from geofed_pb.v1 import common_pb2, sync_pb2, sync_pb2_grpc
 from sync.ps.arrival import Arrival, Tickets, key_of
 from sync.ps.config import PsConfig
 from sync.ps.engine import Engine
-from sync.ps.events import Manifest, Peer, PeerHas, Ship, Stored, Verdict
-from sync.ps.link import Courier, Tls
+from sync.ps.events import Lapsed, Manifest, Peer, PeerHas, Ship, Stored, Verdict
+from sync.ps.link import Courier, Tls, manifest_to_proto
 from sync.transport.landing import Landing
 from sync.transport.receiver import BulkPort
 from sync.wan import LinkSample
@@ -226,6 +228,43 @@ class ExchangeService(sync_pb2_grpc.ExchangeServicer):
             path = self._engine.storage.update_path(*key)
             arrival = self._incoming[key] = Arrival(manifest, path)
         return arrival
+
+    # To a region that has lost its state
+
+    @answering
+    async def Rejoin(self, request: sync_pb2.RejoinRequest, context: _Context) -> sync_pb2.RejoinReply:
+        caller = self._admit(peer_common_name(context), request.job)
+        self._engine.feed(Lapsed(caller))
+        machine, layout = self._engine.machine, self._engine.storage.layout
+        kept = [manifest for _, manifest in sorted(machine.ledger.kept.items())]
+        return sync_pb2.RejoinReply(
+            merges=machine.sequence + 1,
+            layout_json="" if layout is None else layout.to_json(),
+            kept=[manifest_to_proto(request.job, manifest) for manifest in kept],
+        )
+
+    @streaming
+    async def Fetch(self, request: sync_pb2.FetchRequest, context: _Context) -> AsyncIterator[common_pb2.BlobChunk]:
+        self._admit(peer_common_name(context), request.job)
+        storage, digest = self._engine.storage, ""
+        if request.region not in self._config.regions and not request.checkpoint:
+            raise GeofedError("FORBIDDEN", f"{request.region} is no region of this job")
+        path: Path | None = storage.update_path(request.region, request.sequence)
+        if request.checkpoint:
+            path = storage.newest_checkpoint()
+            digest = f"sha256:{path.stem.rpartition('-')[2]}" if path is not None else ""
+        try:
+            if path is None:
+                raise FileNotFoundError
+            # Once it is open, it may be forgotten meanwhile.
+            file = path.open("rb")
+        except FileNotFoundError:
+            raise GeofedError("MODEL_NOT_FOUND", "there is none any more", hint="ask again") from None
+        with file:
+            total, offset = os.fstat(file.fileno()).st_size, 0
+            while data := await asyncio.to_thread(file.read, CHUNK_BYTES):
+                yield common_pb2.BlobChunk(digest=digest, total_bytes=total, offset=offset, data=data)
+                offset += len(data)
 
     # Over gRPC
 

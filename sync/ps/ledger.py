@@ -71,6 +71,10 @@ class Ledger:
         """Another region has all of a region's updates up to this one."""
         self._has[who, origin] = max(self._has.get((who, origin), NO_MODEL), sequence)
 
+    def lapsed(self, who: str) -> None:
+        """Another region has nothing any more."""
+        self._has = {pair: sequence for pair, sequence in self._has.items() if pair[0] != who}
+
     def has(self, who: str, origin: str) -> int:
         """The last update of a region that another one is known to have."""
         return self._has.get((who, origin), NO_MODEL)
@@ -128,6 +132,12 @@ class Ledger:
             if manifests or all_peers:
                 found.append(Ship(peer, tuple(manifests)))
         return found
+
+    def near(self) -> tuple[str, ...]:
+        """Regions one of which has, or has passed on, whatever of ours anybody has."""
+        if not self.neighbours or self._rerouted:
+            return self._others()
+        return self._along(self.neighbours, self._region)
 
     def _others(self) -> tuple[str, ...]:
         return tuple(name for name in self._regions if name != self._region)

@@ -32,6 +32,7 @@ from sync.ps.events import (
     GraceOver,
     Keep,
     Kept,
+    Lapsed,
     Log,
     Logged,
     Manifest,
@@ -53,6 +54,8 @@ from sync.ps.events import (
 from sync.ps.ledger import NO_MODEL, Ledger
 
 __all__ = ["Boundary", "Machine", "Recovered", "Setup"]
+
+_LAPSED = "its state is lost: asking all other regions for theirs"
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,8 @@ class Machine(abc.ABC):
         self._staleness: dict[str, float] = {}
         self._update_bytes = max(recovered.outbox, key=lambda m: m.sequence).total_bytes if recovered.outbox else 0
         self._failure: Failed | None = None
+        self.lapsed = False
+        """Our state was lost: nothing is begun, and nothing taken, before all others have told what they have."""
 
     # What may be asked
 
@@ -185,7 +190,11 @@ class Machine(abc.ABC):
         metrics = self._metrics
         return Progress(
             phase=self._phase(),
-            condition=self._failure.text if self._failure is not None else self._condition(),
+            condition=self._failure.text
+            if self._failure is not None
+            else _LAPSED
+            if self.lapsed
+            else self._condition(),
             epoch=self.epoch,
             attempt=self.attempt,
             sequence=max(0, self._reached),
@@ -212,6 +221,8 @@ class Machine(abc.ABC):
             return Verdict.FENCED
         if self.ledger.knows(manifest):
             return Verdict.HAVE
+        if self.lapsed:
+            return Verdict.LATER
         possible = manifest.region in self.setup.contributors(manifest.sequence) and self._expects(manifest)
         return Verdict.WANT if possible else Verdict.LATER
 
@@ -292,6 +303,9 @@ class Machine(abc.ABC):
         if self._failure is not None:
             call = getattr(event, "call", None)
             return [Refuse(call, self._failure.code, self._failure.text)] if call is not None else []
+        if self.lapsed and isinstance(event, Attached | ReduceArrived | BoundaryArrived | Evaluated):
+            # Workers wait, and ask again: what they have made may be just what the round needs.
+            return self._fenced(event.call, event.attempt) or []
         match event:
             case Configured():
                 return self._configured(event)
@@ -318,6 +332,9 @@ class Machine(abc.ABC):
             case PeerHas():
                 self.ledger.note(event.region, event.origin or self.setup.region, event.sequence)
                 return self._forget() + self._try_apply()
+            case Lapsed():
+                self.ledger.lapsed(event.region)
+                return self._ship()
             case GraceOver():
                 return self._grace_is_over(event)
             case PatienceOver():
@@ -397,7 +414,7 @@ class Machine(abc.ABC):
         self._attaching[event.call] = event
         if self._sequence > NO_MODEL:
             return actions + self._answer_attached()
-        first = self.setup.region == self.setup.regions[0]
+        first = self.setup.region == self.setup.regions[0] and not self.lapsed
         # Of a model in stages, one worker hands over what all have made.
         if first and event.initial_key and self.ledger.own(0) is None and not self._boundary.preparing:
             self._boundary.preparing = True

@@ -2,6 +2,7 @@
 
 ::
 
+    begun                        empty; without it the folder is not the one that the partition began in
     layout.json                  of the flat model, written before anything else
     checkpoint-V-DIGEST.frame    the replica's numbers and the watermarks after merge V; the newest whole one counts
     log-V.jsonl                  ends of rounds and merges since merge V, one line each; background exchange only
@@ -140,6 +141,57 @@ class Storage:
     def _checkpoints(self) -> Iterator[tuple[int, Path]]:
         for path in self._folder.glob("checkpoint-*.frame"):
             yield int(path.name.split("-")[1]), path
+
+    @property
+    def marked(self) -> bool:
+        """Whether this folder is where the partition began, or came back: what it lacks was never there."""
+        return (self._folder / "begun").exists()
+
+    def mark(self) -> None:
+        """Say so, durably."""
+        if not self.marked:
+            write_durably(self._folder / "begun", [])
+
+    def newest_checkpoint(self) -> Path | None:
+        """The file of the last merge; None: there is none."""
+        return max(self._checkpoints(), default=(0, None), key=lambda found: found[0])[1]
+
+    def take_over(self, data: bytes, digest: str, layout: Layout, updates: Sequence[tuple[Manifest, bytes]]) -> None:
+        """Begin from another region's checkpoint, as if we had made it, and with updates that others may lack.
+
+        Synchronous exchange only: there one round's model is the same in all regions, and tells our place in the data.
+        The checkpoint comes last, so that a crash before it leaves a state that counts as lost still.
+        ``digest`` is that of its model. Raises ``GeofedError("STATE_INVALID")`` where it is damaged.
+        """
+        try:
+            frame = framing.decode(data)
+            sequence, model = int(frame.facts["sequence"]), np.array(frame.tensors["model"], np.float32)
+        except (GeofedError, KeyError, ValueError) as error:
+            raise GeofedError("STATE_INVALID", f"another region's checkpoint is damaged: {error}") from None
+        rest = {name: array for name, array in frame.tensors.items() if name != "model"}
+        whole = framing.digest_of([model.data.cast("B")]) == digest and frame.facts.get("memory_crc") == _crc(rest)
+        if not whole or model.size != layout.size:
+            raise GeofedError("STATE_INVALID", "another region's checkpoint is damaged")
+        self.keep_layout(layout)
+        for manifest, update in updates:
+            path = self.update_path(manifest.region, manifest.sequence)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_durably(path, [update])
+            self._keep_manifest(path.with_suffix(".json"), manifest)
+        setup = self._setup
+        weight = next((m.weight for m, _ in updates if (m.region, m.sequence) == (setup.region, sequence)), 0.0)
+        apply = Apply(
+            sequence,
+            (),
+            step=sequence * setup.steps_per_round,
+            samples=sequence * weight,
+            applied=sequence * (len(setup.regions) - 1) + (setup.region != setup.regions[0]),
+            version=sequence,
+            watermarks=tuple((region, sequence) for region in setup.others),
+        )
+        memory = {name.removeprefix(_MEMORY): np.array(array, np.float32) for name, array in rest.items()}
+        self.keep_checkpoint(Numbers(model, model, None, memory), apply)
+        self.mark()
 
     def keep_layout(self, layout: Layout) -> None:
         """Store the layout once; it never changes."""

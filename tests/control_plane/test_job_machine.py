@@ -250,7 +250,7 @@ def test_a_lost_region_comes_back_under_a_new_epoch() -> None:
     assert "region a unreachable since 1970-01-01T00:00:10Z" in condition_of(machine.state)
     machine.handle(RegionLost(20, "a"))
     assert machine.state.phase == "running"
-    assert sent(machine.handle(RegionLive(30, "a", True)), SendStart) == [SendStart("a", 2)]
+    assert sent(machine.handle(RegionLive(30, "a", True)), SendStart) == [SendStart("a", 2, resumed=True)]
     assert condition_of(machine.state) == ""
     assert not sent(machine.handle(Reported(31, "a", Report(1, "ready", ps_address="a:1"))), SendPeers)
     peers = sent(machine.handle(Reported(32, "a", Report(2, "ready", ps_address="a:2"))), SendPeers)
@@ -260,7 +260,7 @@ def test_a_lost_region_comes_back_under_a_new_epoch() -> None:
 
 def test_a_restarted_agent_gets_its_orders_again() -> None:
     machine = running("a", "b")
-    assert sent(machine.handle(RegionLive(3, "a", True)), SendStart) == [SendStart("a", 1)]
+    assert sent(machine.handle(RegionLive(3, "a", True)), SendStart) == [SendStart("a", 1, resumed=True)]
     told = sent(machine.handle(Reported(4, "a", Report(1, "ready", ps_address="a:1"))), SendPeers)
     assert [p.region for p in told] == ["a"]
     assert machine.handle(RegionLive(5, "a", False)) == []

@@ -28,6 +28,7 @@ from sync.ps.events import (
     GraceOver,
     Keep,
     Kept,
+    Lapsed,
     Log,
     Logged,
     Manifest,
@@ -77,6 +78,8 @@ class Disk:
     outbox: dict[int, Manifest] = field(default_factory=dict)
     metrics: Keep | None = None
     ended: Log | None = None
+    marked: bool = False
+    """The partition began here, or came back."""
 
 
 @dataclass
@@ -127,6 +130,9 @@ class Site:
         self.lost_patience = False
         self.told_to_end = False
         """Its agent has heard that the job is to end before its plan, and keeps it."""
+        self.began = False
+        self.lives = 0
+        """How often the state was lost: an update that is made again is another one."""
         self.epoch, self.attempt = 1, 1
         self.machine: Machine | None = None
         self.work: list[Action] = []
@@ -159,11 +165,45 @@ class Site:
             correction_key=f"correction/{last.version}" if last.sequence > 0 else "",
         )
         self.machine = (Background if self.setup.background else Synchronous)(self.setup, recovered)
+        self.machine.lapsed = self.began and last.sequence < 0 and not disk.marked
+        disk.marked = disk.marked or not self.machine.lapsed
+        self.began = True
         self.feed(Configured(self.epoch, self.attempt, ()))
 
     def crash(self) -> None:
         self.machine = None
         self.work, self.couriers = [], {}
+        self.ghosts.clear()
+        for worker in self.workers:
+            worker.call = 0
+
+    def lose_state(self) -> None:
+        """Disk and process are gone for good; the agent remembers that there were some."""
+        self.crash()
+        self.disk = Disk()
+        self.lives += 1
+        if any(worker.doing == "done" for worker in self.workers):
+            # The agent has lost its memory with its disk: it begins the workers anew, which measure anew.
+            self.next_attempt()
+
+    def take_over(self, furthest: Site, updates: list[Manifest]) -> None:
+        """Go on from another region's checkpoint (`sync.ps.rejoin`)."""
+        last = furthest.disk.checkpoints[-1]
+        first = self.name == self.setup.regions[0]
+        applied = last.sequence * (len(self.setup.regions) - 1) + (not first)
+        self.disk.checkpoints = [replace(last, applied=applied)]
+        for manifest in updates:
+            if manifest.region == self.name:
+                self.disk.outbox[manifest.sequence] = manifest
+            else:
+                self.disk.inbox[manifest.region, manifest.sequence] = manifest
+        self.have_calls_again()
+        self.disk.marked = True
+        self.work, self.couriers = [], {}
+        self.start()
+
+    def have_calls_again(self) -> None:
+        """Whoever waits for an answer asks anew."""
         self.ghosts.clear()
         for worker in self.workers:
             worker.call = 0
@@ -211,7 +251,7 @@ class Site:
                 return Merged(action.attempt, action.step, key, 1.0)
             case Prepare():
                 assert action.sequence not in disk.outbox, "a durable update was made anew"
-                digest = f"{self.name}:{action.sequence}:{action.model_key}"
+                digest = f"{self.name}:{action.sequence}:{action.model_key}{'*' * self.lives}"
                 made = Manifest(
                     self.name, action.epoch, action.sequence, digest, 1, action.weight, action.seen, action.last,
                     ends=action.ends,
@@ -450,6 +490,8 @@ class Miniature:
         """What each agent was last told, and keeps."""
         self.cut: set[frozenset[str]] = set()
         """Pairs of regions between which nothing arrives any more."""
+        self.lost = ""
+        """A region whose state is lost, until it has come back."""
         self.deaf = ""
         """A region whose agent hears no more of ways."""
         self.wan: list[Message] = []
@@ -459,6 +501,42 @@ class Miniature:
     def configure(self, name: str) -> None:
         peers = tuple(Peer(site.name, site.epoch, site.name) for site in self.sites.values() if site.name != name)
         self.sites[name].configure(peers, self.told[name])
+
+    # A region that has lost its state
+
+    def lose_state(self, name: str) -> None:
+        """With its lines, what was on them is gone as well."""
+        self.sites[name].lose_state()
+        self.lost = name
+        self.wan = [message for message in self.wan if name not in (message.source, message.to)]
+
+    def rejoin(self, name: str) -> None:
+        """It asks all others, if all can answer, and goes on from what the furthest has."""
+        here = self.sites[name]
+        if here.machine is None or not here.machine.lapsed or not here.machine.ledger.peers:
+            return
+        others = [self.sites[near] for near in here.machine.ledger.near()]
+        if any(site.machine is None for site in others):
+            return
+        if any(frozenset((name, site.name)) in self.cut for site in others):
+            return
+        for site in others:
+            site.feed(Lapsed(name))
+        furthest = max(others, key=lambda site: site.machine.sequence if site.machine else -1)
+        assert furthest.machine is not None
+        merged = furthest.machine.sequence
+        kept = {site.name: list(site.machine.ledger.kept.values()) for site in others if site.machine}
+        passed_on = [m for m in kept[furthest.name] if m.sequence <= merged]
+        updates = [m for manifests in kept.values() for m in manifests if m.region == name] + passed_on
+        if merged < 0 and not updates:
+            here.machine.lapsed, here.disk.marked = False, True
+            here.have_calls_again()
+            self.lost = ""
+            self.configure(name)
+        elif merged >= 0:
+            here.take_over(furthest, updates)
+            self.lost = ""
+            self.configure(name)
 
     # Ways that change
 
@@ -534,6 +612,7 @@ class Miniature:
                 if site.machine is None:
                     site.start()
                 self.tell_ways(name)
+                self.rejoin(name)
                 here = {frozenset(pair) for pair in self._spelled(self.ways.neighbours)}
                 if here & self.cut:
                     self.reroute(around(sorted(self.sites), self.cut))

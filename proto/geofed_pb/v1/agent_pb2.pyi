@@ -100,20 +100,22 @@ class ReportAck(_message.Message):
     def __init__(self, seq: _Optional[int] = ...) -> None: ...
 
 class StartPartition(_message.Message):
-    __slots__ = ("job", "region", "epoch", "task", "plan", "regions")
+    __slots__ = ("job", "region", "epoch", "task", "plan", "regions", "resumed")
     JOB_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
     job: str
     region: str
     epoch: int
     task: TaskRef
     plan: PartitionPlan
     regions: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., plan: _Optional[_Union[PartitionPlan, _Mapping]] = ..., regions: _Optional[_Iterable[str]] = ...) -> None: ...
+    resumed: bool
+    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., plan: _Optional[_Union[PartitionPlan, _Mapping]] = ..., regions: _Optional[_Iterable[str]] = ..., resumed: bool = ...) -> None: ...
 
 class TaskRef(_message.Message):
     __slots__ = ("bundle_digest", "module", "config_json", "dataset")

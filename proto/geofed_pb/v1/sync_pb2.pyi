@@ -8,6 +8,34 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class RejoinRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class RejoinReply(_message.Message):
+    __slots__ = ("merges", "layout_json", "kept")
+    MERGES_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_JSON_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    merges: int
+    layout_json: str
+    kept: _containers.RepeatedCompositeFieldContainer[UpdateManifest]
+    def __init__(self, merges: _Optional[int] = ..., layout_json: _Optional[str] = ..., kept: _Optional[_Iterable[_Union[UpdateManifest, _Mapping]]] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("job", "checkpoint", "region", "sequence")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    checkpoint: bool
+    region: str
+    sequence: int
+    def __init__(self, job: _Optional[str] = ..., checkpoint: bool = ..., region: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...
+
 class UpdateManifest(_message.Message):
     __slots__ = ("job", "region", "epoch", "sequence", "digest", "total_bytes", "weight", "seen", "last", "stretch", "settled", "ends")
     class SeenEntry(_message.Message):

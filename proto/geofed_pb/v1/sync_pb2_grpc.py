@@ -52,6 +52,16 @@ class ExchangeStub(object):
                 request_serializer=geofed__pb_dot_v1_dot_sync__pb2.CollectRequest.SerializeToString,
                 response_deserializer=geofed__pb_dot_v1_dot_sync__pb2.CollectCall.FromString,
                 _registered_method=True)
+        self.Rejoin = channel.unary_unary(
+                '/geofed.v1.Exchange/Rejoin',
+                request_serializer=geofed__pb_dot_v1_dot_sync__pb2.RejoinRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_sync__pb2.RejoinReply.FromString,
+                _registered_method=True)
+        self.Fetch = channel.unary_stream(
+                '/geofed.v1.Exchange/Fetch',
+                request_serializer=geofed__pb_dot_v1_dot_sync__pb2.FetchRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_common__pb2.BlobChunk.FromString,
+                _registered_method=True)
 
 
 class ExchangeServicer(object):
@@ -80,6 +90,21 @@ class ExchangeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Rejoin(self, request, context):
+        """"I have lost my state. What have you of mine, and how far are you?" What the caller was believed to have is not any
+        more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fetch(self, request, context):
+        """The newest checkpoint, or an update that is kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ExchangeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -97,6 +122,16 @@ def add_ExchangeServicer_to_server(servicer, server):
                     servicer.Collect,
                     request_deserializer=geofed__pb_dot_v1_dot_sync__pb2.CollectRequest.FromString,
                     response_serializer=geofed__pb_dot_v1_dot_sync__pb2.CollectCall.SerializeToString,
+            ),
+            'Rejoin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rejoin,
+                    request_deserializer=geofed__pb_dot_v1_dot_sync__pb2.RejoinRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_sync__pb2.RejoinReply.SerializeToString,
+            ),
+            'Fetch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=geofed__pb_dot_v1_dot_sync__pb2.FetchRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_common__pb2.BlobChunk.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -182,6 +217,60 @@ class Exchange(object):
             '/geofed.v1.Exchange/Collect',
             geofed__pb_dot_v1_dot_sync__pb2.CollectRequest.SerializeToString,
             geofed__pb_dot_v1_dot_sync__pb2.CollectCall.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rejoin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.Exchange/Rejoin',
+            geofed__pb_dot_v1_dot_sync__pb2.RejoinRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_sync__pb2.RejoinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/geofed.v1.Exchange/Fetch',
+            geofed__pb_dot_v1_dot_sync__pb2.FetchRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_common__pb2.BlobChunk.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,42 @@
+"""Regions that lose their state at any moment: every round is still the same everywhere, and made once."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, rule
+from support.federation_in_miniature import Miniature
+
+from tests.sync.ps.test_machine import AnythingMayHappen
+
+_NUMBERS = st.integers(0, 1 << 16)
+
+
+class StateIsLost(AnythingMayHappen):
+    """With synchronous exchange; one region at a time, which has come back before the next one's turn."""
+
+    @initialize(
+        regions=st.integers(2, 4),
+        workers=st.integers(1, 2),
+        rounds=st.integers(1, 4),
+        ways=st.sampled_from(["mesh", "star", "chain"]),
+    )
+    def begin(self, regions: int, workers: int, rounds: int, ways: str) -> None:
+        names = [f"r{index}" for index in range(regions)]
+        pairs = {"mesh": [], "star": [(names[0], other) for other in names[1:]], "chain": [*zip(names, names[1:])]}  # noqa: B905, RUF007
+        self.all = Miniature(regions, workers, rounds, 1, 0, neighbours=tuple(pairs[ways]))
+
+    @rule(site=_NUMBERS)
+    def a_state_is_lost(self, site: int) -> None:
+        if not self.all.lost:
+            self.all.lose_state(self._site(site).name)
+
+    @rule(site=_NUMBERS)
+    def a_region_asks_the_others(self, site: int) -> None:
+        self.all.rejoin(self._site(site).name)
+
+
+TestStateIsLost = StateIsLost.TestCase
+TestStateIsLost.settings = settings(
+    max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -1,0 +1,125 @@
+"""A region that has lost its state comes back into the running job: no round is lost, none is made in two ways."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.server_process import NumpyWorker, Server, wait_until
+
+Servers = Callable[..., list[Server]]
+Workers = Callable[..., NumpyWorker]
+
+ROUNDS = 6
+PUSHES = {"east": 1.0, "north": 2.0, "west": 4.0}
+EXPECTED = 1.0 + ROUNDS * (ROUNDS + 1) / 2 * sum(PUSHES.values()) / len(PUSHES)
+"""Round r moves a region by its push times r; the regions' models are averaged."""
+STAR = (("east", "north"), ("east", "west"))
+
+
+def _introduce(servers: list[Server], attempt: int = 0) -> None:
+    for server in servers:
+        server.configure(*(other for other in servers if other is not server), attempt=attempt)
+
+
+def _lose(victim: Server, servers: list[Server], *, channel: bool = False) -> None:
+    """Its disk is gone; what waited for it is introduced to its next life."""
+    victim.kill()
+    shutil.rmtree(victim.settings["state_dir"])
+    if channel:
+        shutil.rmtree(victim.channel_folder)
+    victim.launch(begun=True)
+    victim.await_ready()
+    _introduce(servers)
+
+
+def _end(servers: list[Server], crew: list[NumpyWorker]) -> None:
+    for worker in crew:
+        worker.join(60)
+        assert not worker.is_alive(), f"{worker.server.region} hangs: {worker.server.status().condition}"
+        assert worker.failure is None, (worker.failure, worker.server.log.read_text()[-2000:])
+    statuses = [server.status() for server in servers]
+    assert {status.phase for status in statuses} == {"finished"}
+    assert len({status.model_digest for status in statuses}) == 1
+    for place, status in enumerate(statuses):
+        assert status.applied_updates == ROUNDS * (len(servers) - 1) + (place > 0)
+        assert (status.round, status.step, status.samples) == (ROUNDS, ROUNDS, 10 * ROUNDS)
+    for worker in crew:
+        assert worker.finals[0] == pytest.approx(EXPECTED, rel=1e-5)
+
+
+@pytest.mark.parametrize("neighbours", [(), STAR], ids=["mesh", "star"])
+@pytest.mark.parametrize("lost", list(PUSHES))
+@pytest.mark.parametrize("after", [0, 3])
+def test_the_job_ends_as_if_nothing_had_been_lost(
+    servers: Servers, workers: Workers, lost: str, after: int, neighbours: Any
+) -> None:
+    made = servers(*PUSHES, rounds=ROUNDS, neighbours=neighbours)
+    crew = [workers(server, PUSHES[server.region], pause=0.1) for server in made]
+    victim = next(server for server in made if server.region == lost)
+    wait_until(lambda: made[0].status().round >= after and made[0].status().model_digest, "the round")
+    _lose(victim, made)
+    _end(made, crew)
+    assert "the state was lost" in victim.log.read_text()
+
+
+def test_at_any_moment_again_and_again(servers: Servers, workers: Workers) -> None:
+    made = servers(*PUSHES, rounds=ROUNDS, codec="int8", wan_policy="diloco", neighbours=STAR)
+    crew = [workers(server, PUSHES[server.region], pause=0.15) for server in made]
+    for turn in range(6):
+        time.sleep(0.07 * turn)
+        _lose(made[turn % 3], made)
+    for worker in crew:
+        worker.join(60)
+        assert worker.failure is None, worker.failure
+    statuses = [server.status() for server in made]
+    assert len({status.model_digest for status in statuses}) == 1
+    assert {(status.phase, status.round, status.step) for status in statuses} == {("finished", ROUNDS, ROUNDS)}
+
+
+def test_nothing_is_begun_before_all_others_have_answered(servers: Servers, workers: Workers) -> None:
+    """Any of them may be the only one that has an update of the lost region."""
+    east, north, west = made = servers(*PUSHES, rounds=ROUNDS)
+    crew = [workers(server, PUSHES[server.region], pause=0.1) for server in made]
+    wait_until(lambda: east.status().round >= 2, "some rounds")
+    north.kill()
+    _lose(west, [east, west])
+    wait_until(lambda: "its state is lost" in west.status().condition, "the question")
+    time.sleep(1.5)
+    assert west.status().round == 0
+    north.launch()
+    north.await_ready()
+    _introduce(made)
+    _end(made, crew)
+
+
+def test_a_partition_that_had_not_begun_begins(servers: Servers, workers: Workers) -> None:
+    made = servers(*PUSHES, rounds=ROUNDS, begun=True)
+    _end(made, [workers(server, PUSHES[server.region]) for server in made])
+
+
+def test_a_fresh_partition_asks_nobody(servers: Servers, workers: Workers) -> None:
+    east, north = servers("east", "north", rounds=ROUNDS)
+    crew = [workers(server, PUSHES[server.region]) for server in (east, north)]
+    for worker in crew:
+        worker.join(60)
+        assert worker.failure is None
+    assert "lost" not in east.log.read_text() + north.log.read_text()
+
+
+def test_in_the_background_the_loss_is_told(servers: Servers, workers: Workers) -> None:
+    east, north = made = servers("east", "north", rounds=ROUNDS, wan_settings={"background": 1.0})
+    for server in made:
+        workers(server, PUSHES[server.region], pause=0.2)
+    wait_until(lambda: east.status().round >= 2, "some rounds")
+    north.kill()
+    shutil.rmtree(north.settings["state_dir"])
+    north.launch(begun=True)
+    north.await_ready()
+    _introduce(made)
+    assert north.process is not None
+    assert north.process.wait(20) != 0
+    assert "STATE_INVALID" in north.log.read_text()
