@@ -62,6 +62,8 @@ class WorkerLoop:
         self._ended: Ended | None = None
         self._state_given = 0.0
         self._snapshot: Vector | None = None
+        self._room: Vector | None = None
+        """Of the last correction; used again, as each is added before the next one is asked for."""
         self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="boundary")
         self._told = time.monotonic()
         self._settled = 0
@@ -149,6 +151,16 @@ class WorkerLoop:
     def _correction(self, key: str) -> Vector:
         return self._holding.read(key, "correction")
 
+    def _copied(self, key: str) -> Vector | None:
+        """A correction, read beside the steps, so that none of them waits for the pages; "": there is none."""
+        if not key:
+            return None
+        correction = self._correction(key)
+        if self._room is None:
+            self._room = np.empty_like(correction)
+        np.copyto(self._room, correction)
+        return self._room
+
     # The end of a round, with background exchange
 
     def _begin_end_of_round(self, server: PsClient, sequence: int) -> None:
@@ -186,8 +198,7 @@ class WorkerLoop:
 
     def _ask_end(self, server: PsClient, request: worker_pb2.BoundaryRequest) -> Answer:
         reply = server.boundary(request)
-        # Copied here, beside the steps, so that none of them waits for the pages.
-        return reply, np.array(self._correction(reply.correction_key)) if reply.correction_key else None
+        return reply, self._copied(reply.correction_key)
 
     def _hear_if_due(self, server: PsClient) -> bool:
         """So many steps after the end of a round, in all workers of the partition, its answer counts; True where it
@@ -388,7 +399,7 @@ class WorkerLoop:
 
     def _take_answer(self, start: worker_pb2.AttachReply) -> None:
         """The server has taken the end that the last slice told it of; what it has answered counts when it is due."""
-        correction = np.array(self._correction(start.correction_key)) if start.correction_key else None
+        correction = self._copied(start.correction_key)
         reply: Future[Answer] = Future()
         reply.set_result((worker_pb2.BoundaryReply(round=start.round, until_step=start.until_step), correction))
         self._go_on_beside(worker_pb2.BoundaryRequest(round=start.round, step=start.step), Sums(), reply)
