@@ -147,6 +147,12 @@ def _exchange(plan: Data) -> str:
     return f"{plan['topology']}{took}" + (f" ({pairs})" if pairs else "")
 
 
+def _early(result: Data) -> str:
+    # Results of before it was told lack it.
+    why = result.get("ended_early")
+    return f", fewer than planned: {why}" if why else ""
+
+
 def result_text(view: Data) -> str:
     """The account of an ended job."""
     result = view["result"]
@@ -154,7 +160,7 @@ def result_text(view: Data) -> str:
     head = fields(
         [
             *((name, number_text(value)) for name, value in sorted(result["metrics"].items())),
-            ("rounds", result["rounds"]),
+            ("rounds", f"{result['rounds']}{_early(result)}"),
             (
                 "time",
                 f"{seconds_text(result['seconds'])}, of which training {seconds_text(result['training_seconds'])}",
