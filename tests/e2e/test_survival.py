@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from support.running import Running, check_succeeded, eventually
 
@@ -67,3 +69,22 @@ def test_a_killed_agent_takes_its_partition_up_again(running: Running, long: tup
     eventually(lambda: not any(child.is_running() for child in children), "the killed agent's processes are gone")
     running.federation.start_agent("virginia")
     check_succeeded(running.wait_end(job))
+
+
+@pytest.mark.parametrize("with_memory", [True, False], ids=["state", "state-and-memory"])
+def test_a_region_whose_state_is_deleted_comes_back(running: Running, with_memory: bool) -> None:
+    """The parameter server's folder is gone; and what the agent remembers of its partitions as well."""
+    job = running.submit("train.end.epochs=12", "wan.interval=10", "wan.exchange=synchronous", "train.evaluateEvery=0")
+    running.wait_round(job, 2)
+    children = running.descendants("virginia", "")
+    running.federation.kill("virginia")
+    eventually(lambda: not any(child.is_running() for child in children), "the killed agent's processes are gone")
+    state = running.federation.region_state("virginia") / "state"
+    shutil.rmtree(state / "jobs" / job)
+    if not with_memory:
+        for file in state.glob("agent.db*"):
+            file.unlink()
+    running.federation.start_agent("virginia")
+    described = running.wait_end(job)
+    check_succeeded(described)
+    assert {part["round"] for part in described["partitions"]} == {described["plan"]["rounds"]}

@@ -508,6 +508,14 @@ class Miniature:
         """With its lines, what was on them is gone as well."""
         self.sites[name].lose_state()
         self.lost = name
+        disks = [site.disk for site in self.sites.values() if site.name != name]
+        merged = max(disk.checkpoints[-1].sequence for disk in disks)
+        # A round that it had merged before anybody else had its update of it is made again, and may be another one.
+        self.rounds = {
+            sequence: digest
+            for sequence, digest in self.rounds.items()
+            if sequence <= merged or any((name, sequence) in disk.inbox for disk in disks)
+        }
         self.wan = [message for message in self.wan if name not in (message.source, message.to)]
 
     def rejoin(self, name: str) -> None:
