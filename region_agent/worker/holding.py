@@ -31,6 +31,10 @@ from sync.seeding import reseed, seed_all
 __all__ = ["Holding", "WholeModel", "checked_loss", "device"]
 
 
+_EVALUATION = 1
+"""Sets what is drawn in an evaluation apart from what is drawn in a step."""
+
+
 class Holding(Protocol):
     """One invocation's part of the model. A round begins and ends in all workers alike."""
 
@@ -202,6 +206,8 @@ class WholeModel:
         if "test" not in self._data:
             return 0, {}
         samples, batches = evaluation_batches(self._data["test"], self._call.worker, self._call.workers)
+        # What the data draw must follow from the round alone, too, wherever the slice began.
+        reseed(self._call.seed, zlib.crc32(self._call.region.encode()), self._call.worker, sequence, _EVALUATION)
         self._module.eval()
         with torch.no_grad():
             moved = (move(batch, self._device) for batch in batches)

@@ -114,7 +114,7 @@ class WorkerLoop:
         """True when the job is at its end, False when the slice is."""
         start = self._attach(server)
         awaited, finished = start.boundary, start.finished
-        if start.evaluate:
+        if start.evaluate and self._ended is None:
             self._evaluate(server)
         finished = self._hear_if_due(server) or finished
         while not finished:
@@ -401,7 +401,9 @@ class WorkerLoop:
         """The server has taken the end that the last slice told it of; what it has answered counts when it is due."""
         correction = self._copied(start.correction_key)
         reply: Future[Answer] = Future()
-        reply.set_result((worker_pb2.BoundaryReply(round=start.round, until_step=start.until_step), correction))
+        # The others evaluate when the answer counts, too, and nobody goes on before all have.
+        answer = worker_pb2.BoundaryReply(round=start.round, until_step=start.until_step, evaluate=start.evaluate)
+        reply.set_result((answer, correction))
         self._go_on_beside(worker_pb2.BoundaryRequest(round=start.round, step=start.step), Sums(), reply)
 
     def _tell_end_again(self, server: PsClient, facts: dict[str, float]) -> None:

@@ -28,6 +28,8 @@ class Correcting:
         self.open = worker_pb2.AttachReply(round=0, step=0, model_key="model/0", until_step=EACH, background=True)
         self.asked: list[int] = []
         self.ends: list[np.ndarray[Any, Any]] = []
+        self.metrics: dict[int, dict[str, float]] = {}
+        """Of each round's evaluation."""
 
     def __enter__(self) -> Correcting:
         return self
@@ -39,6 +41,7 @@ class Correcting:
             value = self.channel.get(request.initial_key)
             assert value is not None
             self.channel.put("model/0", [value])
+        self.open.evaluate = self.open.round > 0 and self.open.round not in self.metrics
         return self.open
 
     def boundary(self, request: worker_pb2.BoundaryRequest) -> worker_pb2.BoundaryReply:
@@ -62,14 +65,16 @@ class Correcting:
             round=request.round, step=request.step, until_step=until, correction_key=key, background=True
         )
         return worker_pb2.BoundaryReply(
-            round=request.round, until_step=until, correction_key="" if finished else key, finished=finished
-        )
+            round=request.round, until_step=until, correction_key="" if finished else key, finished=finished,
+            evaluate=True,
+        )  # fmt: skip
 
-    def evaluated(self, request: worker_pb2.EvaluatedRequest) -> None: ...
+    def evaluated(self, request: worker_pb2.EvaluatedRequest) -> None:
+        self.metrics[request.round] = dict(request.metrics)
 
 
-def _ends(folder: Path, monkeypatch: pytest.MonkeyPatch, slice_seconds: float, late: bool) -> tuple[Any, int]:
-    """The models at the ends of rounds, and how many invocations it took."""
+def _ends(folder: Path, monkeypatch: pytest.MonkeyPatch, slice_seconds: float, late: bool) -> tuple[Any, Any, int]:
+    """The models at the ends of rounds, what was measured of them, and how many invocations it took."""
     place = Server(folder, Authority(), "east", ("east",), rounds=ROUNDS, steps_per_round=EACH)
     server = Correcting(FileChannel(place.channel_folder), late)
     monkeypatch.setattr(loop, "PsClient", lambda *_: server)
@@ -77,15 +82,17 @@ def _ends(folder: Path, monkeypatch: pytest.MonkeyPatch, slice_seconds: float, l
     outcomes = chain(body)
     assert outcomes[-1].status == "done", outcomes[-1]
     assert sum(outcome.steps for outcome in outcomes) == ROUNDS * EACH
-    return np.stack(server.ends), len(outcomes)
+    return np.stack(server.ends), server.metrics, len(outcomes)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["the answer is there at once", "the end is told twice"])
 def test_the_model_does_not_depend_on_where_slices_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
-    whole, invocations = _ends(tmp_path / "whole", monkeypatch, 100.0, False)
+    whole, measured, invocations = _ends(tmp_path / "whole", monkeypatch, 100.0, False)
     assert invocations == 1
-    cut, invocations = _ends(tmp_path / "cut", monkeypatch, 0.001, late)
+    cut, again, invocations = _ends(tmp_path / "cut", monkeypatch, 0.001, late)
     assert invocations >= ROUNDS * EACH
     np.testing.assert_array_equal(cut, whole)
+    # Workers wait for each other when they evaluate, so that all must do it at the same step.
+    assert again == measured
