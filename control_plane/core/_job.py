@@ -197,7 +197,8 @@ class JobMachine:
     def _end_early(self) -> None:
         """Where the goal is reached: all regions hear of it, and end with the same round (`sync.ps`)."""
         state = self.state
-        if state.phase != "running" or state.ends_early:
+        # Where one has made its last round by the plan the others are about to.
+        if state.phase != "running" or state.ends_early or any(p.state == "finished" for p in state.partitions):
             return
         known = metrics_without_goal(state)
         if known is not None and not state.goal_unknown:

@@ -177,7 +177,8 @@ class Courier:
                 continue
             except (grpc.RpcError, GeofedError, OSError) as error:
                 await self._note_failure(error)
-            self._carrying = None
+            finally:
+                self._carrying = None
             if settled:
                 backoff = _BACKOFF_FIRST_SECONDS
             else:

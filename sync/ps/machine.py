@@ -198,7 +198,8 @@ class Machine(abc.ABC):
             epoch=self.epoch,
             attempt=self.attempt,
             sequence=max(0, self._reached),
-            step=max(self._step, self._live_step),
+            # Steps that were made while the end of the last round was told are in no round.
+            step=self._open_step if self._complete else max(self._step, self._live_step),
             samples=self._samples,
             loss=self._loss,
             applied=self._applied,

@@ -106,6 +106,15 @@ def test_a_job_ends_when_its_money_is_spent() -> None:
     assert told(actions) == [{"reached": True, "usd": 1.0, "budget_usd": 1.0}]
 
 
+def test_a_goal_that_is_reached_by_the_last_evaluation_ends_nothing_early() -> None:
+    machine = running(SMALL_LOSS)
+    done = Report(1, "finished", round=50, metrics={"loss": 0.1}, metrics_round=50, metrics_samples=1)
+    for region in "ab":
+        actions = machine.handle(Reported(3.0, region, replace(done, ps_address=f"{region}:1")))
+        assert (told(actions), finishing(actions)) == ([], [])
+    assert machine.state.ends_early == ""
+
+
 def test_a_region_whose_agent_is_a_new_process_is_told_again() -> None:
     machine = running(SMALL_LOSS)
     measured(machine, "a", 2, loss=0.1)
