@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +100,52 @@ def test_the_model_does_not_depend_on_where_slices_end(
     np.testing.assert_array_equal(cut, whole)
     # Workers wait for each other when they evaluate, so that all must do it at the same step.
     assert again == measured
+
+
+def test_workers_whose_slices_end_elsewhere_evaluate_at_the_same_step(tmp_path: Path) -> None:
+    """Else one waits in an evaluation for another that waits for its gradients."""
+    authority = Authority()
+    settings: dict[str, Any] = {"rounds": 2, "steps_per_round": EACH, "evaluate_every": 1}
+    settings |= {"wan_settings": {"background": 1.0}}
+    east = Server(tmp_path / "east", authority, "east", ("east", "west"), workers=2, **settings)
+    west = Server(tmp_path / "west", authority, "west", ("east", "west"), **settings)
+    data, workers = write_samples(tmp_path / "data.npz", 50), [(east, 0, 0.001), (east, 1, 300.0), (west, 0, 300.0)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        for server in (east, west):
+            server.launch()
+        for server in (east, west):
+            server.await_ready()
+        east.configure(west)
+        west.configure(east)
+        bodies = [
+            invocation(
+                server, RESTLESS_TASK, data, worker, slice_seconds=seconds, collective="k-reduce", merging={"k": 2}
+            )
+            for server, worker, seconds in workers
+        ]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "support.jobs"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True,
+            )
+            for _ in bodies
+        ]  # fmt: skip
+        try:
+            for process, body in zip(processes, bodies, strict=True):
+                assert process.stdin is not None
+                process.stdin.write(json.dumps([body.model_dump(mode="json")]))
+                process.stdin.close()
+                process.stdin = None
+            told = [json.loads(process.communicate(timeout=60)[0])[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        assert [life[-1]["status"] for life in told] == ["done"] * 3
+        assert [len(life) for life in told[1:]] == [1, 1]
+        assert len(told[0]) >= 2 * EACH
+        assert east.status().phase == west.status().phase == "finished"
+    finally:
+        east.kill()
+        west.kill()
