@@ -33,6 +33,11 @@ class PartitionMeter:
     def values(self) -> dict[str, float]:
         return self._store.meters(self._job)
 
+    @property
+    def identity(self) -> int:
+        """Sums of another identity do not go on from these."""
+        return self._store.meter_id
+
     def server_started(self, now: float) -> None:
         self._counted, self._server_since = {}, now
 
@@ -129,6 +134,7 @@ def report_of(
         codec=status.codec,
         routes=status.routes,
         update_bytes=status.update_bytes,
+        meter=meter.identity,
     )
 
 

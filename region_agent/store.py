@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
@@ -67,6 +68,13 @@ class AgentStore:
             self._db.execute("alter table partitions add column bulk_port integer not null default 0")
         if "workers" not in columns:
             self._db.execute("alter table partitions add column workers integer")
+        if not self.fact("meter"):
+            self._db.execute("insert into facts values ('meter', ?)", (str(secrets.randbits(62) + 1),))
+
+    @property
+    def meter_id(self) -> int:
+        """Another one where what was counted before is lost with the disk."""
+        return self.fact("meter")
 
     def close(self) -> None:
         self._db.close()

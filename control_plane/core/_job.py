@@ -34,6 +34,7 @@ from control_plane.core._events import (
     Waits,
 )
 from control_plane.core._goal import metrics_without_goal, reached
+from control_plane.core._meters import with_all_meters
 from control_plane.core._state import ENDED_PARTITION, Failure, JobPhase, JobState, Link, Partition, Peer, Report
 
 MAX_PUBLISHES = 5
@@ -105,11 +106,13 @@ class JobMachine:
         if part is None or event.report.epoch != part.epoch or self.state.phase in ("queued", "planned"):
             return
         self._note(part, event.report)
+        before, report = with_all_meters(part, event.report)
         self._put(
             replace(
                 part,
                 state=event.report.state,
-                report=_no_step_back(event.report, part.report),
+                counted_before=before,
+                report=_no_step_back(report, part.report),
                 address=event.report.ps_address or part.address,
             )
         )

@@ -79,6 +79,17 @@ class Report:
     """Number of the ways that its parameter server knows."""
     update_bytes: int = 0
     """Of its last update; 0: not known."""
+    meter: int = 0
+    """Which meter has counted money and bytes; 0: not told."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Money and bytes of meters that are no more: an agent that loses its disk counts from nothing again."""
+
+    money: tuple[Charge, ...] = ()
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    received_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -108,6 +119,8 @@ class Partition:
     told_routes: int = 0
     """Number of the ways that it was last sent."""
     told_to_finish: bool = False
+    counted_before: Counted = field(default_factory=Counted)
+    """By earlier meters of this region."""
     link: Link = "live"
     since: float = 0.0
     """When `link` became what it is."""

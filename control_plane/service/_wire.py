@@ -69,6 +69,7 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
         codec=message.codec,
         routes=message.routes,
         update_bytes=message.update_bytes,
+        meter=message.meter,
     )
 
 

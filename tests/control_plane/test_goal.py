@@ -115,6 +115,26 @@ def test_a_goal_that_is_reached_by_the_last_evaluation_ends_nothing_early() -> N
     assert machine.state.ends_early == ""
 
 
+def test_what_an_agent_has_counted_is_not_forgotten_with_its_disk() -> None:
+    machine = running(None, budget_usd=1.0)
+
+    def spent(meter: int, usd: float, seconds: float) -> list[JobAction]:
+        calls = Charge("function-seconds", seconds, "GB-s", usd, "file")
+        report = Report(1, "training", money=(calls,), sent_bytes={"b": 10}, meter=meter, ps_address="a:1")
+        return machine.handle(Reported(2.0, "a", report))
+
+    spent(7, 0.6, 6.0)
+    assert finishing(spent(8, 0.1, 1.0)) == []
+    part = machine.state.partition("a")
+    assert part is not None
+    assert part.report is not None
+    (charge,) = part.report.money
+    assert (charge.usd, charge.quantity) == (pytest.approx(0.7), 7.0)
+    assert part.report.sent_bytes == {"b": 20}
+    assert finishing(spent(8, 0.3, 3.0)) == []
+    assert finishing(spent(8, 0.4, 4.0)) == ["a", "b"]
+
+
 def test_a_region_whose_agent_is_a_new_process_is_told_again() -> None:
     machine = running(SMALL_LOSS)
     measured(machine, "a", 2, loss=0.1)

@@ -1,0 +1,43 @@
+"""What a region's meters have counted, over the lives of its agent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from control_plane.core._state import Charge, Counted, Partition, Report
+
+__all__ = ["with_all_meters"]
+
+
+def with_all_meters(part: Partition, report: Report) -> tuple[Counted, Report]:
+    """A new report with what earlier meters have counted, and that.
+
+    Sums of a report are those of one meter since it began. Another meter than before means that the old one is lost;
+    what it told last stays in the account.
+    """
+    last, before = part.report, part.counted_before
+    if last is not None and last.meter and report.meter and last.meter != report.meter:
+        before = Counted(last.money, last.sent_bytes, last.received_bytes)
+    if before == Counted():
+        return before, report
+    whole = replace(
+        report,
+        money=_charges(before.money, report.money),
+        sent_bytes=_sums(before.sent_bytes, report.sent_bytes),
+        received_bytes=_sums(before.received_bytes, report.received_bytes),
+    )
+    return before, whole
+
+
+def _sums(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    return {name: before.get(name, 0) + now.get(name, 0) for name in {**before, **now}}
+
+
+def _charges(before: Sequence[Charge], now: Sequence[Charge]) -> tuple[Charge, ...]:
+    found = {(charge.item, charge.unit, charge.source): charge for charge in before}
+    for charge in now:
+        key = charge.item, charge.unit, charge.source
+        old = found.get(key, Charge(charge.item, 0.0, charge.unit, 0.0, charge.source))
+        found[key] = replace(charge, quantity=old.quantity + charge.quantity, usd=old.usd + charge.usd)
+    return tuple(found.values())
