@@ -463,6 +463,8 @@ class Apply:
     """The workers load the model; otherwise they are given a correction."""
     complete: bool = False
     """Nothing more will come."""
+    ends: int = 0
+    """Synchronous exchange, where the job ends before its plan: its last round, as far as merged once this is done."""
 
 
 @dataclass(frozen=True)

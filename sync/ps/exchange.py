@@ -23,7 +23,8 @@ from sync.ps.arrival import Arrival, Tickets, key_of
 from sync.ps.config import PsConfig
 from sync.ps.engine import Engine
 from sync.ps.events import Lapsed, Manifest, Peer, PeerHas, Ship, Stored, Verdict
-from sync.ps.link import Courier, Tls, manifest_to_proto
+from sync.ps.link import Courier, Tls
+from sync.ps.rejoin import answer_of
 from sync.transport.landing import Landing
 from sync.transport.receiver import BulkPort
 from sync.wan import LinkSample
@@ -235,13 +236,8 @@ class ExchangeService(sync_pb2_grpc.ExchangeServicer):
     async def Rejoin(self, request: sync_pb2.RejoinRequest, context: _Context) -> sync_pb2.RejoinReply:
         caller = self._admit(peer_common_name(context), request.job)
         self._engine.feed(Lapsed(caller))
-        machine, layout = self._engine.machine, self._engine.storage.layout
-        kept = [manifest for _, manifest in sorted(machine.ledger.kept.items())]
-        return sync_pb2.RejoinReply(
-            merges=machine.sequence + 1,
-            layout_json="" if layout is None else layout.to_json(),
-            kept=[manifest_to_proto(request.job, manifest) for manifest in kept],
-        )
+        layout = self._engine.storage.layout
+        return answer_of(self._engine.machine, request.job, "" if layout is None else layout.to_json())
 
     @streaming
     async def Fetch(self, request: sync_pb2.FetchRequest, context: _Context) -> AsyncIterator[common_pb2.BlobChunk]:

@@ -125,6 +125,8 @@ class Recovered:
     """The last round whose end is in the log."""
     correction_key: str = ""
     """What the last merge leads the workers to the model with."""
+    ends: int = 0
+    """Synchronous exchange, where the job ends before its plan: its last round, as the checkpoint tells."""
 
 
 @dataclass

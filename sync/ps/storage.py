@@ -126,6 +126,7 @@ class Storage:
             model_digest=framing.digest_of([model.data.cast("B")]),
             marks=tuple(sorted((name, mark) for name, mark in marks.items() if name != self._setup.region)),
             lasts=tuple(sorted(_named(frame, _LAST))),
+            ends=int(facts.get("ends", 0)),
             ended=_ended_of(facts) if self._setup.background and sequence > 0 else None,
         )
         return recovered, numbers
@@ -188,6 +189,7 @@ class Storage:
             applied=sequence * (len(setup.regions) - 1) + (setup.region != setup.regions[0]),
             version=sequence,
             watermarks=tuple((region, sequence) for region in setup.others),
+            ends=int(frame.facts.get("ends", 0)),
         )
         memory = {name.removeprefix(_MEMORY): np.array(array, np.float32) for name, array in rest.items()}
         self.keep_checkpoint(Numbers(model, model, None, memory), apply)
@@ -243,6 +245,7 @@ class Storage:
         facts = {"sequence": apply.sequence, "step": apply.step, "samples": apply.samples, "applied": apply.applied}
         facts |= {f"{_MARK}{region}": mark for region, mark in marks.items()}
         facts |= {f"{_LAST}{region}": 1 for region in apply.lasts}
+        facts |= {"ends": apply.ends} if apply.ends else {}
         if ended is not None:
             correction = int(ended.correction_key.rpartition("/")[2] or -1)
             facts |= {"ended_step": ended.step, "until_step": ended.until_step, "correction": correction}

@@ -2,7 +2,7 @@
 
 A job may end before its plan: a region that is told so says in its update that the round after it is the last. All
 regions merge that update in the same round, so all know of the last round before they begin it, whoever is killed or
-cut off meanwhile; from then on every update says so.
+cut off meanwhile; from then on every update says so, and every checkpoint.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Synchronous(Machine):
     def __init__(self, setup: Setup, recovered: Recovered | None = None) -> None:
         recovered = recovered or Recovered()
         super().__init__(setup, recovered)
-        self._rounds = setup.rounds
+        self._rounds = recovered.ends or setup.rounds
         """That the job has, as far as the merged updates say."""
-        self._hear_of_end(m for m in (*recovered.inbox, *recovered.outbox) if m.sequence <= recovered.sequence)
 
-    def _hear_of_end(self, merged: Iterable[Manifest]) -> None:
-        self._rounds = min([self._rounds, *(manifest.ends for manifest in merged if manifest.ends)])
+    def _rounds_with(self, merged: Iterable[Manifest]) -> int:
+        """That the job has once these are merged."""
+        return min([self._rounds, *(manifest.ends for manifest in merged if manifest.ends)])
 
     @property
     def _complete(self) -> bool:
@@ -128,6 +128,7 @@ class Synchronous(Machine):
         self._boundary.applying = True
         own = self.ledger.own(sequence)
         remote = sum(1 for manifest in manifests if manifest.region != self.setup.region)
+        rounds = self._rounds_with(manifests)
         return [
             Apply(
                 sequence,
@@ -137,7 +138,8 @@ class Synchronous(Machine):
                 applied=self._applied + remote,
                 version=sequence,
                 watermarks=tuple((region, sequence) for region in self.setup.others),
-                complete=sequence >= self._rounds,
+                complete=sequence >= rounds,
+                ends=rounds if rounds < self.setup.rounds else 0,
             )
         ]
 
@@ -145,7 +147,7 @@ class Synchronous(Machine):
         self._sequence, self._step = event.apply.sequence, event.apply.step
         self._samples, self._applied = event.apply.samples, event.apply.applied
         self._live_step = self._step
-        self._hear_of_end(event.apply.manifests)
+        self._rounds = self._rounds_with(event.apply.manifests)
         self._model_digest, self._model_key, self._state_key = event.digest, event.model_key, event.state_key
         self.ledger.marks = dict.fromkeys(self.setup.regions, self._sequence)
         done, late = self._boundary.waiting, [*self._merge.waiting, *self._evaluation.waiting]

@@ -52,6 +52,7 @@ from sync.ps.events import (
     Verdict,
 )
 from sync.ps.machine import Machine, Recovered, Setup
+from sync.ps.rejoin import answer_of, way_back
 from sync.ps.synchronous import Synchronous
 
 
@@ -65,6 +66,7 @@ class Checkpoint:
     version: int = -1
     marks: tuple[tuple[str, int], ...] = ()
     lasts: tuple[str, ...] = ()
+    ends: int = 0
     merged: tuple[Manifest, ...] = ()
     """Every update that was ever merged, in order; with background exchange only."""
 
@@ -163,6 +165,7 @@ class Site:
             lasts=last.lasts,
             ended=disk.ended,
             correction_key=f"correction/{last.version}" if last.sequence > 0 else "",
+            ends=last.ends,
         )
         self.machine = (Background if self.setup.background else Synchronous)(self.setup, recovered)
         self.machine.lapsed = self.began and last.sequence < 0 and not disk.marked
@@ -186,13 +189,13 @@ class Site:
             # The agent has lost its memory with its disk: it begins the workers anew, which measure anew.
             self.next_attempt()
 
-    def take_over(self, furthest: Site, updates: list[Manifest]) -> None:
+    def take_over(self, furthest: Site, updates: tuple[tuple[str, Manifest], ...]) -> None:
         """Go on from another region's checkpoint (`sync.ps.rejoin`)."""
         last = furthest.disk.checkpoints[-1]
         first = self.name == self.setup.regions[0]
         applied = last.sequence * (len(self.setup.regions) - 1) + (not first)
         self.disk.checkpoints = [replace(last, applied=applied)]
-        for manifest in updates:
+        for _, manifest in updates:
             if manifest.region == self.name:
                 self.disk.outbox[manifest.sequence] = manifest
             else:
@@ -300,7 +303,7 @@ class Site:
         merged = (*base.merged, *action.manifests)
         made = Checkpoint(
             action.sequence, action.step, action.samples, action.applied, "", action.version, action.watermarks,
-            action.lasts, merged,
+            action.lasts, action.ends, merged,
         )  # fmt: skip
         self.disk.checkpoints = [made]
         return Applied(action, "", f"model/{action.sequence}", "", f"correction/{action.version}")
@@ -313,7 +316,7 @@ class Site:
         assert tuple(m.region for m in action.manifests) == self.setup.contributors(action.sequence)
         assert all(m.sequence == action.sequence for m in action.manifests)
         digest = f"({base.digest}+{'+'.join(m.digest for m in action.manifests)})"
-        made = Checkpoint(action.sequence, action.step, action.samples, action.applied, digest)
+        made = Checkpoint(action.sequence, action.step, action.samples, action.applied, digest, ends=action.ends)
         self.disk.checkpoints = [*self.disk.checkpoints, made][-2:]
         return Applied(action, digest, f"model/{action.sequence}", f"state/{action.sequence}")
 
@@ -531,21 +534,16 @@ class Miniature:
             return
         for site in others:
             site.feed(Lapsed(name))
-        furthest = max(others, key=lambda site: site.machine.sequence if site.machine else -1)
-        assert furthest.machine is not None
-        merged = furthest.machine.sequence
-        kept = {site.name: list(site.machine.ledger.kept.values()) for site in others if site.machine}
-        passed_on = [m for m in kept[furthest.name] if m.sequence <= merged]
-        updates = [m for manifests in kept.values() for m in manifests if m.region == name] + passed_on
-        if merged < 0 and not updates:
+        way = way_back(here.machine, {site.name: answer_of(site.machine, "job", "") for site in others if site.machine})
+        if way is None:
+            return
+        if way.furthest:
+            here.take_over(self.sites[way.furthest], way.updates)
+        else:
             here.machine.lapsed, here.disk.marked = False, True
             here.have_calls_again()
-            self.lost = ""
-            self.configure(name)
-        elif merged >= 0:
-            here.take_over(furthest, updates)
-            self.lost = ""
-            self.configure(name)
+        self.lost = ""
+        self.configure(name)
 
     # Ways that change
 

@@ -111,11 +111,13 @@ class Server:
         with grpc.secure_channel(self.address, credentials, options=options) as line:
             yield line
 
-    def configure(self, *peers: Server, epoch: int = 1, attempt: int = 0, address: str = "") -> sync_pb2.PsStatus:
+    def configure(
+        self, *peers: Server, epoch: int = 1, attempt: int = 0, address: str = "", finish: bool = False
+    ) -> sync_pb2.PsStatus:
         proto = [
             sync_pb2.PsPeer(region=p.region, address=address or p.address, epoch=p.settings["epoch"]) for p in peers
         ]
-        request = sync_pb2.PsConfig(epoch=epoch, attempt=attempt, peers=proto)
+        request = sync_pb2.PsConfig(epoch=epoch, attempt=attempt, peers=proto, finish=finish)
         with self.exchange() as line:
             return sync_pb2_grpc.PsAdminStub(line).Configure(request, timeout=10)
 
@@ -190,13 +192,13 @@ class NumpyWorker(threading.Thread):
         self.model = self.model + np.array(framing.decode(value).tensors["correction"], np.float32)
 
     def _train(self) -> None:
-        rounds, steps = self.server.settings["rounds"], self.server.settings["steps_per_round"]
+        steps = self.server.settings["steps_per_round"]
         initial = self._put(f"init/{self.attempt}/{self.index}", self.model)
         start = self._call("Attach", worker_pb2.AttachRequest(layout_json=LAYOUT.to_json(), initial_key=initial))
         if start.model_key:
             self._load(start.model_key)
-        done, known = start.round, start.boundary
-        while done < rounds:
+        done, known, finished = start.round, start.boundary, start.finished
+        while not finished:
             request = worker_pb2.BoundaryRequest(round=done + 1, step=(done + 1) * steps)
             if not known:
                 self.stop.wait(self.pause)
@@ -210,7 +212,7 @@ class NumpyWorker(threading.Thread):
                 self._load(reply.model_key)
             elif reply.correction_key:
                 self._add(reply.correction_key)
-            done, known = reply.round, False
+            done, known, finished = reply.round, False, reply.finished
         request = worker_pb2.EvaluatedRequest(round=done, samples=1.0, metrics={"accuracy": 0.5})
         self._call("Evaluated", request)
         self.finals.append(self.model)

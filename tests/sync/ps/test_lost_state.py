@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
-from support.federation_in_miniature import Miniature
+from support.federation_in_miniature import Miniature, Pairs
 
 from tests.sync.ps.test_machine import AnythingMayHappen
 
@@ -40,3 +41,17 @@ TestStateIsLost = StateIsLost.TestCase
 TestStateIsLost.settings = settings(
     max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+@pytest.mark.parametrize("ways", [(), (("r0", "r1"), ("r0", "r2")), (("r0", "r1"), ("r1", "r2"))])
+@pytest.mark.parametrize("lost", ["r0", "r1", "r2"])
+def test_an_end_before_the_plan_is_known_after_a_loss(ways: Pairs, lost: str) -> None:
+    """Nobody makes a round any more that could tell of it."""
+    everything = Miniature(3, 1, 9, 1, 0, neighbours=ways)
+    everything.sites["r1"].told_to_end = True
+    everything.finish()
+    ended = {site.machine.sequence for site in everything.sites.values() if site.machine}
+    assert ended < set(range(9))
+    everything.lose_state(lost)
+    everything.finish()
+    assert {site.machine.sequence for site in everything.sites.values() if site.machine} == ended
