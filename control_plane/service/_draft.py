@@ -65,6 +65,8 @@ class Draft:
     """Region and number of the report that this is about."""
     renumbered_region: str = ""
     """A region that has joined anew: its reports may begin with any number."""
+    void: bool = False
+    """It is not to be stored, nor seen: it was only begun."""
     _durable: bool = False
 
     def job(self, job_id: str) -> JobEntry | None:

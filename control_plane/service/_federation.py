@@ -74,6 +74,8 @@ class Federation:
         self._ticked_at = 0.0
         self.allocation = Allocation()
         self.routing = Routing()
+        self._stumbled: set[tuple[str, type[Exception]]] = set()
+        """Looks, and what they broke on, that were logged."""
         self._threads = ThreadPoolExecutor(4, "geofed-store")
 
     async def load(self) -> None:
@@ -124,10 +126,12 @@ class Federation:
 
     @asynccontextmanager
     async def change(self) -> AsyncIterator[Draft]:
-        """A draft of the next change; stored and made visible when the block ends without an error."""
+        """A draft of the next change; stored and made visible when the block ends without an error, unless void."""
         async with self._lock:
             draft = Draft(self.clock(), self.jobs, self.regions)
             yield draft
+            if draft.void:
+                return
             await _unbroken(self._commit(draft, draft.to_change()))
 
     async def _commit(self, draft: Draft, change: Change | None) -> None:
@@ -225,8 +229,21 @@ class Federation:
                 draft.tell_region(name, Tick(draft.at))
             for job_id in list(self.jobs):
                 draft.tell_job(job_id, Tick(draft.at))
-            self.allocation.review(draft)
-            self.routing.review(draft)
+        await self._review("allocation", self.allocation.review)
+        await self._review("routing", self.routing.review)
+
+    async def _review(self, what: str, look: Callable[[Draft], None]) -> None:
+        """One look at all jobs, in a change of its own: what it breaks on stops neither time nor the other looks."""
+        async with self.change() as draft:
+            try:
+                look(draft)
+            except Exception as error:  # noqa: BLE001 - the edge of a decision: leases must end whatever it stumbles on
+                draft.void = True
+                kind = what, type(error)
+                if kind not in self._stumbled:
+                    # Once: it would be the same every second.
+                    self._stumbled.add(kind)
+                    _log.exception("a look at the jobs failed; they go on as they are", look=what)
 
     def may_fetch(self, region: str, digest: str) -> bool:
         """True where a job that runs in the region is made of this bundle."""

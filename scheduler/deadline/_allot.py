@@ -268,7 +268,8 @@ def _again(
     """Hold what was held before, where that still does; returns those for which it does not."""
     others = []
     for gang in gangs:
-        found = ledger.again(gang, before[gang.name], rules) if gang.name in before else None
+        last = before[gang.name].on(gang) if gang.name in before else None
+        found = ledger.again(gang, last, rules) if last is not None else None
         if found is None:
             others.append(gang)
         else:

@@ -99,6 +99,29 @@ class Held:
     course: tuple[tuple[float, int], ...] = ()
     """(instant, pace from then on): what it will really have if nothing unforeseen happens, spare workers included.
     Together with those of all others it was played to the end with all pauses, and nobody was late."""
+    ladder: tuple[Pace, ...] = ()
+    """What paces and course are indices of: the gang's paces when it was answered. They may be others by now."""
+
+    def on(self, gang: Gang) -> Held | None:
+        """The same in terms of a gang's present paces; None where that cannot be said.
+
+        Each pace becomes the fastest with no more workers anywhere, so that it fits wherever the old one did.
+        """
+        if self.ladder == gang.paces:
+            return self
+        steps = {-1: -1}
+        for index in {*self.paces, *(pace for _, pace in self.course)} - {-1}:
+            if index >= len(self.ladder):
+                return None
+            had = self.ladder[index].workers
+            within = (all(count <= had.get(region, 0) for region, count in pace.workers.items()) for pace in gang.paces)
+            # In no region do paces descend in workers: those that are within come first.
+            steps[index] = sum(within) - 1
+            if steps[index] < 0:
+                return None
+        paces = tuple(steps[pace] for pace in self.paces)
+        course = tuple((at, steps[pace]) for at, pace in self.course)
+        return replace(self, paces=paces, course=course, ladder=gang.paces)
 
     @property
     def now(self) -> int:

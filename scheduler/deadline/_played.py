@@ -15,12 +15,20 @@ __all__ = ["as_before", "followed", "levels_held", "on_course"]
 def as_before(
     now: float, gangs: Sequence[Gang], before: Mapping[str, Held] | None
 ) -> tuple[dict[str, int], dict[str, Plan]]:
-    """Paces now and later as the last course has them; best effort keeps what it has as long as there is room."""
-    paces, plans = {}, {}
+    """Paces now and later as the last course has them; best effort keeps what it has as long as there is room.
+
+    A course of paces that are no more counts for nothing. What is fixed and runs stays as it is: its course may be of
+    a time when it could change.
+    """
+    paces: dict[str, int] = {}
+    plans: dict[str, Plan] = {}
     for gang in gangs:
-        held = (before or {}).get(gang.name)
+        last = (before or {}).get(gang.name)
+        held = last.on(gang) if last is not None else None
         paces[gang.name] = gang.held
-        if held is not None and held.course:
+        if gang.fixed and gang.held >= 0:
+            plans[gang.name] = ((now, gang.held + 1),)
+        elif held is not None and held.course:
             plans[gang.name] = tuple((at, pace + 1) for at, pace in held.course)
             paces[gang.name] = [held.course[0][1], *(pace for at, pace in held.course if at <= now + 1e-9)][-1]
     return paces, plans
@@ -69,9 +77,9 @@ def levels_held(held: Held) -> Plan:
 
 def on_course(held: Mapping[str, Held], course: Course, gangs: Sequence[Gang]) -> dict[str, Held]:
     """What is held, each with its part of the course; in danger is whoever is late on it."""
-    promised = {gang.name for gang in gangs if not gang.best_effort}
+    promised = {gang.name: gang.paces for gang in gangs if not gang.best_effort}
     return {
-        name: replace(holding, course=tuple((at, level - 1) for at, level in course.plans[name]))
+        name: replace(holding, course=tuple((at, level - 1) for at, level in course.plans[name]), ladder=promised[name])
         if name in promised
         else holding
         for name, holding in held.items()

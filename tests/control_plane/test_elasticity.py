@@ -151,3 +151,22 @@ def test_a_promise_that_is_broken_is_told_once_also_where_a_job_waits_and_not_ta
     waiting.regions = {"b": _live("b")}
     waiting.goes_on(5, a=500.0, b=500.0)
     assert sum(event.kind == "job.promise" for event in waiting.told) == 1
+
+
+def test_a_promise_in_danger_survives_that_a_region_is_cut_off(tmp_path: Path) -> None:
+    """Its workers cannot change meanwhile, so that it has one pace where its course is of many."""
+    watch = Watch(tmp_path)
+    watch.state = replace(watch.state, deadline_at=120.0)
+    watch.goes_on(20, a=500.0, b=500.0)
+    assert any(event.kind == "job.promise" for event in watch.told), "400 rounds and more take longer"
+    a, b = watch.state.partitions
+    workers = workers_now(watch.entry)
+    watch.state = replace(watch.state, partitions=(replace(a, link="unreachable"), b))
+    told = len(watch.told)
+    watch.goes_on(30, a=500.0, b=500.0)
+    a, b = watch.state.partitions
+    watch.state = replace(watch.state, partitions=(replace(a, link="live"), b))
+    watch.goes_on(10, a=500.0, b=500.0)
+    assert len(watch.told) == told, "the promise is as late as before"
+    assert not watch.sent
+    assert workers_now(watch.entry) == workers
