@@ -302,7 +302,6 @@ class Partition:
         self._ps_runs = True
         ps: PsProcess | None = None
         try:
-            self._around.store.keep_attempt(self.job, action.attempt)
             ps = PsProcess(
                 await self._ps_config(action),
                 self._folder / "ps.json",
@@ -310,6 +309,7 @@ class Partition:
                 lambda line: self._around.log(self.job, "ps", line),
             )
             await ps.start()
+            self._around.store.keep_attempt(self.job, action.attempt)
             reason = await self._while_ps_runs(ps)
         except GeofedError as error:
             self._row = self._without_ports(error)

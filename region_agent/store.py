@@ -197,7 +197,8 @@ class AgentStore:
         ]
 
     def keep_attempt(self, job: str, attempt: int) -> None:
-        """Before the attempt's first invocation, so that no two lives of the agent use the same one."""
+        """Before the attempt's first invocation, so that no two lives of the agent use the same one; but not before a
+        parameter server has been up: from then on one that finds no state has lost it."""
         with self._writing() as db:
             db.execute("update partitions set attempt = max(attempt, ?) where job = ?", (attempt, job))
 

@@ -183,7 +183,7 @@ class SendStart:
     region: str
     epoch: int
     resumed: bool = False
-    """It has run there before."""
+    """Its parameter server has run there before."""
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class JobMachine:
 
     def _start(self, part: Partition) -> None:
         self._put(replace(part, state="assigned"))
-        self._out.append(SendStart(part.region, part.epoch, resumed=part.report is not None))
+        self._out.append(SendStart(part.region, part.epoch, resumed=part.ran))
         if part.workers is not None:
             self._out.append(SendScale(part.region, part.epoch, part.workers, ""))
 
@@ -114,6 +114,7 @@ class JobMachine:
                 counted_before=before,
                 report=_no_step_back(report, part.report),
                 address=event.report.ps_address or part.address,
+                ran=part.ran or bool(event.report.ps_address),
             )
         )
         if self.state.phase == "cancelling":

@@ -114,6 +114,9 @@ class Partition:
     """The last one, of this or an earlier epoch: its figures are cumulative."""
     address: str = ""
     """Of the parameter server of this epoch."""
+    ran: bool = False
+    """A parameter server had an address, in this or an earlier epoch: others may have something of this region. Before,
+    nothing can be lost there."""
     told: tuple[Peer, ...] = ()
     """The peers that this region was last sent."""
     told_routes: int = 0

@@ -266,6 +266,23 @@ def test_a_restarted_agent_gets_its_orders_again() -> None:
     assert machine.handle(RegionLive(5, "a", False)) == []
 
 
+def test_a_region_has_run_once_its_server_had_an_address() -> None:
+    """Until then nobody can have anything of it, and it begins as if for the first time."""
+    machine = fresh("a", "b")
+    machine.handle(Planned(0))
+    machine.handle(Begun(0))
+    machine.handle(Reported(1, "a", Report(1, "preparing")))
+    assert sent(machine.handle(RegionLive(2, "a", True)), SendStart) == [SendStart("a", 1, resumed=False)]
+    machine.handle(RegionLost(3, "a"))
+    assert sent(machine.handle(RegionLive(4, "a", True)), SendStart) == [SendStart("a", 2, resumed=False)]
+    machine.handle(Reported(5, "a", Report(2, "ready", ps_address="a:1")))
+    machine.handle(RegionLost(6, "a"))
+    assert sent(machine.handle(RegionLive(7, "a", True)), SendStart) == [SendStart("a", 3, resumed=True)]
+    machine.handle(Reported(8, "a", Report(3, "preparing")))
+    machine.handle(RegionLost(9, "a"))
+    assert sent(machine.handle(RegionLive(10, "a", True)), SendStart) == [SendStart("a", 4, resumed=True)]
+
+
 def test_a_region_that_stays_lost_fails_the_job() -> None:
     machine = running("a", "b")
     machine.handle(RegionLost(10, "b"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -96,7 +97,7 @@ class Scene:
         self.lines: list[str] = []
         self.bundle = pack({"task.py": LINEAR_TASK})
         self.blobs = {digest_of([self.bundle]): self.bundle}
-        around = Surroundings(
+        self.around = Surroundings(
             config=self.config,
             identity=identity,
             store=self.store,
@@ -110,7 +111,7 @@ class Scene:
             happened=lambda _, action: self.happened.append(action),
             log=lambda job, source, line: self.lines.append(line),
         )
-        start = agent_pb2.StartPartition(
+        self.start = agent_pb2.StartPartition(
             job=JOB, region="east", epoch=1, regions=["east"],
             task=agent_pb2.TaskRef(bundle_digest=digest_of([self.bundle]), module="task.py", dataset="d"),
             plan=agent_pb2.PartitionPlan(
@@ -118,8 +119,8 @@ class Scene:
                 channel="file", wan_policy="ma", codec="fp32",
             ),
         )  # fmt: skip
-        self.store.took_start(1, JOB, start.SerializeToString(), "a key of the right length for a test of it")
-        self.partition = Partition(around, start)
+        self.store.took_start(1, JOB, self.start.SerializeToString(), "a key of the right length for a test of it")
+        self.partition = Partition(self.around, self.start)
 
     async def _fetch(self, digest: str) -> bytes:
         return self.blobs[digest]
@@ -172,6 +173,30 @@ def test_a_worker_is_called_again_whatever_its_function_answered(
         assert [call.attempt for call in scene.gateway.calls] == [1, 2]
         assert scene.partition.machine.state == "training"
         assert scene.store.meters(JOB)["calls"] == 1.0
+
+    _play(act, tmp_path)
+
+
+def test_what_never_came_up_has_lost_nothing(tmp_path: Path) -> None:
+    """The agent ends before its first parameter server listens; the next one does not look for a state."""
+
+    async def act(scene: Scene) -> None:
+        in_the_way = tmp_path / "jobs" / JOB / "ps"
+        in_the_way.write_text("no folder can be made here")
+        scene.partition.begin()
+        await scene.until(lambda: scene.happened)
+        await scene.partition.close()
+        in_the_way.unlink()
+        scene.partition = Partition(scene.around, scene.start)
+        await scene.training()
+        config = json.loads((tmp_path / "jobs" / JOB / "ps.json").read_text())
+        assert not config["begun"]
+        await scene.partition.close()
+        scene.partition = Partition(scene.around, scene.start)
+        scene.gateway.calls.clear()
+        await scene.training()
+        config = json.loads((tmp_path / "jobs" / JOB / "ps.json").read_text())
+        assert config["begun"]
 
     _play(act, tmp_path)
 
