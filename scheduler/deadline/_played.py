@@ -78,9 +78,12 @@ def levels_held(held: Held) -> Plan:
 def on_course(held: Mapping[str, Held], course: Course, gangs: Sequence[Gang]) -> dict[str, Held]:
     """What is held, each with its part of the course; in danger is whoever is late on it."""
     promised = {gang.name: gang.paces for gang in gangs if not gang.best_effort}
-    return {
-        name: replace(holding, course=tuple((at, level - 1) for at, level in course.plans[name]), ladder=promised[name])
-        if name in promised
-        else holding
-        for name, holding in held.items()
-    }
+    found = dict(held)
+    for name, holding in held.items():
+        if name not in promised:
+            continue
+        steps = tuple((at, level - 1) for at, level in course.plans[name])
+        # Where it does not fit, nobody knows who will have to wait: then what is held says more.
+        late = name in course.late if course.fits else holding.late
+        found[name] = replace(holding, course=steps, ladder=promised[name], late=late)
+    return found
