@@ -292,7 +292,8 @@ def test_the_others_go_on_without_one_that_is_lost(codec: str, chunks: int, open
     """Whoever it is, an owner too; its step does not count, and nothing counts twice."""
     for lost in range(WORKERS):
         channel = MemoryChannel()
-        settings = Settings("k-reduce", chunks=chunks, codec=codec, timeout_seconds=0.4)
+        # Waited for in full, once; a machine that stands still for longer than this would look like a lost worker.
+        settings = Settings("k-reduce", chunks=chunks, codec=codec, timeout_seconds=1.5)
         ones = opened(settings, channel.another)
         first = together(ones, lambda w, one: one.merge(1, vector_of(w, 1), 1.0)[0].vector)
         left = [(w, one) for w, one in enumerate(ones) if w != lost]
