@@ -165,9 +165,8 @@ class JobMachine:
         if not all(part.address for part in parts):
             return
         peers = tuple(Peer(part.region, part.epoch, part.address) for part in parts)
-        state = self.state
+        state, finish = self.state, bool(self.state.ends_early)
         for part in parts:
-            finish = bool(state.ends_early)
             if (part.told, part.told_routes, part.told_to_finish) != (peers, state.routes, finish):
                 self._put(replace(part, told=peers, told_routes=state.routes, told_to_finish=finish))
                 ways = (state.routes, state.neighbours, state.former, finish)

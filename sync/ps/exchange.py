@@ -10,6 +10,7 @@ import re
 import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from sync.ps.arrival import Arrival, Tickets, key_of
 from sync.ps.config import PsConfig
 from sync.ps.engine import Engine
 from sync.ps.events import Lapsed, Manifest, Peer, PeerHas, Ship, Stored, Verdict
-from sync.ps.link import Courier, Tls
+from sync.ps.link import Courier, Tls, manifest_of
 from sync.ps.rejoin import answer_of
 from sync.transport.landing import Landing
 from sync.transport.receiver import BulkPort
@@ -36,7 +37,6 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _Result = TypeVar("_Result")
 
 LARGEST_UPDATE_BYTES = 64 << 30
-_LONGEST_STRETCH = 64
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _WANT = sync_pb2.OfferReply.VERDICT_WANT
 _HAVE = sync_pb2.OfferReply.VERDICT_HAVE
@@ -188,20 +188,8 @@ class ExchangeService(sync_pb2_grpc.ExchangeServicer):
             raise GeofedError("LIMIT_EXCEEDED", f"an update of {proto.total_bytes} bytes")
         if not (math.isfinite(proto.weight) and proto.weight >= 0 and _DIGEST.fullmatch(proto.digest)):
             raise GeofedError("FRAME_INVALID", "an update whose weight or digest is none")
-        seen = tuple(sorted((region, sequence) for region, sequence in proto.seen.items() if region in config.regions))
-        return Manifest(
-            proto.region,
-            proto.epoch,
-            proto.sequence,
-            proto.digest,
-            proto.total_bytes,
-            proto.weight,
-            seen,
-            proto.last,
-            min(max(proto.stretch, 1), _LONGEST_STRETCH),
-            proto.settled,
-            proto.ends,
-        )
+        manifest = manifest_of(proto)
+        return replace(manifest, seen=tuple(one for one in manifest.seen if one[0] in config.regions))
 
     def _judge(self, job: str, manifest: Manifest, via: str = "") -> Verdict:
         return self._engine.machine.verdict(manifest, via) if job == self._config.job else Verdict.LATER

@@ -25,7 +25,7 @@ from sync.ps.events import Manifest, Peer
 from sync.transport.ranges import Ranges, pieces
 from sync.transport.sockets import Tls
 
-__all__ = ["Courier", "LinkMeter", "Tls", "manifest_to_proto"]
+__all__ = ["Courier", "LinkMeter", "Tls", "manifest_of", "manifest_to_proto"]
 
 _log = logging.getLogger("geofed.ps.link")
 _UNASKED_BYTES = CHUNK_BYTES
@@ -34,6 +34,7 @@ _TRAIN = 8
 _BACKOFF_FIRST_SECONDS = 0.2
 _BACKOFF_MOST_SECONDS = 1.0
 _COLLECT_AGAIN_SECONDS = 5.0
+_LONGEST_STRETCH = 64
 _SURELY_SLOW_SECONDS = 5.0
 """An update that takes longer tells something of a link that has carried none before."""
 _BULK_AGAIN_SECONDS = 60.0
@@ -77,6 +78,23 @@ def manifest_to_proto(job: str, manifest: Manifest) -> sync_pb2.UpdateManifest:
         stretch=manifest.stretch,
         settled=manifest.settled,
         ends=manifest.ends,
+    )
+
+
+def manifest_of(proto: sync_pb2.UpdateManifest) -> Manifest:
+    """What `manifest_to_proto` was made from; the stretch is bounded, whatever it says."""
+    return Manifest(
+        proto.region,
+        proto.epoch,
+        proto.sequence,
+        proto.digest,
+        proto.total_bytes,
+        proto.weight,
+        tuple(sorted(proto.seen.items())),
+        proto.last,
+        min(max(proto.stretch, 1), _LONGEST_STRETCH),
+        proto.settled,
+        proto.ends,
     )
 
 

@@ -35,7 +35,7 @@ from sync.layout import Layout
 from sync.ps.config import PsConfig
 from sync.ps.engine import Engine
 from sync.ps.events import Configured, Manifest, Peer
-from sync.ps.link import Tls, manifest_to_proto
+from sync.ps.link import Tls, manifest_of, manifest_to_proto
 from sync.ps.machine import Machine
 
 __all__ = ["Answers", "Way", "answer_of", "rejoin", "way_back"]
@@ -192,7 +192,7 @@ def _wanted(machine: Machine, answers: Answers, furthest: str) -> list[tuple[str
         for proto in answer.kept:
             passed_on = region == furthest and proto.sequence < answer.merges and _passes_on(machine)
             if proto.region == machine.setup.region or passed_on:
-                found[proto.region, proto.sequence] = region, _manifest(proto)
+                found[proto.region, proto.sequence] = region, manifest_of(proto)
     return [held for _, held in sorted(found.items())]
 
 
@@ -230,19 +230,3 @@ async def _fetch(stub: sync_pb2_grpc.ExchangeStub, request: sync_pb2.FetchReques
         data += chunk.data
         digest = chunk.digest
     return bytes(data), digest
-
-
-def _manifest(proto: sync_pb2.UpdateManifest) -> Manifest:
-    return Manifest(
-        proto.region,
-        proto.epoch,
-        proto.sequence,
-        proto.digest,
-        proto.total_bytes,
-        proto.weight,
-        tuple(sorted(proto.seen.items())),
-        proto.last,
-        max(1, proto.stretch),
-        proto.settled,
-        proto.ends,
-    )

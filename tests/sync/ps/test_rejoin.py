@@ -201,12 +201,16 @@ def test_in_the_background_the_loss_is_told(servers: Servers, workers: Workers) 
     wait_until(lambda: east.status().round >= 2, "some rounds")
     north.kill()
     shutil.rmtree(north.settings["state_dir"])
-    north.launch(begun=True)
-    north.await_ready()
-    _introduce(made)
-    assert north.process is not None
-    assert north.process.wait(20) != 0
-    assert "STATE_INVALID" in north.log.read_text()
+    _comes_back_and_says_that_it_cannot(north, made)
+
+
+def _comes_back_and_says_that_it_cannot(region: Server, servers: list[Server]) -> None:
+    region.launch(begun=True)
+    region.await_ready()
+    _introduce(servers)
+    assert region.process is not None
+    assert region.process.wait(20) != 0
+    assert "STATE_INVALID" in region.log.read_text()
 
 
 def test_in_the_background_whoever_has_lost_nothing_begins(servers: Servers, workers: Workers) -> None:
@@ -239,9 +243,4 @@ def test_in_the_background_what_others_have_forgotten_is_lost(servers: Servers, 
     wait_until(lambda: not (east.settings["state_dir"] / "outbox" / "0.json").exists() and east.status().round, "it")
     north.kill()
     shutil.rmtree(north.settings["state_dir"])
-    north.launch(begun=True)
-    north.await_ready()
-    _introduce(made)
-    assert north.process is not None
-    assert north.process.wait(20) != 0
-    assert "STATE_INVALID" in north.log.read_text()
+    _comes_back_and_says_that_it_cannot(north, made)
