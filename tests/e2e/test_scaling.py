@@ -92,21 +92,27 @@ def test_what_cannot_be_is_refused(running: Running) -> None:
 
 THROTTLED = """
 
-_loss, _dataset, _slow = loss, dataset, False
+_loss, _dataset = loss, dataset
 
 
 def dataset(uri, split, config):
-    global _slow
-    _slow = _slow or "shanghai" in uri
+    import os
+
+    # Of the process: one that is called again has its data already.
+    if "shanghai" in uri:
+        os.environ["THROTTLED"] = "yes"
     return _dataset(uri, split, config)
 
 
 def loss(model, batch):
+    import os
     import time
 
-    time.sleep(len(batch[0]) * (0.003 if _slow else 0.0005))
+    time.sleep(len(batch[0]) * (0.003 if "THROTTLED" in os.environ else 0.001))
     return _loss(model, batch)
 """
+"""One worker of the fast region has more to do than three of the slow one, and two have less, however long the rest of
+a step takes."""
 
 
 def _throttled() -> str:
