@@ -1,5 +1,6 @@
 """Workers that come and go while a job trains: the published tuner, and ours."""
 
+from scheduler.scaling._federation import dealt, federated_terms
 from scheduler.scaling._model import Decision, Goal, Observation, Terms
 from scheduler.scaling._published import PublishedSettings, PublishedTuner
 from scheduler.scaling._tuner import ScalingSettings, ScalingTuner, learning_rate_factor
@@ -13,5 +14,7 @@ __all__ = [
     "ScalingSettings",
     "ScalingTuner",
     "Terms",
+    "dealt",
+    "federated_terms",
     "learning_rate_factor",
 ]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Observation:
-    """One step, as it ended."""
+    """One step, as it ended; or several alike, where not each of them is told."""
 
     step: int
-    """From 1 on."""
+    """From 1 on. What is told is of all steps since the one before."""
     at_seconds: float
     """When it ended, by any clock that goes on; only differences count."""
     loss: float
@@ -48,14 +48,16 @@ class Terms:
     usd_per_second: float
     """Of what does not depend on the workers."""
     join_seconds: float
-    """For which all stand still when workers join. Those that leave do so after a merge, which is made once more."""
+    """For which all stand still when workers join."""
     least: int = 1
+    leave_seconds: float | None = None
+    """The same, when workers leave. None: they do so after a merge, which is made once more."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
             raise ValueError(f"workers cannot be between {self.least} and {self.most}")
-        if min(self.expected_seconds) <= 0 or self.join_seconds < 0:
-            raise ValueError("a step takes more than no time, and joining no less than none")
+        if min(self.expected_seconds) <= 0 or min(self.join_seconds, self.leave_seconds or 0.0) < 0:
+            raise ValueError("a step takes more than no time, and joining and leaving no less than none")
 
     @property
     def most(self) -> int:

@@ -66,6 +66,7 @@ def outlook(seen: Sequence[Observation], most: int, target: float) -> Outlook:
         raise ValueError("an outlook needs four steps")
     losses, groups = np.array([one.loss for one in seen]), _groups(len(seen))
     workers = np.array([float(one.workers) for one in seen])
+    made = np.diff([one.step for one in seen], prepend=0)
     counts = np.bincount(groups).astype(float)
     means = np.bincount(groups, losses) / counts
     # The mean of more samples is nearer the truth, and what is late tells more of what is to come.
@@ -74,7 +75,7 @@ def outlook(seen: Sequence[Observation], most: int, target: float) -> Outlook:
     floors, last = floors_of(means), float(np.mean(means[-2:]))
     rows: list[tuple[Floats, Floats, Floats, Floats]] = []
     for noise in _NOISES * most:
-        progress = np.cumsum(1 / (1 + noise / workers))
+        progress = np.cumsum(made / (1 + noise / workers))
         t = np.bincount(groups, progress) / counts
         for exponent in _EXPONENTS:
             line = line_of((t / t[-1]) ** exponent, means, inverse, floors)

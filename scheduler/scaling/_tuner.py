@@ -12,6 +12,7 @@ import math
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -106,9 +107,11 @@ class ScalingTuner:
     def _learn(self, told: Observation) -> None:
         step = self.terms.expected_seconds[told.workers - 1]
         if not self._seen:
-            self._began = (told.at_seconds - step, told.usd - self.terms.rate(told.workers) * step)
+            took = told.step * step
+            self._began = (told.at_seconds - took, told.usd - self.terms.rate(told.workers) * took)
         elif self._seen[-1].workers == told.workers:  # else there was a change on the way
-            self._speeds[told.workers].append(told.at_seconds - self._seen[-1].at_seconds)
+            last = self._seen[-1]
+            self._speeds[told.workers].append((told.at_seconds - last.at_seconds) / (told.step - last.step))
         self._seen.append(told)
 
     def step_seconds(self, workers: int) -> float:
@@ -168,7 +171,8 @@ class ScalingTuner:
         if workers > told.workers:
             pause = self.terms.join_seconds
         elif workers < told.workers:
-            pause = self.step_seconds(told.workers)
+            leaving = self.terms.leave_seconds
+            pause = self.step_seconds(told.workers) if leaving is None else leaving
         seconds = ahead.steps(workers) * step + pause
         usd = ahead.steps(workers) * step * self.terms.rate(workers) + pause * self.terms.rate(paid)
         assert self._began is not None
@@ -191,12 +195,9 @@ class ScalingTuner:
         share = self.settings.sure
         assert self._began is not None
         # What is billed may differ from the price list.
-        listed = sum(len(s) * statistics.fmean(s) * self.terms.rate(count) for count, s in self._speeds.items() if s)
-        billed = sum(
-            after.usd - before.usd
-            for before, after in zip(self._seen, self._seen[1:], strict=False)
-            if before.workers == after.workers
-        )
+        alike = [pair for pair in pairwise(self._seen) if pair[0].workers == pair[1].workers]
+        listed = sum((after.at_seconds - before.at_seconds) * self.terms.rate(after.workers) for before, after in alike)
+        billed = sum(after.usd - before.usd for before, after in alike)
         factor = billed / listed if listed > 0 else 1.0
         return Decision(
             workers=one.workers,

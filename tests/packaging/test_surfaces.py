@@ -198,6 +198,8 @@ SURFACES = {
         "ScalingSettings",
         "ScalingTuner",
         "Terms",
+        "dealt",
+        "federated_terms",
         "learning_rate_factor",
     },
     "scheduler.tuning": {

@@ -1,0 +1,53 @@
+"""The number of workers of a job over several regions, as one number.
+
+One tuner decides for all regions together: the goal is one loss of one model, and what it loses to noise hangs on the
+samples of all regions in a round. Tuners for each region would all read the same loss and answer it each for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from scheduler._restaff import CHANGE_SECONDS, Staffed
+from scheduler.scaling._model import Terms
+
+__all__ = ["dealt", "federated_terms"]
+
+
+def dealt(workers: int, pool: Mapping[str, int]) -> dict[str, int]:
+    """So many workers, in proportion to the pool: one for each region first, then always where the least of a region's
+    part is filled. More workers are never fewer anywhere. Raises ``ValueError`` where there are fewer than regions, or
+    more than the pool."""
+    if not len(pool) <= workers <= sum(pool.values()) or min(pool.values()) < 1:
+        raise ValueError(f"{workers} workers cannot be dealt out to {dict(pool)}")
+    given = dict.fromkeys(sorted(pool), 1)
+    for _ in range(workers - len(pool)):
+        open_ = [region for region in given if given[region] < pool[region]]
+        given[min(open_, key=lambda region: (given[region] / pool[region], region))] += 1
+    return given
+
+
+def federated_terms(regions: Sequence[Staffed], pool: Mapping[str, int], exchange_seconds: float) -> Terms:
+    """What is known of a round, which is the tuner's step, with each number of workers that may be.
+
+    ``batch`` of a region counts the samples of ONE worker in a step, which stay as they are. A round ends with its
+    slowest region, and then is exchanged. The price of a worker is the mean over the pool.
+    """
+    most, least = sum(pool.values()), len(pool)
+
+    def seconds(workers: int) -> float:
+        given = dealt(workers, pool)
+        return exchange_seconds + max(
+            one.steps_per_round
+            * (one.batch / one.samples_per_second + (one.merge_seconds if given[one.region] > 1 else 0.0))
+            for one in regions
+        )
+
+    return Terms(
+        expected_seconds=tuple(seconds(max(least, workers)) for workers in range(1, most + 1)),
+        worker_usd_per_second=sum(pool[one.region] * one.worker_usd_per_second for one in regions) / most,
+        usd_per_second=sum(one.usd_per_second for one in regions),
+        join_seconds=CHANGE_SECONDS,
+        leave_seconds=CHANGE_SECONDS,
+        least=least,
+    )

@@ -1,0 +1,58 @@
+"""One tuner for all regions: how its workers are dealt out, and what it knows of a round."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler import Staffed
+from scheduler.scaling import Goal, Observation, ScalingTuner, Terms, dealt, federated_terms
+
+POOLS = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 9), min_size=1)
+
+
+@given(POOLS)
+def test_everybody_is_dealt_out_and_more_are_never_fewer_anywhere(pool: dict[str, int]) -> None:
+    most, before = sum(pool.values()), dict.fromkeys(pool, 1)
+    for workers in range(len(pool), most + 1):
+        given_now = dealt(workers, pool)
+        assert sum(given_now.values()) == workers
+        assert all(before[region] <= given_now[region] <= pool[region] for region in pool)
+        before = given_now
+    assert before == pool
+
+
+def test_they_are_dealt_out_in_proportion() -> None:
+    assert dealt(6, {"east": 8, "west": 4}) == {"east": 4, "west": 2}
+
+
+@pytest.mark.parametrize("workers", [1, 7])
+def test_more_than_there_are_and_fewer_than_regions_are_refused(workers: int) -> None:
+    with pytest.raises(ValueError, match="cannot be dealt out"):
+        dealt(workers, {"east": 4, "west": 2})
+
+
+def test_a_round_lasts_as_long_as_that_of_its_slowest_region_whoever_has_how_many() -> None:
+    east = Staffed("east", 4, 4, 32, 10, 320.0, 1e-5, 1e-6, merge_seconds=0.02)
+    west = Staffed("west", 2, 2, 32, 10, 160.0, 3e-5, 1e-6, merge_seconds=0.01)
+    terms = federated_terms([east, west], {"east": 4, "west": 2}, exchange_seconds=0.5)
+    # West alone is slower with one worker; with two it merges as well.
+    assert terms.expected_seconds == pytest.approx((2.5, 2.5, 2.5, 2.5, 2.6, 2.6))
+    assert (terms.least, terms.most) == (2, 6)
+    assert terms.worker_usd_per_second == pytest.approx((4 * 1e-5 + 2 * 3e-5) / 6)
+    assert terms.usd_per_second == pytest.approx(2e-6)
+
+
+def test_steps_that_are_told_together_count_as_so_many() -> None:
+    """A round's loss may be measured only now and then."""
+    terms = Terms((1.0,) * 8, worker_usd_per_second=1e-5, usd_per_second=1e-5, join_seconds=1.0)
+    tuners = {every: ScalingTuner(terms, Goal(0.5, None)) for every in (1, 3)}
+    for every, tuner in tuners.items():
+        for step in range(every, 61, every):
+            usd = step * terms.rate(8)
+            tuner.observe(Observation(step, float(step), 0.4 + 1 / (1 + 0.05 * step), 8, usd))
+        assert tuner.step_seconds(8) == pytest.approx(1.0)
+    # Both see the same curve: the way that is left, in steps, is about the same.
+    left = [tuner.observe(Observation(61, 61.0, 0.4 + 1 / 4.05, 8, 61 * terms.rate(8))) for tuner in tuners.values()]
+    assert left[0].workers == left[1].workers
