@@ -9,13 +9,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import region_name
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import ServerConfig
 from region_agent.identity import Identity
 from region_agent.partition_events import Invoke, StartPs
 from region_agent.ps_process import free_ports
-from region_agent.worker.invocation import Invocation
+from region_agent.worker.invocation import Invocation, Schedule
 from sync.ps.config import PsConfig
 from sync.ps.tokens import WorkerIdentity, sign
 
@@ -54,6 +57,14 @@ def whole_pipelines(plan: agent_pb2.PartitionPlan, workers: int) -> int:
     return max(stages, workers - workers % stages) if workers else 0
 
 
+def _schedule(told: agent_pb2.LearningRate) -> Schedule:
+    try:
+        return Schedule.model_validate({"shape": told.schedule, "warmup": told.warmup, "floor": told.floor})
+    except ValidationError:
+        text = f"a learning rate that goes {told.schedule!r} is not known here"
+        raise GeofedError("CONFIG_INVALID", text, hint="the control plane is newer: update this agent") from None
+
+
 def invocation_of(start: agent_pb2.StartPartition, action: Invoke, told: Told) -> Invocation:
     """One bounded call of a worker."""
     plan, task = start.plan, start.task
@@ -82,6 +93,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, told: Told) -
         steps_per_round=plan.steps_per_round,
         rounds=plan.rounds,
         seed=plan.seed,
+        schedule=_schedule(task.learning_rate) if task.HasField("learning_rate") else None,
         slice_seconds=plan.slice_seconds,
         resume_key=action.resume_key,
         collective=plan.collective or "server-reduce",

@@ -125,6 +125,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             module=spec.task.module,
             config_json=json.dumps(spec.task.config),
             dataset=spec.data.dataset,
+            learning_rate=_learning_rate(spec),
         ),
         plan=agent_pb2.PartitionPlan(
             workers=part.workers,
@@ -150,6 +151,13 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
         regions=sorted(part.region for part in plan.partitions),
         resumed=action.resumed,
     )
+
+
+def _learning_rate(spec: JobSpec) -> agent_pb2.LearningRate | None:
+    wanted = spec.train.learning_rate
+    if wanted is None:
+        return None
+    return agent_pb2.LearningRate(schedule=wanted.schedule, warmup=wanted.warmup, floor=wanted.floor)
 
 
 def _pipeline(shape: PipelineShape) -> agent_pb2.Pipeline:

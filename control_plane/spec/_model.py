@@ -166,9 +166,20 @@ class End(_Section):
         return self
 
 
+class LearningRate(_Section):
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How it falls after the warm-up, to `floor` at the end: in a line, or along half a cosine."""
+    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Part of the steps over which it rises from nothing."""
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Part of it that is left at the end."""
+
+
 class Train(_Section):
     batch: int = Field(ge=1)
     """Samples of one worker in one step."""
+    learning_rate: LearningRate | None = None
+    """How the learning rate of the task's optimiser goes over the job's planned steps; none: it stays."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     workers: Workers = "auto"
     """Workers in each region, or by region, like {frankfurt: 4, shanghai: 2}."""

@@ -17,6 +17,7 @@ import torch
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data import BatchStream, evaluation_batches, move, share_of
 from region_agent.worker.invocation import Invocation
+from region_agent.worker.learning_rate import LearningRate
 from region_agent.worker.merging import merging_for
 from region_agent.worker.optimizer_state import State, dump_state, load_state
 from region_agent.worker.ps_client import PsClient
@@ -156,6 +157,7 @@ class WholeModel:
             self.flat = FlatModel(self._module)
         self.layout = self.flat.layout
         self._optimizer = task.optimizer(self._module.parameters())
+        self._rate = LearningRate(self._optimizer, call.schedule, call.rounds * call.steps_per_round)
         with task_errors(task.folder, "dataset"):
             self._stream = BatchStream(
                 data["train"], call.seed, call.region, call.worker, call.workers, call.region_batch
@@ -175,6 +177,7 @@ class WholeModel:
         value = sum(self._pass(step))
         seconds = time.monotonic() - begun
         checked_loss(value, step)
+        self._rate.set(step)
         self._merging.step(server, step, self.samples, value)
         return value, seconds
 

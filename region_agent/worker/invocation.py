@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from geofed_pb.errors import GeofedError
 
-__all__ = ["Invocation", "Outcome", "ShardFile", "read_invocation"]
+__all__ = ["Invocation", "Outcome", "Schedule", "ShardFile", "read_invocation"]
 
 
 class ShardFile(BaseModel):
@@ -24,6 +24,18 @@ class ShardFile(BaseModel):
     url: str = ""
     """Presigned: it is good for this object only, and for a short time."""
     size: int | None = None
+
+
+class Schedule(BaseModel):
+    """The learning rate over the job's steps."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    shape: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: float = Field(default=0.0, ge=0, lt=1)
+    """Part of the steps over which it rises."""
+    floor: float = Field(default=0.0, ge=0, le=1)
+    """Part of it that is left at the end."""
 
 
 class Invocation(BaseModel):
@@ -55,6 +67,8 @@ class Invocation(BaseModel):
     steps_per_round: int = Field(ge=1)
     rounds: int = Field(ge=1)
     seed: int
+    schedule: Schedule | None = None
+    """None: the learning rate is the optimiser's own."""
     slice_seconds: float = Field(gt=0)
     resume_key: str = ""
     """Channel key of what the last slice left, or, at the beginning of an attempt, a worker of the one before."""

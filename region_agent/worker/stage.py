@@ -13,6 +13,7 @@ from region_agent.worker.data import EVALUATION_BATCH, BatchStream, evaluation_b
 from region_agent.worker.holding import checked_loss, device
 from region_agent.worker.invocation import Invocation
 from region_agent.worker.keeping import Keeping, state_key
+from region_agent.worker.learning_rate import LearningRate
 from region_agent.worker.merging import Fenced, group_settings
 from region_agent.worker.optimizer_state import State, dump_state, load_state
 from region_agent.worker.ps_client import PsClient
@@ -67,6 +68,7 @@ class ModelStage:
         # Optimisers refuse to have nothing to do: a stage of layers without parameters gets one that has no gradient.
         parameters = list(module.parameters()) or [torch.nn.Parameter(torch.zeros(1))]
         self._optimizer = task.optimizer(iter(parameters))
+        self._rate = LearningRate(self._optimizer, call.schedule, call.rounds * call.steps_per_round)
         self._fenced = Fenced(channel, call.attempt)
         settings, member = group_settings(call, self.flat), Member(replica, call.degree, call.attempt)
         told = channel if settings.asked is not None else self._fenced
@@ -147,6 +149,7 @@ class ModelStage:
             done = self._runner.step(step, self.samples, batches, before_last=check, then=then)
         # What is being stored is a view of what the optimiser is about to change.
         self._keeping.settle()
+        self._rate.set(step)
         with task_errors(self._task.folder, "the optimiser's step"):
             self._optimizer.step()
         self._made = step

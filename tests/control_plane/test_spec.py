@@ -14,10 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane._durations import format_duration, parse_duration
+from control_plane.core import SendStart
+from control_plane.service._wire import command_of
 from control_plane.spec import check_task, json_schema, load, pack, parse_json, to_demand
 from control_plane.spec._pack import MAX_BUNDLE_BYTES
+from control_plane.store import JobRow
 from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import agent_pb2
+from scheduler import Plan, Snapshot, plan
 from tests.control_plane.conftest import JOB
+from tests.control_plane.fake_agent import catalogue
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 
@@ -114,6 +120,19 @@ def test_deadlines_are_durations_or_times(job_file: Path) -> None:
 def test_workers_are_stated_once_or_by_region(job_file: Path) -> None:
     for told, expected in (("3", 3), ("{a: 2, b: 1}", {"a": 2, "b": 1}), ("auto", None)):
         assert to_demand(load(job_file, [f"train.workers={told}"]).spec, "j", NOW).workers == expected
+
+
+def test_how_the_learning_rate_goes_reaches_the_agents_as_it_is_written(job_file: Path) -> None:
+    snapshot = Snapshot(tuple(catalogue(name) for name in "ab"))
+    rates = {}
+    for setting in ("train.seed=1", "train.learningRate={schedule: cosine, warmup: 0.05}"):
+        spec = load(job_file, [setting]).spec
+        chosen = plan(snapshot, to_demand(spec, "j", NOW))
+        assert isinstance(chosen, Plan)
+        row = JobRow("j", "j", "r", "sha256:c", "sha256:b", "sha256:t", "{}", "{}", "{}", "planned", 0.0)
+        task = command_of(SendStart("a", 1), row, spec, chosen).start.task
+        rates[setting] = task.learning_rate if task.HasField("learning_rate") else None
+    assert list(rates.values()) == [None, agent_pb2.LearningRate(schedule="cosine", warmup=0.05, floor=0.0)]
 
 
 def test_a_missing_file_has_its_code(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from region_agent.partition_calls import whole_pipelines
 from region_agent.partition_events import Happened, Stopped
 from region_agent.region_channel import RegionChannel
 from region_agent.store import AgentStore
-from region_agent.worker.invocation import Invocation, Outcome
+from region_agent.worker.invocation import Invocation, Outcome, Schedule
 from sync.framing import digest_of
 
 JOB = "job-1"
@@ -142,9 +142,11 @@ class Scene:
         return process
 
 
-def _play(act: Callable[[Scene], Awaitable[None]], folder: Path) -> None:
+def _play(act: Callable[[Scene], Awaitable[None]], folder: Path, rate: agent_pb2.LearningRate | None = None) -> None:
     async def whole() -> None:
         scene = Scene(folder)
+        if rate is not None:
+            scene.start.task.learning_rate.CopyFrom(rate)
         try:
             await act(scene)
         finally:
@@ -223,6 +225,27 @@ def test_job_code_that_is_wrong_ends_the_partition_with_its_sentence(tmp_path: P
         assert not (scene.folder / "channel" / JOB).exists()
 
     _play(act, tmp_path)
+
+
+def test_workers_are_told_how_the_learning_rate_goes(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.training()
+        (call,) = scene.gateway.calls
+        assert call.schedule == Schedule(shape="cosine", warmup=0.05, floor=0.1)
+
+    wanted = agent_pb2.LearningRate(schedule="cosine", warmup=0.05, floor=0.1)
+    _play(act, tmp_path, wanted)
+
+
+def test_how_the_learning_rate_goes_must_be_known_here(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        scene.partition.begin()
+        await scene.partition.drained()
+        last = scene.reports[-1]
+        assert (last.state, last.error.code) == ("failed", "CONFIG_INVALID")
+        assert "'zigzag' is not known here" in last.condition
+
+    _play(act, tmp_path, agent_pb2.LearningRate(schedule="zigzag"))
 
 
 def test_no_key_of_the_region_is_in_an_invocation(tmp_path: Path) -> None:

@@ -22,11 +22,14 @@ from torch import nn
 
 from geofed_pb.v1 import sync_pb2
 from region_agent.worker.data import BatchStream
+from region_agent.worker.invocation import Schedule
 from sync import framing
 from sync.channel import FileChannel
 from sync.layout import Vector
+from sync.seeding import seed_all
 
 STEPS, ROUNDS, WORKERS = 4, 3, 2
+COSINE = Schedule(shape="cosine", floor=0.1)
 
 
 @dataclass
@@ -87,6 +90,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Life]]
         "one slice": (RESTLESS_TASK, 100.0),
         "many slices": (RESTLESS_TASK, 0.001),
         "linear": (LINEAR_TASK, 100.0),
+        "cosine": (LINEAR_TASK, 0.001),
     }
     servers, bodies = {}, {}
     for name, (task, slice_seconds) in jobs.items():
@@ -94,9 +98,8 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Life]]
         server = servers[name] = Server(folder / name.replace(" ", "-"), authority, "east", ("east",), **settings)
         server.launch()
         server.await_ready()
-        bodies[name] = [
-            invocation(server, task, data, worker, slice_seconds=slice_seconds) for worker in range(WORKERS)
-        ]
+        more = {"slice_seconds": slice_seconds, "schedule": COSINE if name == "cosine" else None}
+        bodies[name] = [invocation(server, task, data, worker, **more) for worker in range(WORKERS)]
     try:
         yield _run_all(servers, bodies, folder / "scratch")
     finally:
@@ -123,15 +126,14 @@ def test_every_invocation_comes_further_and_all_steps_are_counted_once(lives: di
             assert sum(outcome["samples"] for outcome in outcomes) == STEPS * ROUNDS * 8
 
 
-def test_merged_steps_equal_one_process_with_the_whole_batch(lives: dict[str, Life]) -> None:
-    torch.manual_seed(0)
-    module = nn.Linear(4, 2)
+def _alone(schedule: Schedule | None) -> Vector:
+    """What one process makes of all workers' samples."""
     # The same beginning as the job: its seed decides it.
-    from sync.seeding import seed_all
-
     seed_all(5)
     module = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    lowest = 0.1 * schedule.floor if schedule else 0.1
+    rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS * ROUNDS, eta_min=lowest)
     x, y = _samples(50)
     streams = [BatchStream(range(50), 5, "east", worker, WORKERS, 8 * WORKERS) for worker in range(WORKERS)]
     for step in range(1, STEPS * ROUNDS + 1):
@@ -139,8 +141,15 @@ def test_merged_steps_equal_one_process_with_the_whole_batch(lives: dict[str, Li
         optimizer.zero_grad()
         nn.functional.mse_loss(module(x[whole]), y[whole]).backward()
         optimizer.step()
-    expected = torch.cat([module.weight.detach().reshape(-1), module.bias.detach()]).numpy()
-    np.testing.assert_allclose(lives["linear"].model, expected, atol=1e-5)
+        rate.step()
+    return torch.cat([module.weight.detach().reshape(-1), module.bias.detach()]).numpy()
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("linear", None), ("cosine", COSINE)])
+def test_merged_steps_equal_one_process_with_the_whole_batch(
+    lives: dict[str, Life], name: str, schedule: Schedule | None
+) -> None:
+    np.testing.assert_allclose(lives[name].model, _alone(schedule), atol=1e-5)
 
 
 def _samples(count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,7 @@ from torch import nn
 from geofed_pb.v1 import sync_pb2
 from region_agent.worker import handler
 from region_agent.worker.data import BatchStream
-from region_agent.worker.invocation import Outcome
+from region_agent.worker.invocation import Outcome, Schedule
 from sync import parted
 from sync.channel import FileChannel, fence_key
 from sync.layout import Vector
@@ -96,6 +96,9 @@ PIPELINES: dict[str, dict[str, Any]] = {
         "stages": ((0, 1), (2, 4)), "degree": 2, "micro_batch": 2, "order": "gpipe", "rematerialise": (True, False),
     },
     "a stage without parameters": {"stages": ((0, 3), (4, 4)), "degree": 2, "micro_batch": 3},
+    "three stages, cosine": {
+        "stages": ((0, 0), (1, 2), (3, 4)), "micro_batch": 3, "schedule": Schedule(shape="cosine"),
+    },
     "two stages in the background": {"stages": ((0, 1), (2, 4)), "micro_batch": 4},
 }  # fmt: skip
 PROCESSES = 4
@@ -194,7 +197,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Life]]
             server.kill()
 
 
-def _alone(data: Path) -> tuple[Vector, float]:
+def _alone(data: Path, *, cosine: bool = False) -> tuple[Vector, float]:
     """What a single process makes of the same samples; and its mean absolute error on all of them."""
     namespace: dict[str, Any] = {}
     exec(TASK, namespace)
@@ -203,12 +206,15 @@ def _alone(data: Path) -> tuple[Vector, float]:
     held = np.load(data)
     x, y = torch.from_numpy(held["x"]), torch.from_numpy(held["y"])
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    lowest = 0.0 if cosine else 0.01
+    rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS * ROUNDS, eta_min=lowest)
     stream = BatchStream(range(SAMPLES), SEED, "east", 0, 1, BATCH)
     for step in range(1, STEPS * ROUNDS + 1):
         drawn = stream.indices(step)
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x[drawn]), y[drawn]).backward()
         optimizer.step()
+        rate.step()
     with torch.no_grad():
         error = float((model(x) - y).abs().mean())
     return torch.cat([one.detach().reshape(-1) for one in model.parameters()]).numpy(), error
@@ -217,7 +223,7 @@ def _alone(data: Path) -> tuple[Vector, float]:
 @pytest.mark.parametrize("name", [name for name in PIPELINES if "background" not in name])
 def test_a_pipeline_makes_the_model_of_a_single_process(lives: dict[str, Life], name: str, tmp_path: Path) -> None:
     life = lives[name]
-    model, error = _alone(write_samples(tmp_path / "again.npz", SAMPLES))
+    model, error = _alone(write_samples(tmp_path / "again.npz", SAMPLES), cosine="schedule" in PIPELINES[name])
     np.testing.assert_allclose(life.model, model, atol=2e-5)
     assert life.status.phase == "finished"
     assert life.status.metrics["error"] == pytest.approx(error, abs=1e-4)

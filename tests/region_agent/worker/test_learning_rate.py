@@ -1,0 +1,78 @@
+"""The learning rate over a job's steps."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from geofed_pb.errors import GeofedError
+from region_agent.worker.invocation import Schedule
+from region_agent.worker.learning_rate import LearningRate, factor
+
+SCHEDULES = st.builds(
+    Schedule,
+    shape=st.sampled_from(["constant", "linear", "cosine"]),
+    warmup=st.floats(0, 0.999),
+    floor=st.floats(0, 1),
+)
+
+
+@given(SCHEDULES, st.integers(1, 300))
+def test_it_rises_to_the_whole_and_then_never_again(schedule: Schedule, steps: int) -> None:
+    factors = [factor(schedule, step, steps) for step in range(1, steps + 1)]
+    assert all(0 < value <= 1 for value in factors)
+    top = factors.index(max(factors))
+    assert factors[top] == 1
+    assert factors[: top + 1] == sorted(factors[: top + 1])
+    assert factors[top:] == sorted(factors[top:], reverse=True)
+    assert abs(top - schedule.warmup * steps) <= 1
+    if schedule.shape != "constant":
+        assert min(factors[top:]) >= schedule.floor
+
+
+@given(st.integers(1, 300), st.floats(0, 1))
+def test_a_cosine_is_pytorchs(steps: int, floor: float) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=floor)
+    schedule = Schedule(shape="cosine", floor=floor)
+    for step in range(1, steps + 1):
+        assert factor(schedule, step, steps) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-9)
+        optimizer.step()
+        theirs.step()
+
+
+def test_all_groups_of_parameters_keep_their_proportions() -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 0.02)]
+    optimizer = torch.optim.Adam(groups)
+    rate = LearningRate(optimizer, Schedule(shape="linear", warmup=0.25), 8)
+    seen = []
+    for step in (1, 2, 3, 8, 3):
+        rate.set(step)
+        seen.append([group["lr"] for group in optimizer.param_groups])
+    assert seen == [pytest.approx([0.1 * by, 0.02 * by]) for by in (1 / 3, 2 / 3, 1, 1 / 6, 1)]
+
+
+def test_without_a_schedule_the_tasks_own_rates_stay() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    LearningRate(optimizer, None, 10).set(7)
+    assert optimizer.param_groups[0]["lr"] == 0.3
+
+
+def test_an_optimiser_without_a_rate_is_told_of() -> None:
+    class Rateless(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            super().__init__([torch.nn.Parameter(torch.zeros(1))], {})
+
+    with pytest.raises(GeofedError, match="TASK_INVALID"):
+        LearningRate(Rateless(), Schedule(), 10)
+
+
+@pytest.mark.parametrize("wrong", [{"warmup": 1.0}, {"floor": 1.1}, {"shape": "zigzag"}, {"floor": math.nan}])
+def test_what_is_no_schedule_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        Schedule.model_validate(wrong)
