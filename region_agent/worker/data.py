@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import default_collate
 
 from geofed_pb.errors import GeofedError
+from region_agent.worker.batches import Batches
 from region_agent.worker.invocation import ShardFile
 
 __all__ = ["EVALUATION_BATCH", "BatchStream", "evaluation_batches", "fetch_split", "move", "share_of"]
@@ -86,22 +87,32 @@ class BatchStream:
     Raises ``GeofedError``: SHARD_UNREADABLE, where there are no samples; CONFIG_INVALID, where a worker gets none.
     """
 
-    def __init__(self, data: Any, seed: int, region: str, worker: int, workers: int, region_batch: int) -> None:
+    def __init__(
+        self, data: Any, seed: int, region: str, worker: int, workers: int, region_batch: int | Batches
+    ) -> None:
         self._data, self._size = data, len(data)
         if self._size == 0:
             raise GeofedError("SHARD_UNREADABLE", "the training split is empty")
         self._seed = [seed, zlib.crc32(region.encode())]
-        share = share_of(worker, workers, region_batch)
-        self._first, self._stride, self.count = share.start, region_batch, len(share)
-        """Of this worker's samples in each step."""
-        if not self.count:
-            raise GeofedError("CONFIG_INVALID", f"{region_batch} samples a step are too few for {workers} workers")
+        self._worker, self._workers = worker, workers
+        self._batches = region_batch if isinstance(region_batch, Batches) else Batches(region_batch)
+        if self._batches.least < workers:
+            text = f"{self._batches.least} samples a step are too few for {workers} workers"
+            raise GeofedError("CONFIG_INVALID", text)
         self._orders: dict[int, npt.NDArray[np.int64]] = {}
 
     def indices(self, step: int) -> list[int]:
         """Of the samples of one step, counted from 1."""
-        start = (step - 1) * self._stride + self._first
-        return [int(self._order(at // self._size)[at % self._size]) for at in range(start, start + self.count)]
+        start, share = self._batches.before(step), self._share(step)
+        drawn = range(start + share.start, start + share.stop)
+        return [int(self._order(at // self._size)[at % self._size]) for at in drawn]
+
+    def count(self, step: int) -> int:
+        """This worker's samples in a step."""
+        return len(self._share(step))
+
+    def _share(self, step: int) -> range:
+        return share_of(self._worker, self._workers, self._batches.of(step))
 
     def batch(self, step: int) -> Any:
         """The collated samples of one step."""

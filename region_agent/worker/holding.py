@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from geofed_pb.errors import GeofedError
+from region_agent.worker.batches import Batches
 from region_agent.worker.data import BatchStream, evaluation_batches, move, share_of
 from region_agent.worker.invocation import Invocation
 from region_agent.worker.learning_rate import LearningRate
@@ -43,10 +44,8 @@ class Holding(Protocol):
     """Of the part."""
     layout: Layout
     """Of the whole model."""
-    samples: int
-    """Of each step, this worker's."""
     counted: int
-    """Of those, the ones that no other worker tells the server of."""
+    """Samples of the last step that are this worker's, and that no other worker tells the server of."""
     group: int
     """Workers of one group hold the same."""
     alone: bool
@@ -60,6 +59,9 @@ class Holding(Protocol):
     """How the workers merge, for people."""
     server_knows: bool
     """The server hears of every step."""
+
+    def share(self, step: int) -> int:
+        """This worker's samples in a step; the same in all steps of a round."""
 
     def step(self, server: PsClient, step: int, more: bool) -> tuple[float, float]:
         """Make a step; its loss over `counted` samples and the seconds of computing. ``more``: another follows."""
@@ -157,19 +159,22 @@ class WholeModel:
             self.flat = FlatModel(self._module)
         self.layout = self.flat.layout
         self._optimizer = task.optimizer(self._module.parameters())
-        self._rate = LearningRate(self._optimizer, call.schedule, call.rounds * call.steps_per_round)
+        batches = Batches(call.region_batch, call.stretches)
+        self._rate = LearningRate(self._optimizer, call.schedule, call.rounds * call.steps_per_round, batches)
         with task_errors(task.folder, "dataset"):
-            self._stream = BatchStream(
-                data["train"], call.seed, call.region, call.worker, call.workers, call.region_batch
-            )
-        self.samples = self.counted = self._stream.count
+            self._stream = BatchStream(data["train"], call.seed, call.region, call.worker, call.workers, batches)
+        self.counted = self.share(1)
         self._merging = merging_for(call, task, self._optimizer, self.flat, channel)
         self.name, self.server_knows = self._merging.name, self._merging.server_knows
         self.alone = call.workers == 1
         self.leads = self.tells = call.worker == 0
 
+    def share(self, step: int) -> int:
+        return self._stream.count(step)
+
     def step(self, server: PsClient, step: int, more: bool) -> tuple[float, float]:
         begun = time.monotonic()
+        self.counted = self.share(step)
         # What a step does must follow from the step alone, not from the steps that this invocation made before.
         reseed(self._call.seed, zlib.crc32(self._call.region.encode()), self._call.worker, step)
         self._module.train()
@@ -178,7 +183,7 @@ class WholeModel:
         seconds = time.monotonic() - begun
         checked_loss(value, step)
         self._rate.set(step)
-        self._merging.step(server, step, self.samples, value)
+        self._merging.step(server, step, self.counted, value)
         return value, seconds
 
     def _pass(self, step: int) -> Iterator[float]:
@@ -187,14 +192,15 @@ class WholeModel:
         A worker that stands in for others has more samples than its memory was chosen for: they go through the model
         in parts, whose gradients are summed up to those of all.
         """
-        parts = math.ceil(self.samples / (self._call.batch or self.samples))
-        sizes = [len(share_of(part, parts, self.samples)) for part in range(parts)]
+        samples = self.counted
+        parts = math.ceil(samples / (self._call.batch or samples))
+        sizes = [len(share_of(part, parts, samples)) for part in range(parts)]
         with task_errors(self._task.folder, "dataset"):
             batches = self._stream.micro_batches(step, sizes)
         for size, batch in zip(sizes, batches, strict=True):
             loss = self._task.loss(self._module, move(batch, self._device))
             if len(sizes) > 1:
-                loss = loss * (size / self.samples)
+                loss = loss * (size / samples)
             with task_errors(self._task.folder, "the backward pass"):
                 loss.backward()  # type: ignore[no-untyped-call]
             yield float(loss.detach())

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from geofed_pb.errors import GeofedError
 
-__all__ = ["Invocation", "Outcome", "Schedule", "ShardFile", "read_invocation"]
+__all__ = ["Invocation", "Outcome", "Schedule", "ShardFile", "Stretch", "read_invocation"]
 
 
 class ShardFile(BaseModel):
@@ -38,6 +38,19 @@ class Schedule(BaseModel):
     """Part of it that is left at the end."""
 
 
+class Stretch(BaseModel):
+    """From a step on, the region draws so many samples in each."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    first_step: int = Field(ge=1)
+    """The first of a round."""
+    batch: int = Field(ge=1)
+    """Samples of all workers of the region."""
+    rate: float = Field(default=1.0, gt=0)
+    """What the learning rate is multiplied by."""
+
+
 class Invocation(BaseModel):
     """One bounded call of the worker function."""
 
@@ -62,6 +75,8 @@ class Invocation(BaseModel):
     splits: dict[str, tuple[ShardFile, ...]]
     region_batch: int = Field(ge=1)
     """Samples that all workers of the region draw in one step, together."""
+    stretches: tuple[Stretch, ...] = ()
+    """Where that changes, in order."""
     batch: int = Field(default=0, ge=0)
     """Samples that go through the model at a time, at most: what the memory was chosen for. 0: any number."""
     steps_per_round: int = Field(ge=1)

@@ -10,6 +10,7 @@ import math
 import torch
 
 from geofed_pb.errors import GeofedError
+from region_agent.worker.batches import Batches
 from region_agent.worker.invocation import Schedule
 
 __all__ = ["LearningRate", "factor"]
@@ -35,19 +36,29 @@ def factor(schedule: Schedule, step: int, steps: int) -> float:
 class LearningRate:
     """Sets the rates of an optimiser, of all its groups of parameters alike."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule | None, steps: int) -> None:
-        """``steps``: of the whole job in this region, as planned."""
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule | None,
+        steps: int,
+        batches: Batches | None = None,
+    ) -> None:
+        """``steps``: of the whole job in this region, as planned. ``batches``: what goes with the region's batch."""
         self._optimizer, self._schedule, self._steps = optimizer, schedule, steps
+        self._batches = batches if batches is not None and batches.change else None
         self._first: list[float] = []
-        if schedule is not None:
+        if schedule is not None or self._batches is not None:
             if not all("lr" in group for group in optimizer.param_groups):
-                raise GeofedError("TASK_INVALID", "`train.learningRate` needs an optimiser with a learning rate, `lr`")
+                key = "train.learningRate" if schedule is not None else "train.scaling"
+                raise GeofedError("TASK_INVALID", f"`{key}` needs an optimiser with a learning rate, `lr`")
             self._first = [group["lr"] for group in optimizer.param_groups]
 
     def set(self, step: int) -> None:
-        """Before a step is made; without a schedule the task's own rates stay."""
-        if self._schedule is None:
+        """Before a step is made; where nothing is said of them the task's own rates stay."""
+        if not self._first:
             return
-        by = factor(self._schedule, step, self._steps)
+        by = factor(self._schedule, step, self._steps) if self._schedule is not None else 1.0
+        if self._batches is not None:
+            by *= self._batches.rate(step)
         for group, first in zip(self._optimizer.param_groups, self._first, strict=True):
             group["lr"] = first * by

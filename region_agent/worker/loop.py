@@ -337,7 +337,7 @@ class WorkerLoop:
         # Until the answer to an end counts here, that round is not completed here, whatever the server has of it.
         completed = self._completed if self._ended is None else self._ended.request.round - 1
         facts = {"round": completed, "step": self._step, "settled": self._settled, **self._round.facts()}
-        facts |= {"attempt": self._call.attempt, "worker": self._call.worker, "batch": self._holding.samples}
+        facts |= {"attempt": self._call.attempt, "worker": self._call.worker, "batch": self._holding.share(self._step)}
         facts |= self._holding.facts()
         if self._ended is not None:
             # The slice ends in the wait for an answer, which the next one will ask for again.
@@ -380,7 +380,7 @@ class WorkerLoop:
         self._round = Sums.of(facts)
         if other_attempt:
             # Of another worker, whose share of a step may have been another.
-            self._round.rescale(self._holding.samples / facts["batch"])
+            self._round.rescale(self._holding.share(self._step) / facts["batch"])
         self._flat.load(np.asarray(frame.tensors["model"], np.float32))
         self._holding.load_state((_under("o/", frame.tensors), _under("o/", facts)))
         if not other_attempt:

@@ -56,8 +56,8 @@ class ModelStage:
         self._shape, self._device = pipeline_of(call), device()
         self._place = self._shape.position(call.worker)
         stage, replica = self._place.stage, self._place.replica
-        self.samples = len(share_of(replica, call.degree, call.region_batch))
-        if not self.samples:
+        self._samples = len(share_of(replica, call.degree, call.region_batch))
+        if not self._samples:
             text = f"{call.region_batch} samples a step are too few for {call.degree} replicas"
             raise GeofedError("CONFIG_INVALID", text)
         with task_errors(task.folder, "layers"):
@@ -89,7 +89,7 @@ class ModelStage:
             logs=True,
             computing=lambda doing: task_errors(task.folder, doing),
         )
-        self.counted = self.samples if self._runner.is_last else 0
+        self.counted = self._samples if self._runner.is_last else 0
         self._stream: BatchStream | None = None
         if self._runner.reads_data:
             with task_errors(task.folder, "dataset"):
@@ -134,6 +134,9 @@ class ModelStage:
 
     # Steps
 
+    def share(self, step: int) -> int:
+        return self._samples
+
     def step(self, server: PsClient, step: int, more: bool) -> tuple[float, float]:
         taken, logged = self._runner.taken_bytes, self._keeping.replayed(step)
         if logged is not None:
@@ -143,10 +146,10 @@ class ModelStage:
                 # Merged gradients have a value everywhere, also where no sample's loss depends on a parameter.
                 self.flat.load_gradient(self.flat.gradient())
         else:
-            batches = self._drawn(self._stream, self._place.replica, step, self._shape.sizes(self.samples))
-            then = self.samples if more else None
+            batches = self._drawn(self._stream, self._place.replica, step, self._shape.sizes(self._samples))
+            then = self._samples if more else None
             check = lambda: self._check_loss(step)  # noqa: E731
-            done = self._runner.step(step, self.samples, batches, before_last=check, then=then)
+            done = self._runner.step(step, self._samples, batches, before_last=check, then=then)
         # What is being stored is a view of what the optimiser is about to change.
         self._keeping.settle()
         self._rate.set(step)

@@ -22,7 +22,7 @@ from torch import nn
 
 from geofed_pb.v1 import sync_pb2
 from region_agent.worker.data import BatchStream
-from region_agent.worker.invocation import Schedule
+from region_agent.worker.invocation import Schedule, Stretch
 from sync import framing
 from sync.channel import FileChannel
 from sync.layout import Vector
@@ -190,3 +190,48 @@ def test_a_new_attempt_goes_on_from_the_last_round(alone: Server, tmp_path: Path
     assert call(first).code == "FENCED"
     assert alone.status().phase == "finished"
     assert alone.status().metrics["loss"] > 0
+
+
+def test_an_attempt_with_a_smaller_batch_ends_its_round_with_that_of_before(tmp_path: Path) -> None:
+    """The first breaks off within a round; from the next round on half of the samples are drawn, at another learning
+    rate. What the server counts, and what the model is, follow from the steps alone."""
+    server = Server(tmp_path / "east", Authority(), "east", ("east",), rounds=3, steps_per_round=2, workers=2)
+    server.launch()
+    server.await_ready()
+    try:
+        data = write_samples(tmp_path / "data.npz", 20)
+        channel = FileChannel(server.channel_folder)
+        first = invocation(server, LINEAR_TASK, data, workers=1, token=server.token(workers=1), slice_seconds=0.001)
+        left = call(first.model_copy(update={"region_batch": 16}))
+        assert (left.status, left.step, left.samples) == ("continue", 1, 16)
+        assert channel.has(left.resume_key)
+        stretch = Stretch(first_step=3, batch=8, rate=0.5)
+        token = server.token(attempt=2, workers=1)
+        again = first.model_copy(update={"attempt": 2, "token": token, "stretches": (stretch,)})
+        done = chain(again.model_copy(update={"region_batch": 16, "resume_key": left.resume_key}))
+        assert done[-1].status == "done"
+        assert sum(outcome.samples for outcome in done) == 16 + 4 * 8
+        assert server.status().samples == 2 * 16 + 4 * 8
+        value = channel.get("model/3")
+        assert value is not None
+        model = np.array(framing.decode(value).tensors["model"])
+    finally:
+        server.kill()
+    np.testing.assert_allclose(model, _alone_with([16, 16, 8, 8, 8, 8], [0.1, 0.1, *[0.05] * 4]), atol=1e-5)
+
+
+def _alone_with(batches: list[int], rates: list[float]) -> Vector:
+    seed_all(5)
+    module = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    x, y = _samples(20)
+    stream = BatchStream(range(20), 5, "east", 0, 1, 1)
+    drawn = 0
+    for batch, rate in zip(batches, rates, strict=True):
+        whole = [stream.indices(drawn + at)[0] for at in range(1, batch + 1)]
+        drawn += batch
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        nn.functional.mse_loss(module(x[whole]), y[whole]).backward()
+        optimizer.step()
+    return torch.cat([module.weight.detach().reshape(-1), module.bias.detach()]).numpy()

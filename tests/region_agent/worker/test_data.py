@@ -16,8 +16,9 @@ from torch.utils.data import TensorDataset
 
 from geofed_pb.errors import GeofedError
 from region_agent.worker import data as module
+from region_agent.worker.batches import Batches
 from region_agent.worker.data import BatchStream, evaluation_batches, fetch_split
-from region_agent.worker.invocation import ShardFile
+from region_agent.worker.invocation import ShardFile, Stretch
 
 _SIZES = st.tuples(st.integers(1, 60), st.integers(1, 4), st.integers(1, 9))
 
@@ -52,11 +53,38 @@ def test_a_step_of_a_region_draws_the_same_however_many_workers_share_it(
 ) -> None:
     def drawn(workers: int) -> list[int]:
         streams = [BatchStream(range(size), 3, "east", worker, workers, region_batch) for worker in range(workers)]
-        assert max(stream.count for stream in streams) - min(stream.count for stream in streams) <= 1
+        assert max(stream.count(5) for stream in streams) - min(stream.count(5) for stream in streams) <= 1
         return [index for stream in streams for index in stream.indices(5)]
 
     one, other = min(one, region_batch), min(other, region_batch)
     assert drawn(one) == drawn(other)
+
+
+@given(st.data())
+def test_where_the_batch_changes_every_sample_still_is_drawn_once_in_turn(data: st.DataObject) -> None:
+    """Whoever makes which part of it: any number of workers, that may be another one in each step."""
+    size, first = data.draw(st.integers(1, 60)), data.draw(st.integers(4, 12))
+    begins = data.draw(st.lists(st.integers(1, 20), max_size=4).map(sorted))
+    changes = tuple(Stretch(first_step=step, batch=data.draw(st.integers(4, 12))) for step in begins)
+    drawn, total, batches = [], 0, Batches(first, changes)
+    for step in range(1, 25):
+        workers = data.draw(st.integers(1, 4))
+        streams = [BatchStream(range(size), 3, "east", worker, workers, batches) for worker in range(workers)]
+        assert sum(stream.count(step) for stream in streams) == batches.of(step)
+        assert batches.before(step) == total
+        drawn += [index for stream in streams for index in stream.indices(step)]
+        total += batches.of(step)
+    told = BatchStream(range(size), 3, "east", 0, 1, 1)
+    assert drawn == [told.indices(step)[0] for step in range(1, total + 1)]
+
+
+def test_the_batch_of_a_step_is_that_of_the_last_change_before_it() -> None:
+    changes = (Stretch(first_step=5, batch=16, rate=0.5), Stretch(first_step=9, batch=24))
+    batches = Batches(32, changes)
+    assert [batches.of(step) for step in (1, 4, 5, 8, 9, 99)] == [32, 32, 16, 16, 24, 24]
+    assert [batches.rate(step) for step in (4, 5, 9)] == [1.0, 0.5, 1.0]
+    with pytest.raises(GeofedError, match="change at steps"):
+        Batches(32, changes[::-1])
 
 
 def test_more_workers_than_samples_in_a_step_are_told() -> None:
