@@ -135,6 +135,9 @@ class Demand:
     """Workers in each region, or by region; None: the plan says."""
     memory_mb: int | None = None
     slice_seconds: float = 30.0
+    balance: str = "data"
+    """What a region's steps in a round are in proportion to: its "data", so that all make the same epochs, or its
+    "speed", so that all rounds take equally long."""
     interval: int | None = None
     """Steps between WAN exchanges; None: the plan says."""
     collective: str | None = None
@@ -204,7 +207,7 @@ class Partition:
     """Samples of one replica of the model in one step: of one worker, but in a pipeline."""
     memory_mb: int
     steps_per_round: int
-    """Local steps between two WAN exchanges; in proportion to the data, so that all regions make the same epochs."""
+    """Local steps between two WAN exchanges; see `Demand.balance`."""
     samples_per_second: float
     """Of one worker, of a pipeline on the mean; the figure the estimate was made with."""
     merge_seconds: float | None = None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from scheduler._elastic import MUCH_THE_SAME, Option, Staffing, Weighed, options, taken
-from scheduler._estimate import estimate, worker_speed
+from scheduler._estimate import estimate, step_seconds, worker_speed
 from scheduler._model import Alternative, Declined, Demand, Estimate, Partition, Plan, Range, Reason, Region, Snapshot
 from scheduler._pipelined import Staged, staged, unstaged
 from scheduler._tuned import Tuned, merging_of, tuned
@@ -339,19 +339,38 @@ def _unfit(region: Region, part: Partition, snapshot: Snapshot, demand: Demand) 
 
 
 def _steps(partitions: list[Partition], demand: Demand) -> tuple[list[Partition], int, int]:
-    """Rounds and steps per round, such that every region makes the demanded epochs to within one step a round."""
-    per_epoch = [max(1, math.ceil(part.samples / (part.batch * part.replicas))) for part in partitions]
-    longest = max(per_epoch)
-    total = demand.steps if demand.steps is not None else max(1, round((demand.epochs or 1.0) * longest))
+    """Rounds and steps per round, such that the demanded epochs are made to within one step a round."""
+    total, shares = _by_speed(partitions, demand) if demand.balance == "speed" else _by_data(partitions, demand)
     usual = POLICY_INTERVAL_STEPS.get(demand.wan_policy or "", DEFAULT_INTERVAL_STEPS)
     interval = min(demand.interval or usual, total)
     rounds = math.ceil(total / interval)
     interval = math.ceil(total / rounds)
     stepped = [
-        replace(part, steps_per_round=max(1, round(interval * own / longest)))
-        for part, own in zip(partitions, per_epoch, strict=True)
+        replace(part, steps_per_round=max(1, round(interval * share)))
+        for part, share in zip(partitions, shares, strict=True)
     ]
     return stepped, rounds, interval
+
+
+def _by_data(partitions: list[Partition], demand: Demand) -> tuple[int, list[float]]:
+    """Steps of the region that makes the most, and each region's as a part of them: all make the same epochs."""
+    per_epoch = [max(1, math.ceil(part.samples / (part.batch * part.replicas))) for part in partitions]
+    longest = max(per_epoch)
+    total = demand.steps if demand.steps is not None else max(1, round((demand.epochs or 1.0) * longest))
+    return total, [own / longest for own in per_epoch]
+
+
+def _by_speed(partitions: list[Partition], demand: Demand) -> tuple[int, list[float]]:
+    """The same where all rounds take equally long; together the regions make the demanded epochs."""
+    rates = [1.0 / step_seconds(part) for part in partitions]
+    fastest = max(rates)
+    if demand.steps is not None:
+        total = demand.steps
+    else:
+        each_second = sum(rate * part.batch * part.replicas for rate, part in zip(rates, partitions, strict=True))
+        seconds = (demand.epochs or 1.0) * sum(part.samples for part in partitions) / each_second
+        total = max(1, round(seconds * fastest))
+    return total, [rate / fastest for rate in rates]
 
 
 def _beyond_limits(chosen: Plan, weighed: list[Weighed], demand: Demand) -> tuple[Reason, ...]:

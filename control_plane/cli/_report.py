@@ -15,6 +15,7 @@ def job_head(view: Data) -> str:
     return fields(
         [
             ("job", view["id"] + name),
+            ("user", view["user"]),
             ("state", view["state"]),
             ("condition", view["condition"]),
             ("error", f"{error['code']}: {error['message']}" if error else ""),
@@ -94,6 +95,12 @@ def _collective(plan: Data) -> str:
     return f"{plan['collective']} in a region" + (f" (K = {k:.0f})" if k else "")
 
 
+def _epochs(part: Data, rounds: int) -> float:
+    """How often a region passes over its data."""
+    replicas = part["pipeline"]["degree"] if part.get("pipeline") else part["workers"]
+    return float(rounds * part["steps_per_round"] * part["batch"] * replicas / part["samples"])
+
+
 def plan_text(plan: Data) -> str:
     """A plan: who does what, what it takes, and what may go where."""
     estimate = plan["estimate"]
@@ -111,7 +118,7 @@ def plan_text(plan: Data) -> str:
         ]
     )
     regions = columns(
-        ["REGION", "SAMPLES", "WORKERS", "BATCH", "STEPS/ROUND", "MEMORY MB", "SAMPLES/S"],
+        ["REGION", "SAMPLES", "WORKERS", "BATCH", "STEPS/ROUND", "EPOCHS", "MEMORY MB", "SAMPLES/S"],
         [
             [
                 part["region"],
@@ -119,6 +126,7 @@ def plan_text(plan: Data) -> str:
                 part["workers"],
                 part["batch"],
                 part["steps_per_round"],
+                f"{_epochs(part, plan['rounds']):.3g}",
                 part["memory_mb"],
                 f"{part['samples_per_second']:.0f}",
             ]

@@ -184,6 +184,9 @@ class Train(_Section):
     workers: Workers = "auto"
     """Workers in each region, or by region, like {frankfurt: 4, shanghai: 2}."""
     end: End
+    balance: Literal["data", "speed"] = "data"
+    """What a region's steps in a round are in proportion to: `data`, so that all regions make the same epochs, or
+    `speed`, so that all their rounds take equally long and none waits; together they make as many epochs."""
     evaluate_every: int = Field(default=0, ge=0)
     """Rounds between evaluations; 0: only at the end."""
 
@@ -360,6 +363,8 @@ class JobSpec(_Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> JobSpec:
+        if self.train.balance == "speed" and (self.wan.policy in ("bsp", "asgd", "asp") or self.wan.interval == 1):
+            raise ValueError("`train.balance: speed` needs rounds of several steps")
         if self.k != "auto" and self.collective not in ("k-reduce", "isp"):
             raise ValueError("`k` goes with `collective: k-reduce` or `isp`")
         if self.merge.staleness and self.collective != "k-reduce":

@@ -90,6 +90,13 @@ function: {slice: 11m}
             ("batch: 10", "batch: 10, workers: {a: 0}"),
             "F:6:29: `train.workers`: write `auto`, a whole number from 1 on, or such",
         ),
+        (
+            (
+                "batch: 10, end: {steps: 4}}\nwan: {interval: 2}",
+                "batch: 9, balance: speed, end: {steps: 4}}\nwan: {interval: 1}",
+            ),
+            "F:1:1: `train.balance: speed` needs rounds of several steps",
+        ),
         (("lostRegion: 2s", "lostRegion: 2"), "F:8:22: `limits.lostRegion`: write a duration like 30s, 10m or 1h30m"),
         (("lostRegion: 2s", "lostRegion: 2x"), "F:8:22: `limits.lostRegion`: '2x' is no duration"),
         (("{width: 8}", "{width: .nan}"), "F:4:33: `task.config`: numbers must be finite"),

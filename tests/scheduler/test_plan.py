@@ -23,6 +23,7 @@ from scheduler import (
     Split,
     plan,
 )
+from scheduler._estimate import step_seconds
 
 PRICES = Prices("list", "2026-01", 1.67e-5, 2e-7, 0.05, 0.09, {"b": 0.02})
 
@@ -93,6 +94,40 @@ def test_estimates_are_ranges_around_what_is_expected(shape: list[tuple[int, int
 def test_workers_are_in_proportion_to_the_data_within_what_is_free() -> None:
     chosen = planned(Snapshot((region("a", 3000, 6), region("b", 1000, 6))), demand())
     assert [part.workers for part in chosen.partitions] == [6, 2]
+
+
+@settings(deadline=None)  # the first plan of a process loads networkx
+@given(federations, st.integers(1, 256), st.floats(1, 20), st.integers(50, 500))
+def test_by_speed_all_rounds_take_equally_long_and_the_epochs_are_made_together(
+    shape: list[tuple[int, int, float]], batch: int, epochs: float, interval: int
+) -> None:
+    regions = tuple(
+        replace(region(f"r{i}", samples, workers), capacity=Capacity(workers, 2048, speed))
+        for i, (samples, workers, speed) in enumerate(shape)
+    )
+    wanted = demand(batch=batch, epochs=epochs, interval=interval, balance="speed")
+    chosen = planned(Snapshot(regions), wanted)
+    seconds = [(part.steps_per_round * step_seconds(part), step_seconds(part)) for part in chosen.partitions]
+    longest = max(round_ for round_, _ in seconds)
+    # To within the rounding of one step; who is too slow for one makes one all the same.
+    assert all(round_ >= longest - 1.5 * max(step for _, step in seconds) - 1e-9 for round_, _ in seconds)
+    made = sum(p.steps_per_round * p.batch * p.workers for p in chosen.partitions) * chosen.rounds
+    all_steps = sum(p.batch * p.workers for p in chosen.partitions) * chosen.rounds
+    asked = epochs * sum(part.samples for part in chosen.partitions)
+    assert abs(made - asked) <= 2 * all_steps
+
+
+def test_a_region_that_is_half_as_fast_makes_half_the_steps() -> None:
+    fast, slow = (replace(region(n, 4000, 1), capacity=Capacity(1, 2048, v)) for n, v in (("a", 200.0), ("b", 100.0)))
+    waiting = planned(Snapshot((fast, slow)), demand(exchange="synchronous"))
+    balanced = planned(Snapshot((fast, slow)), demand(exchange="synchronous", balance="speed"))
+    assert [part.steps_per_round for part in waiting.partitions] == [20, 20]
+    first, second = (part.steps_per_round for part in balanced.partitions)
+    assert (first, second) == (20, 10)
+    # Three epochs of 8,000 samples at 300 a second, instead of three of 4,000 at 100.
+    assert balanced.rounds * (first + second) * 32 == pytest.approx(24_000, rel=0.03)
+    seconds = [chosen.rounds * 20 * rate for chosen, rate in ((balanced, 32 / 200), (waiting, 32 / 100))]
+    assert seconds == [pytest.approx(80, rel=0.03), pytest.approx(120, rel=0.03)]
 
 
 def test_busy_workers_are_not_given_twice() -> None:
