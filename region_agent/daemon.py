@@ -26,7 +26,7 @@ from region_agent.gateway import BasicAuth, GatewayClient
 from region_agent.hub import Hub
 from region_agent.identity import Identity
 from region_agent.partition import Partition, Surroundings
-from region_agent.partition_events import Happened, PublishAsked, Stopped
+from region_agent.partition_events import Happened, PublishAsked, Scaled, Stopped
 from region_agent.policy import check_partition, most_workers
 from region_agent.profiling import Profiler
 from region_agent.ps_process import PsProcess
@@ -330,9 +330,11 @@ class Agent:
 
     def scale(self, seq: int, command: agent_pb2.ScalePartition) -> None:
         workers = min(command.workers, most_workers(self._config))
-        self._store.took_scale(seq, command.job, workers)
+        # A worker's batch stays as it is.
+        batch = command.batch * workers // command.workers if command.workers else 0
+        self._store.took_scale(seq, command.job, workers, batch, command.learning_rate)
         if command.job in self._partitions:
-            self._partitions[command.job].scale(workers, command.reason)
+            self._partitions[command.job].scale(Scaled(workers, command.reason, batch, command.learning_rate))
 
     def publish(self, seq: int, command: agent_pb2.PublishModel) -> None:
         self._store.took_publish(seq, command.job)

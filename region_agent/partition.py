@@ -8,7 +8,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Collection, Coroutine
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,22 @@ from region_agent.identity import Identity
 from region_agent.partition_calls import (
     CALL_GRACE,
     Told,
+    batches_of,
     bundle_key,
     invocation_of,
     server_config_of,
+    stretches_json,
     whole_pipelines,
 )
 from region_agent.partition_events import (
     Action,
     Begin,
+    Configured,
     ConfigurePs,
     Event,
     Happened,
     Invoke,
+    KeepBatches,
     PeersKnown,
     Prepared,
     PsEnded,
@@ -110,7 +114,10 @@ class Partition:
             raise GeofedError("INTERNAL", f"partition {start.job} was not stored")
         self._row = row
         workers = start.plan.workers if row.workers is None else whole_pipelines(start.plan, row.workers)
-        self.machine = PartitionMachine(start.region, workers, epoch=start.epoch, attempt=row.attempt)
+        batches = batches_of(start.plan, row)
+        self.machine = PartitionMachine(
+            start.region, workers, epoch=start.epoch, attempt=row.attempt, batches=batches
+        )  # fmt: skip
         self._folder = around.state_dir / "jobs" / start.job
         self._folder.mkdir(parents=True, exist_ok=True)
         self._opening_channel = asyncio.Lock()
@@ -153,9 +160,9 @@ class Partition:
         """The control plane repeats the command, perhaps with a higher epoch."""
         self.feed(Started(start.epoch))
 
-    def scale(self, workers: int, reason: str) -> None:
+    def scale(self, wanted: Scaled) -> None:
         """The control plane wants another number of workers; it is stored already."""
-        self.feed(Scaled(whole_pipelines(self.start.plan, workers), reason))
+        self.feed(replace(wanted, workers=whole_pipelines(self.start.plan, wanted.workers)))
 
     def peers(self, message: agent_pb2.Peers) -> None:
         peers = tuple(PsPeer(p.region, p.epoch, p.address) for p in message.peers)
@@ -184,6 +191,8 @@ class Partition:
                 self._run(self._configure(action))
             case Scale():
                 self._run(self._deploy())
+            case KeepBatches():
+                self._around.store.keep_stretches(self.job, stretches_json(action.stretches))
             case Invoke():
                 who = (action.worker, action.attempt)
                 self._run(self._invoke(action), lambda error: WorkerEnded(*who, "failed", error=error))
@@ -385,7 +394,8 @@ class Partition:
             return
         self._around.store.keep_attempt(self.job, action.attempt)
         try:
-            await self._ps.configure(action)
+            status = await self._ps.configure(action)
+            self.feed(Configured(action.attempt, status.round))
         except GeofedError as error:
             # It is about to end, or has: what follows configures it anew.
             self._around.log(self.job, "agent", f"the parameter server could not be configured: {error}")

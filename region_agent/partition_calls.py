@@ -9,23 +9,35 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import region_name
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import ServerConfig
 from region_agent.identity import Identity
+from region_agent.partition_batches import BatchPlan
 from region_agent.partition_events import Invoke, StartPs
 from region_agent.ps_process import free_ports
-from region_agent.worker.invocation import Invocation, Schedule
+from region_agent.store import PartitionRow
+from region_agent.worker.invocation import Invocation, Schedule, Stretch
 from sync.ps.config import PsConfig
 from sync.ps.tokens import WorkerIdentity, sign
 
-__all__ = ["CALL_GRACE", "Told", "bundle_key", "invocation_of", "server_config_of", "whole_pipelines"]
+__all__ = [
+    "CALL_GRACE",
+    "Told",
+    "batches_of",
+    "bundle_key",
+    "invocation_of",
+    "server_config_of",
+    "stretches_json",
+    "whole_pipelines",
+]
 
 CALL_GRACE = timedelta(seconds=120)
 """Beyond its slice an invocation may finish the step it is in, and wait for the parameter server."""
+_STRETCHES = TypeAdapter(tuple[Stretch, ...])
 _TOKEN_GRACE = timedelta(seconds=300)
 _PART_ELEMENTS = 1 << 22
 """Of a model that workers read in parts: 16 MiB each."""
@@ -49,6 +61,18 @@ class Told:
 def bundle_key(start: agent_pb2.StartPartition) -> str:
     """Channel key of the packed task folder."""
     return f"bundle/{start.task.bundle_digest.removeprefix('sha256:')}"
+
+
+def batches_of(plan: agent_pb2.PartitionPlan, row: PartitionRow) -> BatchPlan:
+    """Which batch each step has, as it was stored, and the one that was asked for last."""
+    replicas = plan.pipeline.degree if plan.HasField("pipeline") else plan.workers
+    wanted = None if row.batch is None else (row.batch, row.rate or 1.0)
+    return BatchPlan(plan.steps_per_round, plan.batch * replicas, _STRETCHES.validate_json(row.stretches), wanted)
+
+
+def stretches_json(stretches: tuple[Stretch, ...]) -> str:
+    """As the store keeps them."""
+    return _STRETCHES.dump_json(stretches).decode()
 
 
 def whole_pipelines(plan: agent_pb2.PartitionPlan, workers: int) -> int:
@@ -89,6 +113,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, told: Told) -
         config=json.loads(task.config_json or "{}"),
         splits=dict(told.splits),
         region_batch=plan.batch * replicas,
+        stretches=action.stretches,
         batch=plan.batch,
         steps_per_round=plan.steps_per_round,
         rounds=plan.rounds,

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from geofed_pb.errors import GeofedError
+from region_agent.worker.invocation import Stretch
 
 __all__ = [
     "Action",
     "Begin",
     "ConfigurePs",
+    "Configured",
     "Event",
     "Happened",
     "Invoke",
+    "KeepBatches",
     "Prepared",
     "PsEnded",
     "PsPeer",
@@ -99,6 +102,15 @@ class PsReady:
 
 
 @dataclass(frozen=True)
+class Configured:
+    """The parameter server knows of an attempt: nothing of an older one counts any more."""
+
+    attempt: int
+    round: int
+    """Completed by then."""
+
+
+@dataclass(frozen=True)
 class PsSaid:
     """The parameter server's state has changed."""
 
@@ -148,6 +160,10 @@ class Scaled:
     workers: int
     """0: the partition pauses."""
     reason: str = ""
+    batch: int = 0
+    """Samples of all of them in a step; 0: as it is."""
+    rate: float = 1.0
+    """What the learning rate is multiplied by with that batch."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +191,7 @@ Event = (
     | Prepared
     | PeersKnown
     | PsReady
+    | Configured
     | PsSaid
     | PsEnded
     | WorkerEnded
@@ -222,6 +239,13 @@ class Scale:
 
 
 @dataclass(frozen=True)
+class KeepBatches:
+    """Store which batch each step has, before anybody makes one by it."""
+
+    stretches: tuple[Stretch, ...]
+
+
+@dataclass(frozen=True)
 class Invoke:
     """Call the worker function; then say `WorkerEnded`."""
 
@@ -230,6 +254,8 @@ class Invoke:
     resume_key: str = ""
     workers: int = 1
     """Of the attempt."""
+    stretches: tuple[Stretch, ...] = ()
+    """Of the region's batch."""
 
 
 @dataclass(frozen=True)
@@ -271,4 +297,4 @@ class Quit:
     discard: bool
 
 
-Action = Begin | StartPs | ConfigurePs | Scale | Invoke | Restart | Publish | Report | Happened | Quit
+Action = Begin | StartPs | ConfigurePs | Scale | KeepBatches | Invoke | Restart | Publish | Report | Happened | Quit

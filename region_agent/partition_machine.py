@@ -13,7 +13,7 @@ begin anew.
 
 A partition whose number of workers changes gets a new attempt too: the old one's workers leave what they have at their
 next exchange, and the new ones go on from there. No step is lost or made twice, except in the background, where the
-open round begins anew.
+open round begins anew. Where the batch goes with the workers it changes with the round after that.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from geofed_pb.errors import GeofedError
+from region_agent.partition_batches import BatchPlan
 from region_agent.partition_events import (
     Action,
     Begin,
+    Configured,
     ConfigurePs,
     Event,
     Happened,
     Invoke,
+    KeepBatches,
     PeersKnown,
     Prepared,
     PsEnded,
@@ -117,8 +120,16 @@ class _Broken:
 class PartitionMachine:
     """One partition. ``attempt`` is the last one that an earlier life of the agent used."""
 
-    def __init__(self, region: str, workers: int, *, epoch: int, attempt: int = 0) -> None:
+    def __init__(
+        self, region: str, workers: int, *, epoch: int, attempt: int = 0, batches: BatchPlan | None = None
+    ) -> None:
         self.region, self.workers = region, workers
+        self._batches = batches or BatchPlan(1, 0)
+        self._begun = attempt > 0
+        """Steps may have been made."""
+        self._fenced = (0, 0)
+        """Attempt that the parameter server knows, and rounds that were completed by then."""
+        self._awaits_fence = False
         self.epoch, self.attempt = epoch, attempt
         self.state = "new"
         self.condition = ""
@@ -164,6 +175,8 @@ class PartitionMachine:
                 return self._configure()
             case PsReady():
                 return self._ps_ready(event)
+            case Configured():
+                return self._configured(event)
             case PsSaid():
                 return self._ps_said(event.view)
             case PsEnded():
@@ -222,6 +235,10 @@ class PartitionMachine:
     def _configure(self) -> list[Action]:
         return [ConfigurePs(self.epoch, self.attempt, self._peers, self._ways, self._finish)] if self._ps_up else []
 
+    def _configured(self, event: Configured) -> list[Action]:
+        self._fenced = (event.attempt, event.round)
+        return self._maybe_train() if self._awaits_fence and event.attempt == self.attempt else []
+
     def _ps_said(self, view: PsView) -> list[Action]:
         before, self._view = self._view, view
         if view.phase == "finished":
@@ -245,20 +262,38 @@ class PartitionMachine:
         return actions
 
     def _invoke_all(self) -> list[Action]:
+        stated: list[Action] = []
+        if self.workers and self._batches.pending:
+            self._awaits_fence = self._begun and self._fenced[0] != self.attempt
+            if self._awaits_fence:
+                return []
+            stated = self._state_batch()
         # Not before those who had to leave something have done so.
         scaled: list[Action] = [Scale(self.workers)] if self._replicas != self.workers else []
         self._replicas = self.workers
         if not self.workers:
             return scaled
-        self._crew = _Workers(running=set(range(self.workers)))
+        self._crew, self._begun = _Workers(running=set(range(self.workers))), True
         left, self._broken = self._broken, _Broken()
-        actions: list[Action] = [
-            Invoke(worker, self.attempt, left.resume_key, self.workers) for worker in range(self.workers)
-        ]
+        actions: list[Action] = [self._invoke(worker, left.resume_key) for worker in range(self.workers)]
         if left.resume_key:
             text = f"{self.region}: attempt {self.attempt} goes on from step {left.step}"
             actions.append(Happened("attempt.resumed", text, {"attempt": self.attempt, "step": left.step}))
-        return [*scaled, *actions]
+        return [*stated, *scaled, *actions]
+
+    def _invoke(self, worker: int, resume_key: str) -> Invoke:
+        return Invoke(worker, self.attempt, resume_key, self.workers, self._batches.stretches)
+
+    def _state_batch(self) -> list[Action]:
+        made = self._batches.settle(self._fenced[1] if self._begun else None)
+        text = (
+            f"{self.region}: from step {made.first_step} on {self.workers} workers make steps of {made.batch} samples, "
+            f"at {made.rate:.3g} times the learning rate"
+        )
+        data: dict[str, object] = {
+            "first_step": made.first_step, "workers": self.workers, "batch": made.batch, "learning_rate": made.rate
+        }  # fmt: skip
+        return [KeepBatches(self._batches.stretches), Happened("partition.batch", text, data)]
 
     def _worker_ended(self, event: WorkerEnded) -> list[Action]:
         if event.attempt == self._broken.attempt and event.worker in self._broken.running:
@@ -268,7 +303,7 @@ class PartitionMachine:
         if event.attempt != self.attempt or event.worker not in self._crew.running:
             return []
         if event.status == "continue":
-            return [Invoke(event.worker, self.attempt, event.resume_key, self.workers)]
+            return [self._invoke(event.worker, event.resume_key)]
         self._crew.running.discard(event.worker)
         if event.status == "done":
             self._crew.done.add(event.worker)
@@ -295,6 +330,8 @@ class PartitionMachine:
             # Where some are done the others are about to be.
             return []
         before, self.workers = self.workers, event.workers
+        if event.batch:
+            self._batches.want(event.batch, event.rate)
         if self._preparing:
             # Whether the function is deployed with the number of before or of now is not known.
             self._replicas = None

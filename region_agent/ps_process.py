@@ -95,7 +95,8 @@ class PsProcess:
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
-    async def configure(self, wanted: ConfigurePs) -> None:
+    async def configure(self, wanted: ConfigurePs) -> sync_pb2.PsStatus:
+        """Returns how it stands then: nothing of an older attempt counts from there on."""
         ways = wanted.ways
         request = sync_pb2.PsConfig(
             epoch=wanted.epoch,
@@ -108,7 +109,8 @@ class PsProcess:
         )
         async with self._dial() as line:
             try:
-                await sync_pb2_grpc.PsAdminStub(line).Configure(request, timeout=10)
+                status: sync_pb2.PsStatus = await sync_pb2_grpc.PsAdminStub(line).Configure(request, timeout=10)
+                return status
             except grpc.RpcError as error:
                 raise error_of(error) from None
 

@@ -20,7 +20,7 @@ create table if not exists facts (name text primary key, value text not null);
 create table if not exists partitions (
     job text primary key, start blob not null, peers blob, attempt integer not null, publish integer not null,
     worker_port integer not null, exchange_port integer not null, token_key text not null, stopped integer not null,
-    bulk_port integer not null default 0, workers integer);
+    bulk_port integer not null default 0, workers integer, batch integer, rate real, stretches text);
 create table if not exists reports (seq integer primary key autoincrement, message blob not null);
 create table if not exists meters (
     job text not null, name text not null, value real not null, primary key (job, name));
@@ -48,6 +48,12 @@ class PartitionRow:
     token_key: str
     workers: int | None
     """None: as planned."""
+    batch: int | None = None
+    """Samples of all workers in a step that were asked for with them; None: as planned."""
+    rate: float | None = None
+    """What the learning rate is multiplied by with it."""
+    stretches: str = "[]"
+    """Which batch each step has, as JSON."""
 
 
 class AgentStore:
@@ -66,8 +72,9 @@ class AgentStore:
         if "bulk_port" not in columns:
             # An older agent has made the table.
             self._db.execute("alter table partitions add column bulk_port integer not null default 0")
-        if "workers" not in columns:
-            self._db.execute("alter table partitions add column workers integer")
+        for name, kind in (("workers", "integer"), ("batch", "integer"), ("rate", "real"), ("stretches", "text")):
+            if name not in columns:
+                self._db.execute(f"alter table partitions add column {name} {kind}")
         if not self.fact("meter"):
             self._db.execute("insert into facts values ('meter', ?)", (str(secrets.randbits(62) + 1),))
 
@@ -142,9 +149,12 @@ class AgentStore:
             db.execute("update partitions set peers = ? where job = ?", (peers, job))
             _move_cursor(db, seq)
 
-    def took_scale(self, seq: int, job: str, workers: int) -> None:
+    def took_scale(self, seq: int, job: str, workers: int, batch: int = 0, rate: float = 1.0) -> None:
+        """``batch`` 0: it stays."""
         with self._writing() as db:
             db.execute("update partitions set workers = ? where job = ?", (workers, job))
+            if batch:
+                db.execute("update partitions set batch = ?, rate = ? where job = ?", (batch, rate, job))
             _move_cursor(db, seq)
 
     def took_publish(self, seq: int, job: str) -> None:
@@ -189,6 +199,7 @@ class AgentStore:
 
     def _partition_rows(self, where: str, *values: object) -> list[PartitionRow]:
         fields = "job, start, peers, attempt, publish, worker_port, exchange_port, bulk_port, token_key, workers"
+        fields += ", batch, rate, coalesce(stretches, '[]')"
         with self._lock:
             found = self._db.execute(f"select {fields} from partitions {where} order by job", values).fetchall()
         return [
@@ -201,6 +212,11 @@ class AgentStore:
         parameter server has been up: from then on one that finds no state has lost it."""
         with self._writing() as db:
             db.execute("update partitions set attempt = max(attempt, ?) where job = ?", (attempt, job))
+
+    def keep_stretches(self, job: str, stretches: str) -> None:
+        """Before anybody makes a step by them."""
+        with self._writing() as db:
+            db.execute("update partitions set stretches = ? where job = ?", (stretches, job))
 
     def keep_ports(self, job: str, worker_port: int, exchange_port: int, bulk_port: int) -> None:
         with self._writing() as db:

@@ -8,13 +8,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from geofed_pb.errors import CATALOGUE, GeofedError
+from region_agent.partition_batches import BatchPlan
 from region_agent.partition_events import (
     Action,
     Begin,
+    Configured,
     ConfigurePs,
     Event,
     Happened,
     Invoke,
+    KeepBatches,
     PeersKnown,
     Prepared,
     PsEnded,
@@ -38,8 +41,13 @@ from region_agent.partition_events import (
     WorkerEnded,
 )
 from region_agent.partition_machine import FATAL, PartitionMachine
+from region_agent.worker.batches import Batches
+from region_agent.worker.invocation import Stretch
 
 ROUNDS = 3
+PER_ROUND, BATCH = 5, 8
+"""Steps in a round, and samples of one worker in one."""
+_NONE: tuple[Stretch, ...] = ()
 _PASSING = st.sampled_from(["UNAVAILABLE", "FENCED", "FUNCTION_FAILED", "GATEWAY_UNAVAILABLE", "DISK_FULL", "INTERNAL"])
 
 
@@ -47,7 +55,15 @@ class Region:
     """What a partition has around it: does what the machine asks for when it is told to, or lets it go wrong."""
 
     def __init__(self, workers: int, attempt: int) -> None:
-        self.machine = PartitionMachine("east", workers, epoch=1, attempt=attempt)
+        batches = BatchPlan(PER_ROUND, workers * BATCH)
+        self.machine = PartitionMachine("east", workers, epoch=1, attempt=attempt, batches=batches)
+        self.first_batch, self.kept, self.obeyed = workers * BATCH, _NONE, _NONE
+        """Stretches that are stored, and those by which steps may have been made."""
+        self.fence_round = 0
+        """That was completed when the server heard of its attempt."""
+        self.unanswered = False
+        self.follows = True
+        """The batch goes with the workers."""
         self.first_attempt = attempt
         self.preparing = False
         self.replicas = workers
@@ -65,6 +81,8 @@ class Region:
         self.feed(Started(1))
 
     def feed(self, event: Event) -> None:
+        if isinstance(event, Scaled):
+            self.follows = event.batch > 0
         for action in self.machine.handle(event):
             self._carry_out(action)
 
@@ -81,7 +99,12 @@ class Region:
                 self.ps = "starting" if self.ps == "gone" else self.ps
             case ConfigurePs():
                 assert self.ps_attempt <= action.attempt, "an attempt came back"
+                if action.attempt > self.ps_attempt:
+                    self.fence_round = self.round
                 self.ps_attempt = action.attempt
+                self.unanswered = True
+            case KeepBatches():
+                self.kept = action.stretches
             case Invoke():
                 key = (action.worker, action.attempt)
                 assert action.worker < action.workers == self.machine.workers == self.replicas
@@ -89,6 +112,7 @@ class Region:
                 assert action.attempt > self.first_attempt
                 assert key not in self.running, f"worker {action.worker} is called twice in one attempt"
                 self.running.add(key)
+                self._check_batches(action)
             case Scale():
                 assert action.workers == self.machine.workers
                 self.replicas = action.workers
@@ -106,7 +130,22 @@ class Region:
                 self.running.clear()
                 self.pauses.clear()
             case Happened():
-                assert action.kind in ("attempt.resumed", "partition.scaled") or action.data["code"] in CATALOGUE
+                known = ("attempt.resumed", "partition.scaled", "partition.batch")
+                assert action.kind in known or action.data["code"] in CATALOGUE
+
+    def _check_batches(self, action: Invoke) -> None:
+        """What may have been made of the round that was open at the fence, and before, keeps its batch."""
+        assert action.stretches == self.kept, "they make steps by what is not stored"
+        before, after = (Batches(self.first_batch, stretches) for stretches in (self.obeyed, action.stretches))
+        # Within an attempt all are told the same.
+        if after_all := [key for key in self.running if key[1] == action.attempt and key[0] != action.worker]:
+            assert action.stretches == self.obeyed, after_all
+        elif self.obeyed != action.stretches and self.machine.attempt > 1:
+            for step in range(1, (self.fence_round + 1) * PER_ROUND + 1):
+                assert before.of(step) == after.of(step), step
+        self.obeyed = action.stretches
+        far = Batches(self.first_batch, action.stretches).of(10**6)
+        assert not self.follows or far == self.machine.workers * BATCH, "the batch does not go with the workers"
 
     # What the region does
 
@@ -118,6 +157,10 @@ class Region:
     def ps_listens(self) -> None:
         self.ps = "up"
         self.feed(PsReady("east:1"))
+
+    def ps_answers(self) -> None:
+        self.unanswered = False
+        self.feed(Configured(self.ps_attempt, self.fence_round))
 
     def ps_says(self) -> None:
         phase = "finished" if self.finished else "training"
@@ -189,6 +232,11 @@ class AnyOrder(RuleBasedStateMachine):
             self.region.round = min(ROUNDS, self.region.round + progress)
             self.region.ps_says()
 
+    @rule()
+    def the_server_answers(self) -> None:
+        if self.region.ps == "up" and self.region.unanswered:
+            self.region.ps_answers()
+
     @rule(which=st.integers(0, 99), slice_over=st.booleans())
     def a_worker_ends(self, which: int, slice_over: bool) -> None:
         running = sorted(self.region.running)
@@ -216,7 +264,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(workers=st.integers(0, 4))
     def it_is_scaled(self, workers: int) -> None:
         before = self.region.machine.workers
-        self.region.feed(Scaled(workers, "because"))
+        self.region.feed(Scaled(workers, "because", workers * BATCH, 0.5 + workers / 8))
         assert self.region.machine.workers in (before, workers)
 
     @rule()
@@ -248,7 +296,7 @@ class AnyOrder(RuleBasedStateMachine):
 def _all_goes_well(region: Region) -> None:
     region.feed(PublishAsked())
     if not region.machine.workers:
-        region.feed(Scaled(2, "go on"))
+        region.feed(Scaled(2, "go on", 2 * BATCH))
     for _ in range(60):
         if region.machine.over:
             break
@@ -257,6 +305,8 @@ def _all_goes_well(region: Region) -> None:
         if region.ps == "starting":
             region.ps_listens()
         if region.ps == "up":
+            if region.unanswered:
+                region.ps_answers()
             for key in sorted(region.running):
                 region.worker_ends(key, slice_over=False)
             region.ps_says()
@@ -512,3 +562,48 @@ def test_a_partition_that_is_almost_done_is_not_scaled() -> None:
     region.feed(Scaled(4))
     assert region.machine.workers == 2
     _all_goes_well(region)
+
+
+def _scaled_to(region: Region, workers: int, completed: int) -> list[tuple[int, int]]:
+    """Their work goes over to others; who is called then."""
+    region.feed(Scaled(workers, "a test", workers * BATCH, 0.5))
+    region.round = completed
+    for key in sorted(region.running):
+        region.worker_ends(key, slice_over=True)
+    region.pause_ends()
+    region.ps_answers()
+    return sorted(region.running)
+
+
+def test_the_batch_changes_with_the_round_after_the_one_that_is_open_at_the_fence() -> None:
+    region = _training(4)
+    region.round = 2
+    assert _scaled_to(region, 2, 2) == [(0, 2), (1, 2)]
+    assert region.kept == (Stretch(first_step=3 * PER_ROUND + 1, batch=2 * BATCH, rate=0.5),)
+
+
+def test_nobody_is_called_before_the_server_has_told_where_it_stands() -> None:
+    region = _training(4)
+    region.feed(Scaled(2, "a test", 2 * BATCH, 0.5))
+    for key in sorted(region.running):
+        region.worker_ends(key, slice_over=True)
+    region.pause_ends()
+    assert not region.running
+    region.ps_answers()
+    assert region.running == {(0, 2), (1, 2)}
+
+
+def test_a_change_that_never_was_in_force_is_replaced() -> None:
+    region = _training(4)
+    _scaled_to(region, 2, 0)
+    _scaled_to(region, 3, 0)
+    assert region.kept == (Stretch(first_step=PER_ROUND + 1, batch=3 * BATCH, rate=0.5),)
+
+
+def test_before_the_first_step_the_batch_changes_at_once() -> None:
+    region = Region(4, 0)
+    region.feed(Scaled(2, "there is no room", 2 * BATCH, 0.5))
+    region.prepared()
+    region.ps_listens()
+    assert region.running == {(0, 1), (1, 1)}
+    assert region.kept == (Stretch(first_step=1, batch=2 * BATCH, rate=0.5),)

@@ -279,16 +279,20 @@ class StopPartition(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ..., discard: bool = ...) -> None: ...
 
 class ScalePartition(_message.Message):
-    __slots__ = ("job", "epoch", "workers", "reason")
+    __slots__ = ("job", "epoch", "workers", "reason", "batch", "learning_rate")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: int
     workers: int
     reason: str
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., workers: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    batch: int
+    learning_rate: float
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., workers: _Optional[int] = ..., reason: _Optional[str] = ..., batch: _Optional[int] = ..., learning_rate: _Optional[float] = ...) -> None: ...
 
 class ProfileTask(_message.Message):
     __slots__ = ("id", "region", "task", "batch", "seed", "memories_mb", "limit_seconds")
