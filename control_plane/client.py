@@ -150,6 +150,37 @@ class ControlClient:
             reply: control_pb2.InviteReply = await self._stub.Invite(request, **self._options())
         return reply
 
+    async def add_user(self, name: str, promised_workers: int | None = None) -> control_pb2.UserReply:
+        """Let a user in; the token is in the answer."""
+        with _mapped():
+            request = control_pb2.AddUserRequest(name=name, promised_workers=promised_workers)
+            reply: control_pb2.UserReply = await self._stub.AddUser(request, **self._options())
+        return reply
+
+    async def change_user(
+        self, name: str, promised_workers: int | None = None, *, no_quota: bool = False, new_token: bool = False
+    ) -> control_pb2.UserReply:
+        """Another quota (None: as it is), or another token."""
+        with _mapped():
+            request = control_pb2.ChangeUserRequest(
+                name=name, promised_workers=promised_workers, no_quota=no_quota, new_token=new_token
+            )
+            reply: control_pb2.UserReply = await self._stub.ChangeUser(request, **self._options())
+        return reply
+
+    async def remove_user(self, name: str) -> control_pb2.User:
+        """Let a user in no more."""
+        with _mapped():
+            reply: control_pb2.User = await self._stub.RemoveUser(
+                control_pb2.RemoveUserRequest(name=name), **self._options()
+            )
+        return reply
+
+    async def users(self) -> list[control_pb2.User]:
+        """The users that the caller may see, sorted by name."""
+        with _mapped():
+            return list((await self._stub.ListUsers(control_pb2.ListUsersRequest(), **self._options())).users)
+
     async def watch(
         self, job: str, *, cursor: int = 0, follow: bool = True, on_break: OnBreak | None = None
     ) -> AsyncIterator[control_pb2.Event]:

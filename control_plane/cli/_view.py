@@ -27,6 +27,7 @@ def job_view(job: control_pb2.Job) -> Data:
     return {
         "id": job.id,
         "name": job.name,
+        "user": job.user or "operator",
         "state": job.state,
         "condition": job.condition,
         "created_at": time_text(job.created_at),

@@ -193,10 +193,11 @@ def _federation_text(data: Data) -> str:
 
 def _jobs_table(views: list[Data]) -> str:
     return columns(
-        ["JOB", "STATE", "ROUND", "REGIONS", "USD", "SUBMITTED", "SLACK", "CONDITION"],
+        ["JOB", "USER", "STATE", "ROUND", "REGIONS", "USD", "SUBMITTED", "SLACK", "CONDITION"],
         [
             [
                 view["id"],
+                view["user"],
                 view["state"],
                 f"{min((part['round'] for part in view['partitions']), default=0)}/{view['rounds']}",
                 ",".join(part["region"] for part in view["partitions"]),

@@ -7,7 +7,20 @@ from typing import Annotated
 
 import typer
 
-from control_plane.cli import catalogue, export, history, jobs, meta, profile, region, serve, simulate, submit, template
+from control_plane.cli import (
+    catalogue,
+    export,
+    history,
+    jobs,
+    meta,
+    profile,
+    region,
+    serve,
+    simulate,
+    submit,
+    template,
+    user,
+)
 from control_plane.cli._output import emit_error
 from control_plane.cli._settings import settings
 from geofed_pb.errors import Exit, GeofedError
@@ -44,6 +57,7 @@ app.command("logs")(history.logs)
 app.command("events")(history.events)
 app.command("export")(export.export)
 app.add_typer(region.app)
+app.add_typer(user.app)
 app.add_typer(catalogue.app)
 app.add_typer(template.app)
 app.command("new")(template.new)

@@ -26,11 +26,13 @@ from control_plane.service._gangs import (
     staffed_of,
 )
 from control_plane.service._planning import snapshot_of, workers_now
+from control_plane.service._quota import over_quota, quota_of, turn_of
+from control_plane.service._result import unpromised_worker_seconds
 from control_plane.service._speeds import Watched
 from control_plane.spec import JobSpec, to_demand
 from control_plane.store import RunRow
 from scheduler import Declined, Demand, Plan, Reason, Restaffing, plan, restaff
-from scheduler.deadline import Allotment, Gang, Held, Offer, allot, offer
+from scheduler.deadline import Allotment, Gang, Held, Offer, allot, offer, promised_at_once
 
 __all__ = ["Allocation", "Decision", "begin"]
 
@@ -62,16 +64,19 @@ class Allocation:
         self._rests_until = 0.0
         self._held: Mapping[str, Held] = {}
         """What those with a promise hold, by the last answer."""
+        self.served: Mapping[str, float] = {}
+        """Worker seconds that the ended jobs of users have had of late without a promise, by user."""
 
-    def decide(self, draft: Draft, spec: JobSpec, job: str, runs: list[RunRow]) -> Decision | Declined:
-        """The answer to a new job. Declined: it cannot be done at all, or not by the deadline that it must keep."""
+    def decide(self, draft: Draft, spec: JobSpec, job: str, runs: list[RunRow], user: str = "") -> Decision | Declined:
+        """The answer to a new job. Declined: it cannot be done at all, or not by the deadline that it must keep, or its
+        user (empty: the operator, who has no quota) was promised enough."""
         gangs = self._gangs(draft)
         asked = [to_demand(spec, job, utc_now(draft.at)), *_softer(spec, job, draft.at)]
         refusals: list[Declined] = []
         for demand in asked:
             # Best with what cannot be taken from others left out; but that may be too little, and end in time.
             for busy in (_fixed_workers(draft), {}):
-                answer = self._answer(draft, spec, demand, gangs, busy, runs)
+                answer = self._answer(draft, spec, demand, gangs, busy, runs, user)
                 if isinstance(answer, Decision):
                     return answer
                 refusals.append(answer)
@@ -85,6 +90,7 @@ class Allocation:
         gangs: Mapping[str, Gang],
         busy: dict[str, int],
         runs: list[RunRow],
+        user: str,
     ) -> Decision | Declined:
         snapshot = replace(snapshot_of(draft.regions.values(), (), runs), busy_workers=busy)
         chosen = plan(snapshot, demand)
@@ -98,18 +104,24 @@ class Allocation:
             elastic=may_scale(spec, chosen),
             deadline_s=ends,
             since_s=draft.at,
+            user=user,
         )
+        served = self._served(draft)
+        new = replace(new, served_s=served.get(user, 0.0))
         capacities, others = capacities_of(draft.regions.values()), list(gangs.values())
         held = self._held
         if demand.deadline_seconds is not None:
-            told = offer(draft.at, capacities, others, new, before=self._held)
+            quota = quota_of(draft.users, user)
+            told = offer(draft.at, capacities, others, new, quota, before=self._held)
+            if told.over_quota:
+                return over_quota(draft.at, capacities, others, new, quota, self._held)
             if told.deadline_s is None:
                 return _too_late(told, demand, draft.at)
             held = told.held
         now = allot(draft.at, capacities, [*others, new], before=held).paces
         need, free = new.workers(now[new.name]), _free(draft)
         there = need and all(count <= free.get(region, 0) for region, count in need.items())
-        waits_for = "" if there else _what_for(chosen, _before(draft, chosen, demand.job, (ends, draft.at)))
+        waits_for = "" if there else _what_for(chosen, _before(draft, chosen, demand.job, turn_of(new), served))
         return Decision(chosen, None if math.isinf(ends) else ends, need if there else {}, waits_for)
 
     def review(self, draft: Draft) -> None:
@@ -139,7 +151,7 @@ class Allocation:
             if entry.state.phase == "queued":
                 continue
             self._scale(draft, entry, gang, answer, gangs)
-        for name, gang in sorted(gangs.items(), key=lambda item: (item[1].deadline_s, item[1].since_s)):
+        for name, gang in sorted(gangs.items(), key=lambda item: turn_of(item[1])):
             entry = _entry(draft, name)
             if entry.state.phase == "queued":
                 self._begin_or_wait(draft, entry, gang.workers(answer.paces[name]))
@@ -152,14 +164,28 @@ class Allocation:
             watched.wanted, watched.reason = wanted, ""
         watched.changed(at, by_itself=True)
 
+    def promised_workers(self, draft: Draft) -> dict[str, int]:
+        """The most workers that the promises to a user hold at any instant from now on, by user."""
+        gangs = list(self._gangs(draft).values())
+        held = allot(draft.at, capacities_of(draft.regions.values()), gangs, before=self._held).held
+        return {user: promised_at_once(gangs, held, user) for user in draft.users}
+
     # --- what jobs want
 
+    def _served(self, draft: Draft) -> dict[str, float]:
+        """Worker seconds without a promise of late, by user: of jobs that have ended, and of those that go on."""
+        found = dict(self.served)
+        for entry in _now(draft):
+            user = entry.row.user
+            found[user] = found.get(user, 0.0) + unpromised_worker_seconds(entry.state, entry.plan)
+        return found
+
     def _gangs(self, draft: Draft) -> dict[str, Gang]:
-        found = {}
+        found, served = {}, self._served(draft)
         for entry in _now(draft):
             gang = gang_of(entry, self._watched.get(entry.row.id, Watched()), draft.regions)
             if gang is not None:
-                found[gang.name] = gang
+                found[gang.name] = replace(gang, served_s=served[gang.user])
         return found
 
     def _look(self, draft: Draft, entry: JobEntry) -> None:
@@ -194,13 +220,13 @@ class Allocation:
         watched.changed(draft.at, by_itself=pace > gang.held >= 0 or reason == watched.reason)
 
     def _begin_or_wait(self, draft: Draft, entry: JobEntry, workers: Mapping[str, int]) -> None:
-        free = _free(draft)
+        free, served = _free(draft), self._served(draft)
         absent = [region for region in planned_workers(entry.plan) if region not in free]
         if not absent and workers and all(count <= free[region] for region, count in workers.items()):
             begin(draft, entry, workers)
             return
         what = f"for {', '.join(absent)} to be back" if absent else ""
-        told = what or _what_for(entry.plan, _before(draft, entry.plan, entry.row.id, _turn(entry)))
+        told = what or _what_for(entry.plan, _before(draft, entry.plan, entry.row.id, _turn(entry, served), served))
         draft.tell_job(entry.row.id, Waits(draft.at, told))
 
     def _tell_breaches(self, draft: Draft, late: Iterable[str], ends: Mapping[str, float]) -> None:
@@ -278,7 +304,9 @@ def _fixed_workers(draft: Draft) -> dict[str, int]:
     return busy
 
 
-def _before(draft: Draft, wanted: Plan, job: str, turn: tuple[float, float]) -> list[str]:
+def _before(
+    draft: Draft, wanted: Plan, job: str, turn: tuple[float, float, float], served: Mapping[str, float]
+) -> list[str]:
     """Jobs that have workers where a job wants them, or wait for some and come first."""
     places = set(planned_workers(wanted))
     return sorted(
@@ -286,12 +314,13 @@ def _before(draft: Draft, wanted: Plan, job: str, turn: tuple[float, float]) -> 
         for entry in _now(draft)
         if entry.row.id != job
         and places & set(planned_workers(entry.plan))
-        and (entry.state.phase != "queued" or _turn(entry) < turn)
+        and (entry.state.phase != "queued" or _turn(entry, served) < turn)
     )
 
 
-def _turn(entry: JobEntry) -> tuple[float, float]:
-    return entry.state.deadline_at or math.inf, entry.row.created_at
+def _turn(entry: JobEntry, served: Mapping[str, float]) -> tuple[float, float, float]:
+    deadline_at = entry.state.deadline_at or math.inf
+    return deadline_at, served.get(entry.row.user, 0.0) * math.isinf(deadline_at), entry.row.created_at
 
 
 def _what_for(wanted: Plan, before: Sequence[str]) -> str:
@@ -356,6 +385,4 @@ def _too_late(told: Offer, demand: Demand, at: float) -> Declined:
     remedy = "no date can be named while regions are away"
     if math.isfinite(told.earliest_s):
         remedy = f"a deadline of {math.ceil(told.earliest_s - at)} s from now could be promised"
-    if told.over_quota:
-        text, remedy = "the quota of promised workers is used up", "wait until one of your jobs has ended"
     return Declined((Reason("INADMISSIBLE", text, remedy),))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from control_plane.service._enrolment import unseen_region
 from control_plane.service._federation import Federation
 from control_plane.service._profiling import Profiling
 from control_plane.service._submission import answer_plan, scale, submit
+from control_plane.service._users import Caller, add_user, caller_of, change_user, list_users, remove_user
 from control_plane.service._wire import event_message, log_message
 from control_plane.spec import MAX_BUNDLE_BYTES, parse_json
 from control_plane.store import Invitation, Store
@@ -44,7 +44,7 @@ class Door:
 
 
 class ControlService(control_pb2_grpc.ControlServicer):
-    """Every method asks for the token first."""
+    """Every method asks for the token first, the operator's or a user's."""
 
     def __init__(self, federation: Federation, profiling: Profiling, door: Door) -> None:
         self._federation = federation
@@ -73,15 +73,15 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answering
     async def Plan(self, request: control_pb2.PlanRequest, context: Context) -> control_pb2.PlanReply:
         """What would be done with a job."""
-        self._admit(context)
-        text, admissible = await answer_plan(self._federation, parse_json(request.spec_json))
+        caller = self._admit(context)
+        text, admissible = await answer_plan(self._federation, parse_json(request.spec_json), caller.user)
         return control_pb2.PlanReply(plan_json=text, admissible=admissible)
 
     @answering
     async def Submit(self, request: control_pb2.SubmitRequest, context: Context) -> control_pb2.SubmitReply:
         """Run a job; once for each request id."""
-        self._admit(context)
-        entry, created = await submit(self._federation, request)
+        caller = self._admit(context)
+        entry, created = await submit(self._federation, request, caller.user)
         return control_pb2.SubmitReply(job=self._federation.describe(entry), created=created)
 
     @streaming
@@ -125,6 +125,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 if not request.follow or ended:
                     return
                 await self._next(federation.events_bell, heard)
+                self._admit(context)
 
     @streaming
     async def Logs(self, request: control_pb2.LogsRequest, context: Context) -> AsyncIterator[control_pb2.LogLine]:
@@ -144,13 +145,15 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 if not request.follow or ended:
                     return
                 await self._next(federation.logs_bell, heard)
+                self._admit(context)
 
     @answering
     async def Cancel(self, request: control_pb2.CancelRequest, context: Context) -> control_pb2.Job:
         """Have a job end. A job that is being cancelled, or was, stays so; one that ended otherwise cannot be."""
-        self._admit(context)
+        caller = self._admit(context)
         federation = self._federation
         entry = await federation.find_job(request.job)
+        caller.require_own(entry)
         if entry.state.phase in ("succeeded", "failed"):
             raise GeofedError("ILLEGAL_STATE", f"job {entry.row.id} has {entry.state.phase} already")
         async with federation.change() as draft:
@@ -160,8 +163,10 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answering
     async def Scale(self, request: control_pb2.ScaleRequest, context: Context) -> control_pb2.Job:
         """Have regions of a job go on with other numbers of workers."""
-        self._admit(context)
-        await scale(self._federation, request.job, dict(request.workers), request.reason)
+        caller = self._admit(context)
+        entry = await self._federation.find_job(request.job)
+        caller.require_own(entry)
+        await scale(self._federation, entry.row.id, dict(request.workers), request.reason)
         return self._federation.describe(await self._federation.find_job(request.job))
 
     @answering
@@ -176,7 +181,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answering
     async def Invite(self, request: control_pb2.InviteRequest, context: Context) -> control_pb2.InviteReply:
         """Make a one-time token for a region."""
-        self._admit(context)
+        self._admit(context).require_operator()
         name = request.region
         if not _REGION_NAME.fullmatch(name):
             raise GeofedError(
@@ -193,6 +198,29 @@ class ControlService(control_pb2_grpc.ControlServicer):
             draft.record("region.invited", f"region {name} is invited", region=name)
         token = InvitationToken(self.door.address, self.door.ca_pem, name, secret)
         return control_pb2.InviteReply(token=str(token), expires=expires)
+
+    @answering
+    async def AddUser(self, request: control_pb2.AddUserRequest, context: Context) -> control_pb2.UserReply:
+        """Let a user in; the token is told here only."""
+        self._admit(context).require_operator()
+        return await add_user(self._federation, request)
+
+    @answering
+    async def ChangeUser(self, request: control_pb2.ChangeUserRequest, context: Context) -> control_pb2.UserReply:
+        """Give a user another quota, or another token."""
+        self._admit(context).require_operator()
+        return await change_user(self._federation, request)
+
+    @answering
+    async def RemoveUser(self, request: control_pb2.RemoveUserRequest, context: Context) -> control_pb2.User:
+        """Let a user in no more."""
+        self._admit(context).require_operator()
+        return await remove_user(self._federation, request.name)
+
+    @answering
+    async def ListUsers(self, request: control_pb2.ListUsersRequest, context: Context) -> control_pb2.ListUsersReply:
+        """The users, with what they were promised."""
+        return list_users(self._federation, self._admit(context))
 
     @streaming
     async def GetModel(
@@ -214,13 +242,10 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if self._federation.stopping:
             raise GeofedError("UNAVAILABLE", "the control plane is stopping")
 
-    def _admit(self, context: Context) -> None:
+    def _admit(self, context: Context) -> Caller:
         headers = {str(key): value for key, value in context.invocation_metadata() or ()}
-        kind, _, token = str(headers.get("authorization", "")).partition(" ")
-        if kind != "Bearer" or not token:
-            raise GeofedError("UNAUTHENTICATED", "the call carries no token")
-        if not hmac.compare_digest(hash_secret(token), self.door.token_hash):
-            raise GeofedError("UNAUTHENTICATED", "the token is not one of this federation")
+        shown = str(headers.get("authorization", ""))
+        return caller_of(shown, self.door.token_hash, self._federation.users.values())
 
     def _region(self, entry: RegionEntry) -> control_pb2.Region:
         state = entry.state

@@ -16,12 +16,15 @@ from control_plane.core import (
     job_state_to_json,
     region_state_to_json,
 )
-from control_plane.service._result import result_of, runs_of
+from control_plane.service._result import result_of, runs_of, unpromised_worker_seconds
 from control_plane.service._wire import command_of, to_json
 from control_plane.spec import JobSpec
-from control_plane.store import Change, CommandRow, EventRow, Invitation, JobRow, LogRow, RegionRow, RunRow
+from control_plane.store import Change, CommandRow, EventRow, Invitation, JobRow, LogRow, RegionRow, RunRow, UserRow
 from scheduler import Plan
 from scheduler import Region as Catalogue
+
+OPERATOR = "operator"
+"""What the holder of the administrator's token is called; no user may be."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Draft:
     """The jobs that have not ended. Read only."""
     regions: dict[str, RegionEntry]
     """All regions. Read only."""
+    users: dict[str, UserRow] = field(default_factory=dict)
+    """All users, by name. Read only."""
     changed_jobs: dict[str, JobEntry] = field(default_factory=dict)
     changed_regions: dict[str, RegionEntry] = field(default_factory=dict)
     ended_sessions: list[tuple[str, int]] = field(default_factory=list)
@@ -61,6 +66,8 @@ class Draft:
     runs: list[RunRow] = field(default_factory=list)
     logs: list[LogRow] = field(default_factory=list)
     invitations: list[Invitation] = field(default_factory=list)
+    changed_users: dict[str, UserRow | None] = field(default_factory=dict)
+    """None: removed."""
     report_cursor: tuple[str, int] | None = None
     """Region and number of the report that this is about."""
     renumbered_region: str = ""
@@ -87,6 +94,14 @@ class Draft:
         self.changed_regions[entry.row.name] = entry
         self._durable = True
 
+    def put_user(self, user: UserRow) -> None:
+        """Take in a new user, or another quota or token."""
+        self.changed_users[user.name] = user
+
+    def remove_user(self, name: str) -> None:
+        """Let somebody in no more."""
+        self.changed_users[name] = None
+
     def record(self, kind: str, text: str, *, region: str = "", job: str = "", data: object = None) -> None:
         """Write an event down."""
         self.events.append(EventRow(self.at, job, region, kind, text, to_json(data or {})))
@@ -108,7 +123,11 @@ class Draft:
                 self.commands.append(CommandRow(action.region, job_id, payload))
         row = entry.row
         if machine.state.terminal:
-            row = replace(row, result_json=to_json(result_of(row, machine.state, entry.plan)))
+            row = replace(
+                row,
+                result_json=to_json(result_of(row, machine.state, entry.plan)),
+                unpromised_worker_seconds=unpromised_worker_seconds(machine.state, entry.plan),
+            )
             self.runs += runs_of(row, machine.state, entry.plan)
         self.changed_jobs[job_id] = replace(entry, row=row, state=machine.state)
         self._durable = self._durable or bool(actions)
@@ -135,7 +154,8 @@ class Draft:
 
     def to_change(self) -> Change | None:
         """What the store has to take; None where nothing durable changed."""
-        if not (self._durable or self.events or self.commands or self.invitations or self.report_cursor):
+        known = self.events or self.commands or self.invitations or self.changed_users or self.report_cursor
+        if not (self._durable or known):
             return None
         return Change(
             jobs=tuple(_stored(entry) for entry in self.changed_jobs.values()),
@@ -148,6 +168,8 @@ class Draft:
             runs=tuple(self.runs),
             logs=tuple(self.logs),
             invitations=tuple(self.invitations),
+            users=tuple(user for user in self.changed_users.values() if user is not None),
+            removed_users=tuple(name for name, user in self.changed_users.items() if user is None),
             report_cursor=self.report_cursor,
             renumbered_region=self.renumbered_region,
         )

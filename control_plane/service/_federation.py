@@ -7,6 +7,7 @@ what is in memory always equals what is in the store, apart from progress that a
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -37,7 +38,7 @@ from control_plane.service._routing import Routing
 from control_plane.service._session import AgentSession
 from control_plane.service._wire import job_message
 from control_plane.spec import parse_json
-from control_plane.store import Change, Committed, JobRow, Store
+from control_plane.store import Change, Committed, JobRow, Store, UserRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, control_pb2
 from scheduler import Plan
@@ -49,6 +50,9 @@ _CATALOGUE = TypeAdapter(Catalogue)
 _log = structlog.get_logger("geofed.federation")
 MAX_TICK_GAP_SECONDS = 5.0
 """Between two ticks; longer means that the process was stopped, or the clock set."""
+SERVED_SECONDS = 7 * 86_400.0
+"""What a user had counts for so long, where jobs without a promise wait in line."""
+_SUM_UP_SECONDS = 60.0
 ACTIVE = frozenset({"queued", "planned", "starting", "running", "finishing", "cancelling"})
 
 
@@ -65,6 +69,7 @@ class Federation:
         self.regions: dict[str, RegionEntry] = {}
         self.jobs: dict[str, JobEntry] = {}
         """Those that have not ended."""
+        self.users: dict[str, UserRow] = {}
         self.sessions: dict[str, AgentSession] = {}
         self._report_cursors: dict[str, int] = {}
         self._store = store
@@ -72,6 +77,7 @@ class Federation:
         self._closed = False
         self.stopping = False
         self._ticked_at = 0.0
+        self._summed_at = -math.inf
         self.allocation = Allocation()
         self.routing = Routing()
         self._stumbled: set[tuple[str, type[Exception]]] = set()
@@ -98,6 +104,7 @@ class Federation:
         _log.info("state loaded", jobs=len(self.jobs), regions=len(self.regions))
 
     async def _load_rows(self) -> None:
+        self.users = {user.name: user for user in await self.read(lambda store: store.users())}
         for row in await self.read(lambda store: store.regions()):
             catalogue = _CATALOGUE.validate_json(row.catalogue_json) if row.catalogue_json else None
             self.regions[row.name] = RegionEntry(row, region_state_from_json(row.state_json), catalogue)
@@ -128,7 +135,7 @@ class Federation:
     async def change(self) -> AsyncIterator[Draft]:
         """A draft of the next change; stored and made visible when the block ends without an error, unless void."""
         async with self._lock:
-            draft = Draft(self.clock(), self.jobs, self.regions)
+            draft = Draft(self.clock(), self.jobs, self.regions, self.users)
             yield draft
             if draft.void:
                 return
@@ -144,8 +151,13 @@ class Federation:
         for job_id, entry in draft.changed_jobs.items():
             if entry.state.terminal:
                 self.jobs.pop(job_id, None)
+                self._summed_at = -math.inf
             else:
                 self.jobs[job_id] = entry
+        for name, user in draft.changed_users.items():
+            self.users.pop(name, None)
+            if user is not None:
+                self.users[name] = user
         for region, number in draft.ended_sessions:
             session = self.sessions.get(region)
             if session is not None and session.number == number:
@@ -229,6 +241,7 @@ class Federation:
                 draft.tell_region(name, Tick(draft.at))
             for job_id in list(self.jobs):
                 draft.tell_job(job_id, Tick(draft.at))
+        await self._sum_up_service()
         await self._review("allocation", self.allocation.review)
         await self._review("routing", self.routing.review)
 
@@ -244,6 +257,15 @@ class Federation:
                     # Once: it would be the same every second.
                     self._stumbled.add(kind)
                     _log.exception("a look at the jobs failed; they go on as they are", look=what)
+
+    async def _sum_up_service(self) -> None:
+        """What each user's ended jobs have had of late: once a minute, and after each job's end."""
+        at = self.clock()
+        if 0 <= at - self._summed_at < _SUM_UP_SECONDS:
+            return
+        since = at - SERVED_SECONDS
+        self.allocation.served = await self.read(lambda store: store.unpromised_worker_seconds(since))
+        self._summed_at = at
 
     def may_fetch(self, region: str, digest: str) -> bool:
         """True where a job that runs in the region is made of this bundle."""
@@ -278,7 +300,13 @@ class Federation:
     def describe(self, entry: JobEntry) -> control_pb2.Job:
         """The job as users see it."""
         contacts = {name: region.state.last_contact for name, region in self.regions.items()}
-        return job_message(entry.row, entry.state, entry.plan, contacts)
+        message = job_message(entry.row, entry.state, entry.plan, contacts)
+        message.user = entry.row.user
+        return message
+
+    def promised_workers(self) -> dict[str, int]:
+        """The most workers that the promises to a user hold at any instant from now on, by user."""
+        return self.allocation.promised_workers(Draft(self.clock(), self.jobs, self.regions, self.users))
 
     @staticmethod
     def _known(draft: Draft, region: str) -> RegionEntry:

@@ -56,24 +56,38 @@ def may_scale(spec: JobSpec, chosen: Plan) -> bool:
 
 
 def gang_of_plan(
-    name: str, chosen: Plan, regions: Mapping[str, RegionEntry], *, elastic: bool, deadline_s: float, since_s: float
+    name: str,
+    chosen: Plan,
+    regions: Mapping[str, RegionEntry],
+    *,
+    elastic: bool,
+    deadline_s: float,
+    since_s: float,
+    user: str = "",
 ) -> Gang:
     """A job that has not begun. Its speed is the plan's, as slow as the plan says that it may be."""
     planned = planned_workers(chosen)
     ways = _ways(chosen, planned, regions, {}, elastic)
     return Gang(
-        name, ways, chosen.rounds, deadline_s, wish=_index(ways, planned), fixed=not elastic, since_s=since_s
-    )  # fmt: skip
+        name,
+        ways,
+        chosen.rounds,
+        deadline_s,
+        wish=_index(ways, planned),
+        fixed=not elastic,
+        since_s=since_s,
+        user=user,
+    )
 
 
 def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry]) -> Gang | None:
     """A job as it stands; None where it has and wants no workers: a user has paused it, or its steps are done."""
     state, chosen = entry.state, entry.plan
-    name, since_s = entry.row.id, entry.row.created_at
+    name, since_s, user = entry.row.id, entry.row.created_at, entry.row.user
     deadline_s = math.inf if state.deadline_at is None else state.deadline_at
     if state.phase == "queued":
         elastic = may_scale(entry.spec, chosen)
-        return gang_of_plan(name, chosen, regions, elastic=elastic, deadline_s=deadline_s, since_s=since_s)
+        return gang_of_plan(name, chosen, regions, elastic=elastic, deadline_s=deadline_s, since_s=since_s, user=user)
     held = {region: count for region, count in workers_now(entry).items() if count}
     if state.phase == "cancelling" and held:
         return Gang(name, (Pace(held, 1.0),), ENDING_SECONDS, held=0, fixed=True, since_s=since_s)
@@ -101,6 +115,7 @@ def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry
         wish=_index(ways, watched.wanted or planned),
         fixed=not elastic,
         since_s=since_s,
+        user=user,
         value=_value(entry),
     )
 

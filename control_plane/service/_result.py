@@ -79,6 +79,20 @@ def runs_of(row: JobRow, state: JobState, plan: Plan) -> tuple[RunRow, ...]:
     )
 
 
+def unpromised_worker_seconds(state: JobState, plan: Plan) -> float:
+    """Worker seconds that a job without a promised deadline has had by its meters; 0 of one with a promise."""
+    if state.deadline_at is not None:
+        return 0.0
+    memory_gb = {part.region: part.memory_mb / 1024 for part in plan.partitions}
+    return sum(
+        charge.quantity / memory_gb[part.region]
+        for part in state.partitions
+        if part.report is not None and part.region in memory_gb
+        for charge in part.report.money
+        if charge.unit == "GB-s"
+    )
+
+
 def _merge_of(report: Report, planned: Planned | None, plan: Plan, model_bytes: int) -> str:
     """How long merges took, of a run whose workers did the same all the time; else nothing."""
     collective, _, chunks = report.merged_by.partition(" with K = ")

@@ -7,7 +7,7 @@ import secrets
 
 from control_plane.core import ScaleAsked, Waits, job_state_to_json
 from control_plane.service._allocation import begin
-from control_plane.service._draft import Draft, JobEntry
+from control_plane.service._draft import OPERATOR, Draft, JobEntry
 from control_plane.service._federation import Federation
 from control_plane.service._planning import (
     declined_error,
@@ -25,19 +25,19 @@ from geofed_pb.v1 import control_pb2
 from scheduler import Declined
 
 
-async def answer_plan(federation: Federation, spec: JobSpec) -> tuple[str, bool]:
-    """What would be done with a job, as JSON, and whether it is admissible."""
+async def answer_plan(federation: Federation, spec: JobSpec, user: str = "") -> tuple[str, bool]:
+    """What would be done with a job of a user (empty: the operator), as JSON, and whether it is admissible."""
     runs = await federation.read(lambda store: store.runs(task_key(spec)))
-    draft = Draft(federation.clock(), federation.jobs, federation.regions)
-    answer = federation.allocation.decide(draft, spec, "plan", runs)
+    draft = Draft(federation.clock(), federation.jobs, federation.regions, federation.users)
+    answer = federation.allocation.decide(draft, spec, "plan", runs, user)
     if isinstance(answer, Declined):
         return plan_json(answer), False
     warnings = warnings_of(answer.plan, federation.regions, federation.clock())
     return plan_json(answer.plan, answer.waits_for, warnings), True
 
 
-async def submit(federation: Federation, request: control_pb2.SubmitRequest) -> tuple[JobEntry, bool]:
-    """Store a job and have it start; True where it is new.
+async def submit(federation: Federation, request: control_pb2.SubmitRequest, user: str = "") -> tuple[JobEntry, bool]:
+    """Store a job of a user (empty: the operator) and have it start; True where it is new.
 
     Raises ``GeofedError``: SPEC_INVALID, TASK_INVALID, REQUEST_CONFLICT, INADMISSIBLE or the code of the reason.
     """
@@ -48,6 +48,8 @@ async def submit(federation: Federation, request: control_pb2.SubmitRequest) -> 
     async with federation.change() as draft:
         earlier = await federation.read(lambda store: store.job_of_request(request.request_id))
         if earlier is not None:
+            if earlier.user != user:
+                raise GeofedError("REQUEST_CONFLICT", f"request id {request.request_id} has made a job of another user")
             if earlier.content_digest != digest:
                 raise GeofedError(
                     "REQUEST_CONFLICT", f"request id {request.request_id} has made job {earlier.id}, of another content"
@@ -57,7 +59,7 @@ async def submit(federation: Federation, request: control_pb2.SubmitRequest) -> 
             raise GeofedError("TASK_INVALID", "the code of the job has not arrived", hint="upload the bundle first")
         job = f"{spec.metadata.name[:40].rstrip('-')}-{secrets.token_hex(4)}"
         runs = await federation.read(lambda store: store.runs(task_key(spec)))
-        decided = federation.allocation.decide(draft, spec, job, runs)
+        decided = federation.allocation.decide(draft, spec, job, runs, user)
         if isinstance(decided, Declined):
             raise declined_error(decided)
         state = first_state(job, draft.at, spec, decided.plan, draft.regions, decided.deadline_at)
@@ -73,10 +75,12 @@ async def submit(federation: Federation, request: control_pb2.SubmitRequest) -> 
             state_json=job_state_to_json(state),
             phase=state.phase,
             created_at=draft.at,
+            user=user,
         )
         entry = JobEntry(row, state, spec, decided.plan)
         draft.add_job(entry)
-        draft.record("job.submitted", f"job {job} was submitted", job=job)
+        by = f" by {user}" if user else ""
+        draft.record("job.submitted", f"job {job} was submitted{by}", job=job, data={"user": user or OPERATOR})
         if decided.waits_for:
             draft.tell_job(job, Waits(draft.at, decided.waits_for))
         else:

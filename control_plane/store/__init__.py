@@ -12,6 +12,7 @@ from control_plane.store._records import (
     LogRow,
     RegionRow,
     RunRow,
+    UserRow,
 )
 from control_plane.store._store import Store
 
@@ -27,5 +28,6 @@ __all__ = [
     "RegionRow",
     "RunRow",
     "Store",
+    "UserRow",
     "open_store",
 ]

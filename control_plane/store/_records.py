@@ -24,6 +24,10 @@ class JobRow:
     created_at: float
     result_json: str = ""
     """Empty until the job ended."""
+    user: str = ""
+    """Who submitted it; empty: the operator."""
+    unpromised_worker_seconds: float = 0.0
+    """That it has had, of a job without a promised deadline that has ended."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,17 @@ class Invitation:
 
 
 @dataclass(frozen=True)
+class UserRow:
+    """Who may submit jobs, besides the operator."""
+
+    name: str
+    token_hash: str
+    promised_workers: int | None
+    """The quota: that the promises to this user may hold at once, over all regions; None: any number."""
+    created_at: float
+
+
+@dataclass(frozen=True)
 class LogRow:
     """One line of a job's log."""
 
@@ -131,6 +146,9 @@ class Change:
     runs: tuple[RunRow, ...] = ()
     invitations: tuple[Invitation, ...] = ()
     """New, or used now."""
+    users: tuple[UserRow, ...] = ()
+    """New, or changed."""
+    removed_users: tuple[str, ...] = ()
     report_cursor: tuple[str, int] | None = None
     """Region and sequence of the report that this change applies."""
     command_cursor: tuple[str, int] | None = None

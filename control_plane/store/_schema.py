@@ -43,6 +43,16 @@ jobs = Table(
     Column("phase", String(16), nullable=False, index=True),
     Column("created_at", Double, nullable=False, index=True),
     Column("result_json", Text, nullable=False),
+    Column("user", String(64), nullable=False, server_default=""),
+    Column("unpromised_worker_seconds", Double, nullable=False, server_default="0"),
+)
+users = Table(
+    "users",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("token_hash", String(80), nullable=False, unique=True),
+    Column("promised_workers", Integer),
+    Column("created_at", Double, nullable=False),
 )
 events = Table(
     "events",

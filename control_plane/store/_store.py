@@ -24,6 +24,7 @@ from control_plane.store._records import (
     LogRow,
     RegionRow,
     RunRow,
+    UserRow,
 )
 from geofed_pb.errors import GeofedError
 
@@ -64,6 +65,10 @@ class Store:
                 self._put_region(connection, region)
             for invitation in change.invitations:
                 _put(connection, t.invitations, {"secret_hash": invitation.secret_hash}, asdict(invitation))
+            for user in change.users:
+                _put(connection, t.users, {"name": user.name}, asdict(user))
+            if change.removed_users:
+                connection.execute(delete(t.users).where(t.users.c.name.in_(change.removed_users)))
             for run in change.runs:
                 _put(connection, t.runs, {"job": run.job, "region": run.region}, asdict(run))
             events = tuple(self._append_event(connection, event) for event in change.events)
@@ -165,6 +170,19 @@ class Store:
             wanted = select(t.invitations).where(t.invitations.c.secret_hash == secret_hash)
             row = connection.execute(wanted).mappings().first()
             return Invitation(**row) if row else None
+
+    def users(self) -> list[UserRow]:
+        """All users, sorted by name."""
+        with self._reading() as connection:
+            rows = connection.execute(select(t.users).order_by(t.users.c.name)).mappings()
+            return [UserRow(**row) for row in rows]
+
+    def unpromised_worker_seconds(self, since: float) -> dict[str, float]:
+        """What ended jobs without a promise have had, by user, of those that were submitted after `since`."""
+        total = func.sum(t.jobs.c.unpromised_worker_seconds)
+        wanted = select(t.jobs.c.user, total).where(t.jobs.c.created_at > since).group_by(t.jobs.c.user)
+        with self._reading() as connection:
+            return {row[0]: float(row[1]) for row in connection.execute(wanted)}
 
     def runs(self, task_key: str, limit: int = 100) -> list[RunRow]:
         """Earlier runs of a task, newest first."""

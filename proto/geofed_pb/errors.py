@@ -65,6 +65,7 @@ CATALOGUE: dict[str, Entry] = {
         Exit.INADMISSIBLE, False, "the region's policy does not let this data be used so; ask its operator"
     ),
     "INADMISSIBLE": Entry(Exit.INADMISSIBLE, False, "the reasons name what would have to change"),
+    "QUOTA_EXCEEDED": Entry(Exit.INADMISSIBLE, True, "wait until one of your jobs has ended, or ask the operator"),
     # identity
     "UNAUTHENTICATED": Entry(Exit.AUTH, False, "use the token or certificate of this federation"),
     "FORBIDDEN": Entry(Exit.AUTH, False, "this identity may not do that"),
@@ -77,6 +78,7 @@ CATALOGUE: dict[str, Entry] = {
     # jobs
     "JOB_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`control-plane list` shows the jobs"),
     "REGION_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`control-plane region list` shows the regions"),
+    "USER_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`control-plane user list` shows the users"),
     "TEMPLATE_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`control-plane template list` shows the templates"),
     "MODEL_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "the job has no model yet; wait for it to succeed"),
     "REQUEST_CONFLICT": Entry(Exit.CONFLICT, False, "use a new --request-id for a different job"),

@@ -1,7 +1,7 @@
 """Deadlines: who is promised one, what that takes, and who gets what is left. The same core runs live and simulated."""
 
 from scheduler.deadline._admit import Admission, admit
-from scheduler.deadline._allot import LIVE, Allotment, Offer, allot, offer
+from scheduler.deadline._allot import LIVE, Allotment, Offer, allot, offer, promised_at_once
 from scheduler.deadline._book import Book
 from scheduler.deadline._buddy import Buddy, Placed
 from scheduler.deadline._course import Course, Ground
@@ -44,6 +44,7 @@ __all__ = [
     "fit_curve",
     "least_device_seconds",
     "offer",
+    "promised_at_once",
     "prove",
     "refuge",
     "spot_share",

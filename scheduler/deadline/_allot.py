@@ -16,7 +16,7 @@ from scheduler.deadline._ledger import Gang, Held, Ledger
 from scheduler.deadline._model import Capacity, Overhead, Rules
 from scheduler.deadline._played import as_before, followed, levels_held, on_course
 
-__all__ = ["LIVE", "Allotment", "Offer", "allot", "offer"]
+__all__ = ["LIVE", "Allotment", "Offer", "allot", "offer", "promised_at_once"]
 
 LIVE = Rules(
     Overhead(base_s=3.0, doubling_s=0.0), margin=0.1, kept_margin=0.03, reserve_s=6.0, kept_reserve_s=3.0, grace_s=30.0
@@ -163,6 +163,8 @@ def offer(
         if after is None or (over_quota := _over_quota([*gangs, asked], after, new.user, rules)):
             continue
         _, after, course = _shared_out(now, capacities, [*gangs, asked], rules, before, ground)
+        if over_quota := _over_quota([*gangs, asked], after, new.user, rules):
+            continue
         if not course.holds and late is None:
             late = frozenset(_shared_out(now, capacities, gangs, rules, before, ground)[2].late)
         if course.fits and course.late.keys() <= (late or frozenset()):
@@ -201,11 +203,18 @@ def _broken(held: Mapping[str, Held]) -> frozenset[str]:
 
 def _over_quota(gangs: Sequence[Gang], held: Mapping[str, Held], user: str, rules: Rules) -> bool:
     limit = rules.quotas.get(user)
-    if limit is None:
-        return False
+    return limit is not None and promised_at_once(gangs, held, user) > limit
+
+
+def promised_at_once(gangs: Sequence[Gang], held: Mapping[str, Held], user: str) -> int:
+    """The most workers, over all regions, that the promises to a user hold at any instant: what a quota bounds.
+
+    A promise holds the least that keeps it. What a job has besides, because it is free, does not count, and neither
+    does a job without a promise.
+    """
     steps: list[tuple[float, int]] = []
     for gang in gangs:
-        if gang.user != user or gang.name not in held:
+        if gang.user != user or gang.best_effort or gang.name not in held:
             continue
         mine = held[gang.name]
         for begin, end, pace in zip(mine.times, mine.times[1:], mine.paces, strict=False):
@@ -215,7 +224,7 @@ def _over_quota(gangs: Sequence[Gang], held: Mapping[str, Held], user: str, rule
     for _, change in sorted(steps):
         total += change
         most = max(most, total)
-    return most > limit
+    return most
 
 
 def _promises(

@@ -27,6 +27,7 @@ from control_plane.store import (
     RegionRow,
     RunRow,
     Store,
+    UserRow,
     open_store,
 )
 from control_plane.store._schema import metadata
@@ -106,6 +107,26 @@ class Contract:
         assert store.jobs(phases=frozenset({"running"})) == []
         assert store.jobs() == [done]
         assert store.regions()[0].cloud == "other"
+
+    def test_users_come_change_and_go(self, store: Store) -> None:
+        ann, bob = UserRow("ann", "h1", 4, 1.0), UserRow("bob", "h2", None, 2.0)
+        store.commit(Change(users=(bob, ann)))
+        assert store.users() == [ann, bob]
+        store.commit(Change(users=(replace(ann, promised_workers=None, token_hash="h3"),)))
+        assert store.users()[0] == UserRow("ann", "h3", None, 1.0)
+        with pytest.raises(GeofedError, match="REQUEST_CONFLICT"):
+            store.commit(Change(users=(UserRow("eve", "h2", None, 3.0),)))
+        store.commit(Change(removed_users=("bob", "nobody")))
+        assert [user.name for user in store.users()] == ["ann"]
+
+    def test_what_jobs_without_a_promise_have_had_is_summed_by_user(self, store: Store) -> None:
+        def job(name: str, user: str, at: float, seconds: float) -> JobRow:
+            return replace(JOB, id=name, request_id=name, user=user, created_at=at, unpromised_worker_seconds=seconds)
+
+        jobs = (job("a", "ann", 5.0, 2.5), job("b", "ann", 6.0, 1.5), job("c", "", 6.0, 1.0), job("d", "ann", 1.0, 9.0))
+        store.commit(Change(jobs=jobs))
+        assert store.unpromised_worker_seconds(4.0) == {"ann": 4.0, "": 1.0}
+        assert store.job("a") == jobs[0]
 
     def test_cursors_grow_and_resume(self, store: Store) -> None:
         events = tuple(EventRow(float(n), f"j{n % 2}", "a", "kind", "text") for n in range(6))

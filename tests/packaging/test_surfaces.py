@@ -158,6 +158,7 @@ SURFACES = {
         "fit_curve",
         "least_device_seconds",
         "offer",
+        "promised_at_once",
         "prove",
         "refuge",
         "spot_share",

@@ -80,7 +80,7 @@ class JobRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("id", "name", "state", "condition", "created_at", "started_at", "finished_at", "spec_json", "plan_json", "result_json", "error", "partitions", "rounds", "links", "deadline_at")
+    __slots__ = ("id", "name", "state", "condition", "created_at", "started_at", "finished_at", "spec_json", "plan_json", "result_json", "error", "partitions", "rounds", "links", "deadline_at", "user")
     ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +96,7 @@ class Job(_message.Message):
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_AT_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
     id: str
     name: str
     state: str
@@ -111,7 +112,8 @@ class Job(_message.Message):
     rounds: int
     links: _containers.RepeatedCompositeFieldContainer[WanLink]
     deadline_at: float
-    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., created_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., spec_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., result_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStatus, _Mapping]]] = ..., rounds: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WanLink, _Mapping]]] = ..., deadline_at: _Optional[float] = ...) -> None: ...
+    user: str
+    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., created_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., spec_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., result_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStatus, _Mapping]]] = ..., rounds: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WanLink, _Mapping]]] = ..., deadline_at: _Optional[float] = ..., user: _Optional[str] = ...) -> None: ...
 
 class WanLink(_message.Message):
     __slots__ = ("source", "destination", "state", "rtt_ms", "goodput_mbps", "streams", "codec", "interval", "sent_bytes", "received_bytes", "staleness", "refused")
@@ -329,6 +331,64 @@ class InviteReply(_message.Message):
     token: str
     expires: float
     def __init__(self, token: _Optional[str] = ..., expires: _Optional[float] = ...) -> None: ...
+
+class AddUserRequest(_message.Message):
+    __slots__ = ("name", "promised_workers")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    promised_workers: int
+    def __init__(self, name: _Optional[str] = ..., promised_workers: _Optional[int] = ...) -> None: ...
+
+class ChangeUserRequest(_message.Message):
+    __slots__ = ("name", "promised_workers", "no_quota", "new_token")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    NO_QUOTA_FIELD_NUMBER: _ClassVar[int]
+    NEW_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    promised_workers: int
+    no_quota: bool
+    new_token: bool
+    def __init__(self, name: _Optional[str] = ..., promised_workers: _Optional[int] = ..., no_quota: bool = ..., new_token: bool = ...) -> None: ...
+
+class RemoveUserRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UserReply(_message.Message):
+    __slots__ = ("user", "token")
+    USER_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    user: User
+    token: str
+    def __init__(self, user: _Optional[_Union[User, _Mapping]] = ..., token: _Optional[str] = ...) -> None: ...
+
+class ListUsersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListUsersReply(_message.Message):
+    __slots__ = ("users",)
+    USERS_FIELD_NUMBER: _ClassVar[int]
+    users: _containers.RepeatedCompositeFieldContainer[User]
+    def __init__(self, users: _Optional[_Iterable[_Union[User, _Mapping]]] = ...) -> None: ...
+
+class User(_message.Message):
+    __slots__ = ("name", "promised_workers", "promised_now", "jobs", "created_at")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_NOW_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    CREATED_AT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    promised_workers: int
+    promised_now: int
+    jobs: int
+    created_at: float
+    def __init__(self, name: _Optional[str] = ..., promised_workers: _Optional[int] = ..., promised_now: _Optional[int] = ..., jobs: _Optional[int] = ..., created_at: _Optional[float] = ...) -> None: ...
 
 class ModelRequest(_message.Message):
     __slots__ = ("job", "offset")

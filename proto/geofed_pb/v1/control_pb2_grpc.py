@@ -105,6 +105,26 @@ class ControlStub(object):
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.InviteRequest.SerializeToString,
                 response_deserializer=geofed__pb_dot_v1_dot_control__pb2.InviteReply.FromString,
                 _registered_method=True)
+        self.AddUser = channel.unary_unary(
+                '/geofed.v1.Control/AddUser',
+                request_serializer=geofed__pb_dot_v1_dot_control__pb2.AddUserRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_control__pb2.UserReply.FromString,
+                _registered_method=True)
+        self.ChangeUser = channel.unary_unary(
+                '/geofed.v1.Control/ChangeUser',
+                request_serializer=geofed__pb_dot_v1_dot_control__pb2.ChangeUserRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_control__pb2.UserReply.FromString,
+                _registered_method=True)
+        self.RemoveUser = channel.unary_unary(
+                '/geofed.v1.Control/RemoveUser',
+                request_serializer=geofed__pb_dot_v1_dot_control__pb2.RemoveUserRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_control__pb2.User.FromString,
+                _registered_method=True)
+        self.ListUsers = channel.unary_unary(
+                '/geofed.v1.Control/ListUsers',
+                request_serializer=geofed__pb_dot_v1_dot_control__pb2.ListUsersRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_control__pb2.ListUsersReply.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_stream(
                 '/geofed.v1.Control/GetModel',
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.ModelRequest.SerializeToString,
@@ -207,6 +227,33 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddUser(self, request, context):
+        """The operator's: who may submit jobs, and what may be promised to them. Tokens are told once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeUser(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveUser(self, request, context):
+        """"Let this user in no more." Jobs go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListUsers(self, request, context):
+        """A user sees only itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """"Give me the model": safetensors bytes; the manifest is in the job's result.
         """
@@ -286,6 +333,26 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Invite,
                     request_deserializer=geofed__pb_dot_v1_dot_control__pb2.InviteRequest.FromString,
                     response_serializer=geofed__pb_dot_v1_dot_control__pb2.InviteReply.SerializeToString,
+            ),
+            'AddUser': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddUser,
+                    request_deserializer=geofed__pb_dot_v1_dot_control__pb2.AddUserRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_control__pb2.UserReply.SerializeToString,
+            ),
+            'ChangeUser': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeUser,
+                    request_deserializer=geofed__pb_dot_v1_dot_control__pb2.ChangeUserRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_control__pb2.UserReply.SerializeToString,
+            ),
+            'RemoveUser': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveUser,
+                    request_deserializer=geofed__pb_dot_v1_dot_control__pb2.RemoveUserRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_control__pb2.User.SerializeToString,
+            ),
+            'ListUsers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListUsers,
+                    request_deserializer=geofed__pb_dot_v1_dot_control__pb2.ListUsersRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_control__pb2.ListUsersReply.SerializeToString,
             ),
             'GetModel': grpc.unary_stream_rpc_method_handler(
                     servicer.GetModel,
@@ -671,6 +738,114 @@ class Control(object):
             '/geofed.v1.Control/Invite',
             geofed__pb_dot_v1_dot_control__pb2.InviteRequest.SerializeToString,
             geofed__pb_dot_v1_dot_control__pb2.InviteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddUser(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.Control/AddUser',
+            geofed__pb_dot_v1_dot_control__pb2.AddUserRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_control__pb2.UserReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeUser(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.Control/ChangeUser',
+            geofed__pb_dot_v1_dot_control__pb2.ChangeUserRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_control__pb2.UserReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveUser(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.Control/RemoveUser',
+            geofed__pb_dot_v1_dot_control__pb2.RemoveUserRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_control__pb2.User.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListUsers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.Control/ListUsers',
+            geofed__pb_dot_v1_dot_control__pb2.ListUsersRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_control__pb2.ListUsersReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,10 @@ CONTRACTS = {
     "region list": Contract(),
     "region describe": Contract("a"),
     "region invite": Contract("c --ttl 5m", mutating=True),
+    "user add": Contract("u-{fresh} --promised-workers 4", mutating=True),
+    "user list": Contract(),
+    "user change": Contract("ann --promised-workers 3", mutating=True),
+    "user remove": Contract("r-{fresh} --yes", mutating=True),
     "catalogue regions": Contract("--cloud azure", remote=False),
     "catalogue prices": Contract("--cloud azure --region westeurope --type Standard_F16s_v2", remote=False),
     "catalogue shards": Contract("s3://catalogue/digits/ --endpoint-url {store}", remote=False),
@@ -96,9 +100,9 @@ def test_every_command_is_declared_and_has_the_options_of_its_kind() -> None:
         assert ("--context" in options) == contract.remote, name
         assert bool({"--watch", "--follow"} & set(options)) == contract.streaming, name
     mutating = {name for name, contract in CONTRACTS.items() if contract.mutating}
-    assert mutating == {"submit", "scale", "cancel", "region invite"}
+    assert mutating == {"submit", "scale", "cancel", "region invite", "user add", "user change", "user remove"}
     assert "--request-id" in options_of(found["submit"])
-    assert "--yes" in options_of(found["cancel"])
+    assert all("--yes" in options_of(found[name]) for name in ("cancel", "user remove"))
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +133,8 @@ def jobs(federation: Federation, store: str, tmp_path_factory: pytest.TempPathFa
         return out.decode().strip()
 
     file = str(folder / "job.yaml")
+    for user in ("ann", *(f"r-fresh-{format}" for format in ALL)):
+        told("user", "add", user)
     held = told("submit", file, "-o", "name", *HOLD)
     told("cancel", held, "--yes")
     running = told("submit", file, "-o", "name", "--set", "train.workers=1", *HOLD)
@@ -172,7 +178,7 @@ def test_without_a_control_plane_there_is_an_envelope_too(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("GEOFED_CONTEXT", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    filled = CONTRACTS[name].arguments.format(job="j", cancelled="j", running="j", file=job_file)
+    filled = CONTRACTS[name].arguments.format(job="j", cancelled="j", running="j", file=job_file, fresh="u")
     ran = run(*name.split(), *filled.split(), "-o", "json")
     assert ran.status == 6
     assert ran.error["code"] == "UNAVAILABLE"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.deadline import LIVE, Capacity, Gang, Held, Overhead, Pace, Rules, allot, offer
+from scheduler.deadline import LIVE, Capacity, Gang, Held, Overhead, Pace, Rules, allot, offer, promised_at_once
 
 REGIONS = ("east", "west")
 EXACT = Rules(Overhead(base_s=0.0, doubling_s=0.0), margin=0.0, kept_margin=0.0)
@@ -219,6 +219,41 @@ def test_a_quota_bounds_what_a_user_is_promised_at_once() -> None:
     assert told.deadline_s is None
     assert told.over_quota
     assert offer(0.0, room(east=8, west=8), [held], gang("more", 100.0, 50.0, user="bob"), rules).deadline_s == 50.0
+
+
+def test_best_effort_work_takes_nothing_of_a_quota() -> None:
+    rules = replace(EXACT, quotas={"ann": 2})
+    runs = gang("runs", 100.0, most=1, held=0, fixed=True, user="ann")
+    assert offer(0.0, room(east=8, west=8), [runs], gang("new", 50.0, 50.0, user="ann"), rules).deadline_s == 50.0
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(gangs().map(lambda made: made[0]), min_size=2, max_size=6), CAPACITIES, st.integers(0, 8))
+def test_no_offer_has_a_user_hold_more_than_its_quota(
+    asked: list[Gang], capacities: dict[str, Capacity], limit: int
+) -> None:
+    rules, taken = replace(EXACT, quotas={"ann": limit}), []
+    held: Mapping[str, Held] = {}
+    for number, job in enumerate(asked):
+        new = replace(job, name=f"j{number}", user="ann" if number % 2 else "bob")
+        if new.best_effort:
+            continue
+        told = offer(0.0, capacities, taken, new, rules, before=held)
+        if told.deadline_s is None:
+            continue
+        taken.append(new)
+        held = told.held
+        if new.user == "bob":
+            continue
+        for at in {at for holding in held.values() for at in holding.times[:-1]}:
+            mine = [(gang, held[gang.name]) for gang in taken if gang.user == "ann"]
+            workers = sum(
+                sum(gang.workers(pace).values())
+                for gang, holding in mine
+                for begin, end, pace in zip(holding.times, holding.times[1:], holding.paces, strict=False)
+                if begin <= at < end
+            )
+            assert workers <= promised_at_once(taken, held, "ann") <= limit
 
 
 def test_a_promise_in_danger_gets_all_there_is_and_is_told() -> None:

@@ -1,0 +1,136 @@
+"""`user add`, `user list`, `user change` and `user remove`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from control_plane.cli._connect import ask_control_plane, confirm
+from control_plane.cli._options import ContextFile, Output, Yes
+from control_plane.cli._output import columns, emit, fields, say
+from control_plane.cli._settings import Format
+from control_plane.cli._view import Data, time_text
+from geofed_pb.errors import GeofedError
+
+if TYPE_CHECKING:
+    from control_plane.client import ControlClient
+    from geofed_pb.v1 import control_pb2
+
+app = typer.Typer(name="user", help="Who may submit jobs, besides the operator.", no_args_is_help=True)
+UserName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the user.", show_default=False)]
+Quota = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="Most workers that promises may hold for the user at once, over all regions; none: any number."
+    ),
+]
+
+
+@app.command()
+def add(
+    user: UserName, promised_workers: Quota = None, context: ContextFile = None, output: Output = Format.TABLE
+) -> None:
+    """Let a user in, and print the token; it is not told again."""
+    reply = ask_control_plane(context, lambda client: client.add_user(user, promised_workers))
+    _show_token(reply)
+
+
+@app.command("list")
+def list_users(context: ContextFile = None, output: Output = Format.TABLE) -> None:
+    """List the users with their quotas; a user sees only itself."""
+
+    async def ask(client: ControlClient) -> list[Data]:
+        return [_user_view(user) for user in await client.users()]
+
+    views = ask_control_plane(context, ask)
+    emit(views, table=_users_table, name=_name_of)
+    if not views:
+        say("no users but the operator; let one in: control-plane user add NAME")
+
+
+@app.command()
+def change(
+    user: UserName,
+    promised_workers: Quota = None,
+    no_quota: Annotated[bool, typer.Option("--no-quota", help="Any number of workers may be promised.")] = False,
+    new_token: Annotated[
+        bool, typer.Option("--new-token", help="Print another token; the old one is good no more.")
+    ] = False,
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Give a user another quota, or another token; promises that were given stay."""
+    if no_quota and promised_workers is not None:
+        raise GeofedError("USAGE", "--promised-workers and --no-quota contradict each other")
+    if not (no_quota or new_token or promised_workers is not None):
+        raise GeofedError("USAGE", "say what to change: --promised-workers N, --no-quota or --new-token")
+
+    async def ask(client: ControlClient) -> control_pb2.UserReply:
+        return await client.change_user(user, promised_workers, no_quota=no_quota, new_token=new_token)
+
+    reply = ask_control_plane(context, ask)
+    if reply.token:
+        _show_token(reply)
+    else:
+        emit(_user_view(reply.user), table=_user_text, name=_name_of)
+
+
+@app.command()
+def remove(user: UserName, yes: Yes = False, context: ContextFile = None, output: Output = Format.TABLE) -> None:
+    """Let a user in no more; the user's jobs go on."""
+    confirm(f"Remove user {user}?", yes=yes)
+
+    async def ask(client: ControlClient) -> Data:
+        return _user_view(await client.remove_user(user))
+
+    view = ask_control_plane(context, ask)
+    emit(view, table=_user_text, name=_name_of)
+    if view["jobs"]:
+        say(f"{view['jobs']} jobs of {user} go on; `control-plane list` shows them, `control-plane cancel` ends them")
+
+
+def _show_token(reply: control_pb2.UserReply) -> None:
+    data = _user_view(reply.user) | {"token": reply.token}
+    emit(data, table=lambda shown: str(shown["token"]), name=_name_of)
+    say(
+        f"The token is not told again. {data['name']} needs it in a file, the control plane's pki/ca.crt, and a copy of"
+    )
+    say("its context.json in which `token_file` and `ca_file` name these two.")
+
+
+def _user_view(user: control_pb2.User) -> Data:
+    return {
+        "name": user.name,
+        "promised_workers": user.promised_workers if user.HasField("promised_workers") else None,
+        "promised_now": user.promised_now,
+        "jobs": user.jobs,
+        "created_at": time_text(user.created_at),
+    }
+
+
+def _quota_text(view: Data) -> str:
+    return "any number" if view["promised_workers"] is None else str(view["promised_workers"])
+
+
+def _users_table(views: list[Data]) -> str:
+    return columns(
+        ["USER", "QUOTA", "PROMISED", "JOBS", "SINCE"],
+        [[view["name"], _quota_text(view), view["promised_now"], view["jobs"], view["created_at"]] for view in views],
+    )
+
+
+def _user_text(view: Data) -> str:
+    return fields(
+        [
+            ("user", view["name"]),
+            ("quota", f"{_quota_text(view)} of promised workers"),
+            ("promised", f"{view['promised_now']} workers at once"),
+            ("jobs", view["jobs"]),
+            ("since", view["created_at"]),
+        ]
+    )
+
+
+def _name_of(view: Data) -> str:
+    return str(view["name"])

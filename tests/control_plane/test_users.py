@@ -1,0 +1,246 @@
+"""Named users: their tokens, what is theirs, what may be promised to them; over real TLS sockets, by played agents."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from control_plane.client import ControlClient
+from control_plane.server import ServeConfig
+from control_plane.spec import load, pack
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import common_pb2
+from tests.control_plane.conftest import Stage, staged
+from tests.control_plane.scenario import bring_up, run, train
+
+SOON = "objective.deadline=10m"
+ONE = "train.workers=1"
+
+
+@asynccontextmanager
+async def as_user(stage: Stage, token: str) -> AsyncIterator[ControlClient]:
+    async with ControlClient(stage.context.address, stage.context.ca_file.read_bytes(), token) as client:
+        yield client
+
+
+async def submitted(client: ControlClient, job_file: Path, request_id: str, *overrides: str) -> Any:
+    loaded = load(job_file, overrides)
+    content, digest = pack(loaded.folder, loaded.spec.task.module)
+    await client.put_bundle(content, digest)
+    return (await client.submit(loaded.json, digest, request_id)).job
+
+
+async def refused(call: Any, code: str, text: str = "") -> GeofedError:
+    with pytest.raises(GeofedError, match=text or code) as caught:
+        await call
+    assert caught.value.code == code
+    return caught.value
+
+
+async def _soon(condition: Callable[[], Awaitable[bool]]) -> None:
+    """What changes without an event."""
+    async with asyncio.timeout(15):
+        while not await condition():  # noqa: ASYNC110 - only the control plane knows
+            await asyncio.sleep(0.1)
+
+
+def test_users_come_and_go_and_their_tokens_are_not_kept(serve_config: ServeConfig) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            told = await stage.client.add_user("ann", 4)
+            assert (told.user.name, told.user.promised_workers) == ("ann", 4)
+            bob = (await stage.client.add_user("bob")).token
+            await refused(stage.client.add_user("ann"), "ILLEGAL_STATE", "a user ann already")
+            for name in ("operator", "Ann", "", "-a"):
+                await refused(stage.client.add_user(name), "CONFIG_INVALID", "cannot be the name of a user")
+            async with as_user(stage, told.token) as ann:
+                assert [user.name for user in await ann.users()] == ["ann"]
+                await refused(ann.add_user("eve"), "FORBIDDEN")
+                await refused(ann.change_user("ann", no_quota=True), "FORBIDDEN")
+                await refused(ann.remove_user("bob"), "FORBIDDEN")
+                await refused(ann.invite("c"), "FORBIDDEN", "only the operator may do that, not ann")
+                new = (await stage.client.change_user("ann", new_token=True)).token
+                await refused(ann.jobs(), "UNAUTHENTICATED")
+            changed = (await stage.client.change_user("ann", 0)).user
+            assert changed.HasField("promised_workers")
+            assert changed.promised_workers == 0
+            assert not (await stage.client.change_user("ann", no_quota=True)).user.HasField("promised_workers")
+            assert [user.name for user in await stage.client.users()] == ["ann", "bob"]
+            await refused(stage.client.remove_user("eve"), "USER_NOT_FOUND")
+        stored = b"".join(path.read_bytes() for path in serve_config.state_dir.glob("state.db*"))
+        assert not any(token.encode() in stored for token in (told.token, bob, new))
+        async with staged(serve_config) as stage, as_user(stage, new) as ann:
+            assert await ann.jobs() == []
+            await stage.client.remove_user("ann")
+            await refused(ann.jobs(), "UNAUTHENTICATED")
+            kinds = [event.kind async for event in stage.client.watch("", follow=False)]
+            assert [kind for kind in kinds if kind.startswith("user.")] == [
+                "user.added", "user.added", "user.changed", "user.changed", "user.changed", "user.removed",
+            ]  # fmt: skip
+
+    run(scenario())
+
+
+def test_a_job_is_its_users_and_others_may_only_look(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            tokens = [(await stage.client.add_user(name)).token for name in ("ann", "bob")]
+            async with as_user(stage, tokens[0]) as ann, as_user(stage, tokens[1]) as bob:
+                job = await submitted(ann, job_file, "r1")
+                assert (job.user, (await bob.job(job.id)).user) == ("ann", "ann")
+                assert (await submitted(ann, job_file, "r1")).id == job.id
+                await refused(submitted(bob, job_file, "r1"), "REQUEST_CONFLICT", "of another user")
+                await train(job.id, a, b)
+                await refused(bob.cancel(job.id), "FORBIDDEN", f"{job.id} is the job of ann; bob may only look at it")
+                await refused(bob.scale(job.id, {"a": 2}), "FORBIDDEN")
+                await refused(bob.cancel(job.name), "FORBIDDEN")
+                await ann.scale(job.id, {"a": 2})
+                operators = await submitted(stage.client, job_file, "r2", "train.seed=2")
+                assert operators.user == ""
+                await refused(ann.cancel(operators.id), "FORBIDDEN", "the job of the operator")
+                assert {(shown.id, shown.user) for shown in await bob.jobs()} == {(job.id, "ann"), (operators.id, "")}
+                events = [event async for event in bob.watch(job.id, follow=False)]
+                assert events[0].text == f"job {job.id} was submitted by ann"
+                assert json.loads(events[0].data_json) == {"user": "ann"}
+                await ann.cancel(job.id)
+                await stage.client.remove_user("bob")
+                await refused(bob.job(job.id), "UNAUTHENTICATED")
+                assert (await stage.client.cancel(operators.id)).state in ("cancelling", "cancelled")
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
+
+
+def test_who_is_removed_hears_nothing_more(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            token = (await stage.client.add_user("ann")).token
+            async with as_user(stage, token) as ann:
+                job = await submitted(ann, job_file, "r1")
+
+                async def follow() -> None:
+                    async for _ in ann.watch(job.id):
+                        pass
+
+                following = asyncio.create_task(follow())
+                await asyncio.sleep(0)
+                await stage.client.remove_user("ann")
+                await stage.client.cancel(job.id)
+                await refused(following, "UNAUTHENTICATED")
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
+
+
+def test_a_quota_bounds_what_is_promised_over_all_regions_and_restarts(
+    serve_config: ServeConfig, job_file: Path
+) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            token = (await stage.client.add_user("ann", 2)).token
+            async with as_user(stage, token) as ann:
+                held = await submitted(ann, job_file, "r1", ONE, "train.end={epochs: 900}", "objective.deadline=3h")
+                told = await refused(
+                    submitted(ann, job_file, "r2", ONE, SOON), "QUOTA_EXCEEDED", "more than 2 workers at once"
+                )
+                assert (await stage.client.users())[0].promised_now == 2
+        async with staged(serve_config) as stage:
+            for agent in (a, b):
+                agent.identity = agent.identity.__class__(
+                    agent.identity.region, f"127.0.0.1:{stage.ports.agent}", *_pems(agent.identity)
+                )
+                await agent.connect()
+            async with as_user(stage, token) as ann:
+                again = await refused(submitted(ann, job_file, "r2", ONE, SOON), "QUOTA_EXCEEDED")
+                assert again.message == told.message
+                explained = await ann.plan(load(job_file, (ONE, SOON)).json)
+                reasons = json.loads(explained.plan_json)["reasons"]
+                assert not explained.admissible
+                assert [reason["code"] for reason in reasons] == ["QUOTA_EXCEEDED"]
+                assert "wait until one of your jobs has ended" in str(again.hint), (
+                    "with fixed workers it begins at once"
+                )
+                elastic = await refused(submitted(ann, job_file, "r2", SOON), "QUOTA_EXCEEDED")
+                seconds = re.search(r"of (\d+) s from now", str(elastic.hint))
+                assert seconds is not None, elastic.hint
+                later = await submitted(ann, job_file, "r3", f"objective.deadline={int(seconds[1]) + 5}s")
+                assert later.deadline_at > 0, "what is named can be promised"
+                free = await submitted(ann, job_file, "r4", ONE, "train.seed=4")
+                assert free.deadline_at == 0, "best effort takes nothing of a quota"
+                soft = await submitted(ann, job_file, "r5", ONE, SOON, "objective.soft=[{deadline: 11m, value: 0.5}]")
+                assert soft.deadline_at == 0
+                for job in (free, soft):
+                    await ann.cancel(job.id)
+            assert (await submitted(stage.client, job_file, "r7", ONE, SOON)).deadline_at > 0, "the operator has none"
+            await stage.client.cancel(held.id)
+            await stage.client.change_user("ann", 1)
+            async with as_user(stage, token) as ann:
+                none = await refused(submitted(ann, job_file, "r8", ONE, SOON), "QUOTA_EXCEEDED")
+                assert "it takes 2 workers at least" in str(none.hint)
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
+
+
+def _pems(identity: Any) -> tuple[bytes, bytes, bytes]:
+    return identity.ca_pem, identity.certificate_pem, identity.key_pem
+
+
+def test_whose_jobs_have_had_less_comes_first_in_line(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            tokens = [(await stage.client.add_user(name)).token for name in ("ann", "bob")]
+            async with as_user(stage, tokens[0]) as ann, as_user(stage, tokens[1]) as bob:
+                had = await submitted(ann, job_file, "r1", "train.workers=2")
+                await train(had.id, a, b)
+                used = common_pb2.Money(item="function-seconds", quantity=500.0, unit="GB-s", usd=0.1, source="test")
+                a.report(had.id, "training", round=1, step=2, samples=20, money=[used])
+                await a.settled()
+                early = await submitted(ann, job_file, "r2", "train.workers=2", "train.seed=2")
+                late = await submitted(bob, job_file, "r3", "train.workers=2", "train.seed=3")
+                assert late.condition == f"waiting: for workers in a, b, behind {had.id}"
+
+                async def told() -> bool:
+                    condition = (await ann.job(early.id)).condition
+                    return had.id in condition and late.id in condition
+
+                await _soon(told)
+                await stage.client.cancel(had.id)
+                for agent in (a, b):
+                    await agent.command("stop")
+                    agent.report(had.id, "stopped")
+                starts = [await agent.command("start", 2) for agent in (a, b)]
+                assert {start.job for start in starts} == {late.id}
+            for agent in (a, b):
+                await agent.close()
+        async with staged(serve_config) as stage:
+            # What ended jobs have had is kept; jobs of before count still.
+            for agent in (a, b):
+                agent.identity = agent.identity.__class__(
+                    agent.identity.region, f"127.0.0.1:{stage.ports.agent}", *_pems(agent.identity)
+                )
+                await agent.connect()
+            third = await submitted(stage.client, job_file, "r4", "train.workers=2", "train.seed=4")
+
+            async def behind() -> bool:
+                return third.id in (await stage.client.job(early.id)).condition
+
+            await _soon(behind)
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
