@@ -139,7 +139,7 @@ class Works:
         self._ended = recovered.ended
         if self.setup.background:
             recovered = self._replay(recovered, entries)
-            key = self._publish_correction(recovered.version) if recovered.sequence else ""
+            key = self._publish_last_correction(recovered.version) if recovered.sequence else ""
             recovered = replace(recovered, correction_key=key)
         begins = self.replica.model if self._over(recovered) else self.replica.start
         model_key, state_key = self._publish(recovered.sequence, begins)
@@ -405,6 +405,15 @@ class Works:
 
     def _publish_correction(self, version: int) -> str:
         key = self._keep_correction(version)
+        self._put(key, "correction", self._corrections[key])
+        return key
+
+    def _publish_last_correction(self, version: int) -> str:
+        """After a crash: what the last merge leads the workers to the model with."""
+        key = correction_key(version)
+        if self._ended is None or self._ended.correction_key != key:
+            return self._publish_correction(version)
+        # The round that has ended since goes on from it, and counts as if it had been added: it stays as it was.
         self._put(key, "correction", self._corrections[key])
         return key
 
