@@ -388,7 +388,7 @@ def _grow(
         push(gang, pace + 1)
     for gang in gangs:
         before = grown.get(gang.name)
-        if before is not None and not _worthwhile(gang, before, paces[gang.name], rules):
+        if before is not None and not gang.insists and not _worthwhile(gang, before, paces[gang.name], rules):
             paces[gang.name] = before
 
 

@@ -63,6 +63,12 @@ class Gang:
     """Instant until which it is paused by an earlier change."""
     value: float = 1.0
     """Of its deadline; where promises break, those of least value break first."""
+    insists: bool = False
+    """What it wishes was weighed elsewhere: it grows to that also where the time it saves is not worth a change."""
+
+    preemptible: bool = False
+    """What it has now are workers that may be taken away. Where workers stay it counts as one without any, and gets
+    them only once its promise needs them."""
 
     def __post_init__(self) -> None:
         if not self.paces:
