@@ -8,6 +8,7 @@ from scheduler.deadline._course import Course, Ground
 from scheduler.deadline._curve import Curve, curve_from_table, fit_curve
 from scheduler.deadline._experience import Experience
 from scheduler.deadline._fill import least_device_seconds
+from scheduler.deadline._kinds import Kinds, allot_kinds
 from scheduler.deadline._ledger import Gang, Held, Pace
 from scheduler.deadline._model import Capacity, Job, Overhead, Refusal, Reservation, Rules
 from scheduler.deadline._proven import Proven, prove
@@ -29,6 +30,7 @@ __all__ = [
     "Ground",
     "Held",
     "Job",
+    "Kinds",
     "Offer",
     "Overhead",
     "Pace",
@@ -40,6 +42,7 @@ __all__ = [
     "Rules",
     "admit",
     "allot",
+    "allot_kinds",
     "curve_from_table",
     "fit_curve",
     "least_device_seconds",

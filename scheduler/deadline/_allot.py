@@ -99,6 +99,7 @@ def _shared_out(
     ground: Ground | None,
 ) -> tuple[dict[str, int], Mapping[str, Held], Course]:
     """Paces now, what is held, and the course on which fewest are late."""
+    gangs = [gang.lasting() for gang in gangs]
     best: tuple[dict[str, int], Mapping[str, Held], Course] | None = None
     tight: dict[str, float] = {}
     held: Mapping[str, Held] = {}
@@ -153,7 +154,7 @@ def offer(
 
     It can only if, with it among them, what ``allot`` would answer makes nobody late who is not so without it.
     """
-    waiting = [gang.waiting(now) for gang in gangs]
+    waiting = [gang.lasting().waiting(now) for gang in gangs]
     left, held = _promises(now, capacities, waiting, rules, before)
     late: frozenset[str] | None = None
     over_quota = False
@@ -319,7 +320,7 @@ def _begin(
     first, so that the latest pauses where not all can go on; then those that wait: the least served user's first, as
     they came. Behind one of best effort that finds no room nobody of best effort begins in its regions, or large jobs
     would wait for ever; one that could not run alone keeps nobody. What is fixed begins only where no promise needs its
-    workers before its end.
+    workers before its end. Who has preemptible workers needs no others yet.
     """
     standing = sorted(
         (gang for gang in gangs if paces[gang.name] < 0),
@@ -329,7 +330,7 @@ def _begin(
     room = {region: capacity.devices for region, capacity in capacities.items()}
     for gang in standing:
         more = _more(gang, -1, 0)
-        if gang.fixed and not gang.best_effort:
+        if gang.preemptible or (gang.fixed and not gang.best_effort):
             continue
         there = _fits(more, free) and not kept & set(more)
         if there and (not gang.fixed or _begins_now(gang, ledger, rules)):

@@ -88,6 +88,10 @@ class Gang:
             return self
         return replace(self, work=self.work + (self.ready_s - now) * self.paces[self.held].rate, ready_s=-math.inf)
 
+    def lasting(self) -> Gang:
+        """The same as it counts among workers that stay."""
+        return replace(self, held=-1, ready_s=-math.inf) if self.preemptible else self
+
     def workers(self, pace: int) -> Mapping[str, int]:
         """By region; of pace -1 there are none."""
         return self.paces[pace].workers if pace >= 0 else {}

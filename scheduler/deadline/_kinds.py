@@ -1,0 +1,152 @@
+"""Who has workers that stay, and who has preemptible ones: cheap while there is slack, left at the last safe moment.
+
+A promise rests on workers that stay, alone. A gang on preemptible workers counts there as one that has none and waits:
+what it is promised is held for it from the last instant at which it must begin. As long as that lies ahead, losing all
+preemptible workers at once costs nobody a promise; when it has come, the gang leaves them. So the rule of ``refuge``,
+which is for one job alone, holds for many that need the same workers later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from scheduler.deadline._allot import LIVE, _fits, _grow, _more, _take, allot
+from scheduler.deadline._curve import Curve
+from scheduler.deadline._ledger import Gang, Held
+from scheduler.deadline._model import Capacity, Job, Rules
+from scheduler.deadline._spot import refuge, spot_share
+
+__all__ = ["Kinds", "allot_kinds"]
+
+_WORTH_CHANGES = 10.0
+"""Nobody goes to preemptible workers for less than so many times the pause that a change takes."""
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """What everybody has from now on."""
+
+    paces: Mapping[str, int]
+    """By gang: index of its paces on workers that stay; -1: none of them."""
+    preemptible: Mapping[str, int]
+    """Index of its paces on preemptible workers; gangs that are not here have none."""
+    held: Mapping[str, Held]
+    """What those with a promise are sure to get of workers that stay; late ones among them."""
+
+    @property
+    def late(self) -> frozenset[str]:
+        """Gangs whose deadline cannot be kept as things stand, were preemptible workers to go now."""
+        return frozenset(name for name, held in self.held.items() if held.late)
+
+    def pace(self, gang: str) -> int:
+        """Index of a gang's pace, on workers of whichever kind; -1: none."""
+        return self.preemptible.get(gang, self.paces[gang])
+
+
+def allot_kinds(
+    now: float,
+    lasting: Mapping[str, Capacity],
+    preemptible: Mapping[str, Capacity],
+    gangs: Sequence[Gang],
+    rules: Rules = LIVE,
+    before: Mapping[str, Held] | None = None,
+) -> Kinds:
+    """Share the workers of both kinds out; only what there is of preemptible ones now counts, they may go any time.
+
+    A gang has workers of one kind, in all of its regions; ``Gang.preemptible`` says of which now. What is fixed does
+    not change kinds. Preemptible workers go to those that have them, then by deadline, then to the least served user's,
+    each at the leanest pace that would do its work in half of the time left (``spot_share``), best effort at its
+    slowest; what is left lets them grow as in ``allot``. All others get workers that stay by ``allot``.
+    """
+    barred: set[str] = set()
+    while True:
+        there = _places(now, preemptible, gangs, rules, barred)
+        on_lasting = [_as_seen_there(gang, there) for gang in gangs]
+        answer = allot(now, lasting, on_lasting, rules, before)
+        # Who would have to leave again soon does not come; who is there already stays to the last moment.
+        soon = {
+            gang.name
+            for gang in gangs
+            if gang.name in there
+            and not gang.preemptible
+            and gang.name in answer.held
+            and _begins_s(answer.held[gang.name]) - now <= _worth_s(gang, rules)
+        }
+        if not soon:
+            break
+        barred |= soon
+    staying = {name: pace for name, pace in there.items() if answer.paces[name] < 0}
+    paces = {**answer.paces, **dict.fromkeys(staying, -1)}
+    free = {region: capacity.devices for region, capacity in preemptible.items()}
+    mine = [gang for gang in gangs if gang.name in staying]
+    for gang in mine:
+        _take(_more(gang, -1, staying[gang.name]), free)
+    _grow([gang if gang.preemptible else replace(gang, held=-1) for gang in mine], staying, free, {}, rules)
+    return Kinds(paces, staying, answer.held)
+
+
+def _as_seen_there(gang: Gang, there: Mapping[str, int]) -> Gang:
+    """Where workers stay: one that has others counts as one without."""
+    if gang.name in there:
+        return replace(gang, preemptible=True)
+    return replace(gang, preemptible=False, held=-1, ready_s=-math.inf) if gang.preemptible else gang
+
+
+def _places(
+    now: float, preemptible: Mapping[str, Capacity], gangs: Sequence[Gang], rules: Rules, barred: set[str]
+) -> dict[str, int]:
+    """Paces on preemptible workers, before anybody grows."""
+    free = {region: capacity.devices for region, capacity in preemptible.items()}
+    order = sorted(
+        (gang for gang in gangs if not gang.fixed and gang.name not in barred),
+        key=lambda gang: (not gang.preemptible, gang.deadline_s, gang.served_s, gang.since_s, gang.name),
+    )
+    there: dict[str, int] = {}
+    for gang in order:
+        if not (gang.preemptible or _worth_coming(gang, now, rules)):
+            continue
+        wanted = 0 if gang.best_effort else _lean_pace(gang, now, rules)
+        fitting = [pace for pace in range(wanted + 1) if _fits(_more(gang, -1, pace), free)]
+        if fitting:
+            there[gang.name] = fitting[-1]
+            _take(_more(gang, -1, fitting[-1]), free)
+    return there
+
+
+def _worth_coming(gang: Gang, now: float, rules: Rules) -> bool:
+    """Whether there is slack, and work, for much more than what the change takes."""
+    worth_s = _worth_s(gang, rules)
+    if gang.held >= 0 and gang.work / gang.paces[gang.held].rate <= worth_s:
+        return False
+    if gang.best_effort:
+        return True
+    found = refuge(_job(gang), _curve(gang), now, rules.overhead, rules.kept_margin)
+    return found.share > 0 and found.leave_s - now > worth_s
+
+
+def _worth_s(gang: Gang, rules: Rules) -> float:
+    return _WORTH_CHANGES * rules.overhead.seconds(sum(gang.workers(0).values()))
+
+
+def _lean_pace(gang: Gang, now: float, rules: Rules) -> int:
+    curve = _curve(gang)
+    return curve.levels.index(spot_share(_job(gang), curve, now, rules.kept_margin))
+
+
+def _begins_s(held: Held) -> float:
+    """The first instant at which workers are held; infinite: never."""
+    return next((at for at, pace in zip(held.times, held.paces, strict=False) if pace >= 0), math.inf)
+
+
+def _job(gang: Gang) -> Job:
+    return Job(gang.name, {}, gang.work, gang.deadline_s)
+
+
+def _curve(gang: Gang) -> Curve:
+    """By workers in all regions; by number of the pace where two paces take equally many."""
+    rates = tuple(pace.rate for pace in gang.paces)
+    totals = tuple(sum(pace.workers.values()) for pace in gang.paces)
+    ascends = all(a < b for a, b in zip((0, *totals), totals, strict=False))
+    return Curve(totals if ascends else tuple(range(1, len(rates) + 1)), rates)
