@@ -196,6 +196,7 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             if report.state == "published" and report.blob_digest:
                 size = self._federation.blobs.size(report.blob_digest)
             draft.tell_job(message.partition.job, Reported(draft.at, region, report, size))
+            self._federation.allocation.heard(draft, message.partition.job)
         elif kind == "happening":
             happening = message.happening
             if not self._takes_part(happening.job, region):

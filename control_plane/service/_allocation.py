@@ -28,6 +28,7 @@ from control_plane.service._gangs import (
 from control_plane.service._planning import snapshot_of, workers_now
 from control_plane.service._quota import over_quota, quota_of, turn_of
 from control_plane.service._result import unpromised_worker_seconds
+from control_plane.service._scaling import Tuning, is_tuned, told
 from control_plane.service._speeds import Watched
 from control_plane.spec import JobSpec, to_demand
 from control_plane.store import RunRow
@@ -105,6 +106,7 @@ class Allocation:
             deadline_s=ends,
             since_s=draft.at,
             user=user,
+            spec=spec if is_tuned(spec) else None,
         )
         served = self._served(draft)
         new = replace(new, served_s=served.get(user, 0.0))
@@ -156,6 +158,25 @@ class Allocation:
             if entry.state.phase == "queued":
                 self._begin_or_wait(draft, entry, gang.workers(answer.paces[name]))
 
+    def heard(self, draft: Draft, job: str) -> None:
+        """An agent has told how a partition stands: the tuner of a job that has one hears of each round."""
+        entry = draft.job(job)
+        if entry is None or entry.state.phase != "running" or not is_tuned(entry.spec):
+            return
+        watched = self._watched.setdefault(job, Watched())
+        if watched.tuning is None:
+            staffed = staffed_of(entry.plan, planned_workers(entry.plan), draft.regions, {})
+            watched.tuning = Tuning.of(entry.spec, entry.plan, entry.state, staffed)
+        answer = watched.tuning.heard(entry.state, draft.at) if watched.tuning is not None else None
+        if answer is None or not answer[1].changed or not is_elastic(entry):
+            return
+        assert watched.tuning is not None
+        wanted = watched.tuning.dealt(answer[1].workers)
+        if wanted != watched.wanted:
+            watched.wanted, watched.reason = wanted, answer[1].reason
+            text, data = told(*answer)
+            draft.record("job.tuning", text, job=job, data=data)
+
     def scaled_by_hand(self, entry: JobEntry, workers: Mapping[str, int], at: float) -> None:
         """A user has asked for other workers: that is what the job wants, until its speed says otherwise."""
         wanted = {**workers_now(entry), **workers}
@@ -198,7 +219,9 @@ class Allocation:
             if part.report is not None:
                 watched.heard(part.region, part.report)
         training = is_elastic(entry) and all(part.state == "training" for part in parts)
-        if training and watched.due((part.region for part in parts), draft.at):
+        if is_tuned(entry.spec):
+            watched.tuned_by_now(workers_now(entry))
+        elif training and watched.due((part.region for part in parts), draft.at):
             change = _change(entry, watched, draft)
             wanted = {**workers_now(entry), **change.workers} if change is not None else {}
             watched.leans(wanted, change.reason if change is not None else "")

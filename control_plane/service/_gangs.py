@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from control_plane.core import JobState
 from control_plane.pki import utc_now
 from control_plane.service._draft import JobEntry, RegionEntry
 from control_plane.service._planning import workers_now
+from control_plane.service._scaling import begins_with, is_tuned, tuned_paces
 from control_plane.service._speeds import Watched
 from control_plane.spec import JobSpec, to_demand
 from scheduler import Plan, Staffed, pace, paces
@@ -51,8 +53,10 @@ def is_elastic(entry: JobEntry) -> bool:
 
 
 def may_scale(spec: JobSpec, chosen: Plan) -> bool:
-    """Whether the plan chose the workers, and any number of them will do: stages of a model are not given up."""
-    return spec.train.workers == "auto" and all(part.pipeline is None for part in chosen.partitions)
+    """Whether any number of workers will do, since the plan chose them or a tuner changes them: stages of a model are
+    not given up."""
+    free = spec.train.workers == "auto" or is_tuned(spec)
+    return free and all(part.pipeline is None for part in chosen.partitions)
 
 
 def gang_of_plan(
@@ -64,10 +68,14 @@ def gang_of_plan(
     deadline_s: float,
     since_s: float,
     user: str = "",
+    spec: JobSpec | None = None,
 ) -> Gang:
-    """A job that has not begun. Its speed is the plan's, as slow as the plan says that it may be."""
+    """A job that has not begun. Its speed is the plan's, as slow as the plan says that it may be. ``spec``: of one that
+    is tuned."""
     planned = planned_workers(chosen)
-    ways = _ways(chosen, planned, regions, {}, elastic)
+    ways = _ways(chosen, planned, regions, {}, elastic, tuned=spec is not None, promised=math.isfinite(deadline_s))
+    if spec is not None:
+        planned = begins_with(spec, chosen, staffed_of(chosen, planned, regions, {}))
     return Gang(
         name,
         ways,
@@ -87,7 +95,16 @@ def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry
     deadline_s = math.inf if state.deadline_at is None else state.deadline_at
     if state.phase == "queued":
         elastic = may_scale(entry.spec, chosen)
-        return gang_of_plan(name, chosen, regions, elastic=elastic, deadline_s=deadline_s, since_s=since_s, user=user)
+        return gang_of_plan(
+            name,
+            chosen,
+            regions,
+            elastic=elastic,
+            deadline_s=deadline_s,
+            since_s=since_s,
+            user=user,
+            spec=entry.spec if is_tuned(entry.spec) else None,
+        )
     held = {region: count for region, count in workers_now(entry).items() if count}
     if state.phase == "cancelling" and held:
         return Gang(name, (Pace(held, 1.0),), ENDING_SECONDS, held=0, fixed=True, since_s=since_s)
@@ -101,7 +118,9 @@ def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry
     planned = planned_workers(chosen)
     # Where some regions are done, or paused by hand, what the others have stays.
     elastic = is_elastic(entry) and len(held) in (0, len(planned))
-    ways = _ways(chosen, held or planned, regions, speeds, elastic, merges_of(entry.state))
+    tuned, promised = is_tuned(entry.spec), math.isfinite(deadline_s)
+    merges = merges_of(entry.state)
+    ways = _ways(chosen, held or planned, regions, speeds, elastic, merges, tuned=tuned, promised=promised)
     left = float(max(1, chosen.rounds - done))
     if may_scale(entry.spec, chosen) and not elastic and math.isinf(deadline_s):
         # It cannot be told of a change just now, but will soon: it does not hold its workers to its end.
@@ -117,6 +136,7 @@ def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry
         since_s=since_s,
         user=user,
         value=_value(entry),
+        insists=tuned,
     )
 
 
@@ -179,13 +199,21 @@ def _ways(
     speeds: Mapping[str, float],
     elastic: bool,
     merges: Mapping[str, float] | None = None,
+    *,
+    tuned: bool = False,
+    promised: bool = False,
 ) -> tuple[Pace, ...]:
     """The paces to promise on; only the one with these workers where it is not elastic."""
     staffed = staffed_of(chosen, workers, regions, speeds, merges)
     if len(staffed) < len(workers):
         # A region that nobody knows (any more): nothing can be told but that it takes long.
         return (Pace(dict(workers), chosen.rounds / chosen.estimate.seconds.high),)
-    if elastic:
+    if tuned and not elastic:
+        batches = {part.region: part.batch for part in chosen.partitions}
+        staffed = [replace(one, batch=batches[one.region] * one.workers) for one in staffed]
+    if tuned and elastic:
+        found = tuple((way.workers, way.rate) for way in tuned_paces(chosen, staffed, workers, promised=promised))
+    elif elastic:
         found = paces(staffed, chosen.exchange_seconds, chosen.background)
     else:
         found = ((dict(workers), pace(staffed, chosen.exchange_seconds, chosen.background)),)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from control_plane.core import Report
+from control_plane.service._scaling import Tuning
 
 __all__ = ["FEWEST_ROUNDS", "FIRST_REST_SECONDS", "REVIEW_SECONDS", "Watched"]
 
@@ -51,6 +52,8 @@ class Watched:
     reason: str = ""
     late: bool = False
     """Its promise is in danger, and that was told."""
+    tuning: Tuning | None = None
+    """Of a job whose workers follow a tuner, from its first round on."""
     _paces: dict[str, _Pace] = field(default_factory=dict)
     _known: dict[str, float] = field(default_factory=dict)
     """Speeds as they were before the last change."""
@@ -73,6 +76,8 @@ class Watched:
 
     def rested(self, at: float) -> bool:
         """Whether the last change is long enough ago for one that nobody needs."""
+        if self.tuning is not None:
+            return True  # the tuner rests by itself
         rest = FIRST_REST_SECONDS * 2 ** (self._changes - 1) if self._changes else 0.0
         return at >= self._changed + rest
 
@@ -83,6 +88,11 @@ class Watched:
             return False
         self._reviewed = at
         return True
+
+    def tuned_by_now(self, workers: dict[str, int]) -> None:
+        """Until the tuner has said anything, such a job would have the workers that it began with."""
+        if not self.wanted and all(workers.values()):
+            self.wanted = workers
 
     def leans(self, wanted: dict[str, int], reason: str) -> None:
         """A review's answer; two in turn must agree before it counts."""

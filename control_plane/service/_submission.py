@@ -18,6 +18,7 @@ from control_plane.service._planning import (
     warnings_of,
     workers_now,
 )
+from control_plane.service._scaling import is_tuned, pool_of
 from control_plane.spec import JobSpec, parse_json
 from control_plane.store import JobRow
 from geofed_pb.errors import GeofedError
@@ -116,6 +117,9 @@ async def scale(federation: Federation, job: str, workers: dict[str, int], reaso
                 raise GeofedError(
                     "INADMISSIBLE", f"region {region} has {free} workers for this job, {wanted} are asked for"
                 )
+            if is_tuned(entry.spec) and wanted > (most := pool_of(entry.plan)[region]):
+                text = f"region {region} has at most {most} workers of a job with train.scaling, {wanted} are asked for"
+                raise GeofedError("INADMISSIBLE", text)
             if wanted > batch:
                 raise GeofedError(
                     "INADMISSIBLE", f"a step in {region} has {batch} samples, too few for {wanted} workers"

@@ -23,6 +23,7 @@ from control_plane.core import (
     condition_of,
     wan_links,
 )
+from control_plane.service._scaling import batch_with
 from control_plane.spec import JobSpec
 from control_plane.store import EventRow, JobRow, LogRow
 from geofed_pb.errors import CATALOGUE
@@ -106,7 +107,15 @@ def command_of(action: JobAction, row: JobRow, spec: JobSpec, plan: Plan) -> age
         )
         return agent_pb2.ToAgent(peers=told)
     if isinstance(action, SendScale):
-        wanted = agent_pb2.ScalePartition(job=row.id, epoch=action.epoch, workers=action.workers, reason=action.reason)
+        batch, rate = batch_with(spec, plan, action.region, action.workers)
+        wanted = agent_pb2.ScalePartition(
+            job=row.id,
+            epoch=action.epoch,
+            workers=action.workers,
+            reason=action.reason,
+            batch=batch,
+            learning_rate=rate,
+        )
         return agent_pb2.ToAgent(scale=wanted)
     if isinstance(action, SendPublish):
         return agent_pb2.ToAgent(publish=agent_pb2.PublishModel(job=row.id, epoch=action.epoch))

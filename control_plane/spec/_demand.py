@@ -27,7 +27,7 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
         seed=spec.train.seed,
         use=tuple(spec.regions.use),
         avoid=tuple(spec.regions.avoid),
-        parallelism=spec.parallelism if isinstance(spec.parallelism, str) else "pipeline",
+        parallelism=_parallelism(spec),
         stages=None if isinstance(spec.parallelism, str) else _count(spec.parallelism.pipeline.stages),
         activations=None if isinstance(spec.parallelism, str) else _fixed(spec.parallelism.pipeline.activations),
         workers=spec.train.workers if isinstance(spec.train.workers, dict) else _count(spec.train.workers),
@@ -41,14 +41,26 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
         merging_codec=spec.merge.codec,
         wan_policy=_fixed(spec.wan.policy),
         wan_settings=_settings(spec.wan),
-        exchange=_fixed(spec.wan.exchange),
+        exchange="synchronous" if spec.train.scaling != "fixed" else _fixed(spec.wan.exchange),
         codec=_fixed(spec.wan.codec),
         topology=_fixed(spec.wan.topology),
         evaluate_every=spec.train.evaluate_every,
-        minimise=spec.objective.minimise,
+        minimise=_minimise(spec),
         deadline_seconds=_seconds_left(deadline or spec.objective.deadline, now),
         budget_usd=spec.objective.budget,
     )
+
+
+def _parallelism(spec: JobSpec) -> str:
+    if spec.train.scaling != "fixed":
+        return "data"
+    return spec.parallelism if isinstance(spec.parallelism, str) else "pipeline"
+
+
+def _minimise(spec: JobSpec) -> str:
+    """Of a tuned job the plan chooses the most workers that it may have: those that would make the epochs fastest. How
+    many are worth their money only training shows."""
+    return "time" if spec.train.scaling != "fixed" and spec.train.workers == "auto" else spec.objective.minimise
 
 
 def _merging(spec: JobSpec) -> dict[str, float]:

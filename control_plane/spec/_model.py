@@ -183,6 +183,10 @@ class Train(_Section):
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     workers: Workers = "auto"
     """Workers in each region, or by region, like {frankfurt: 4, shanghai: 2}."""
+    scaling: Literal["fixed", "tuned", "mlless"] = "fixed"
+    """`fixed`: a step has the same samples to the end, however many workers share them. `tuned`: each worker keeps its
+    `batch`, and while the job trains workers leave and come as reaches `end.goal` for the least money, or in the least
+    time. `mlless`: they leave by the rule of MLLess. Then `workers` are as many as there will be at most."""
     end: End
     balance: Literal["data", "speed"] = "data"
     """What a region's steps in a round are in proportion to: `data`, so that all regions make the same epochs, or
@@ -194,6 +198,12 @@ class Train(_Section):
     def _measures_the_goal(self) -> Train:
         if self.end.goal is not None and not self.evaluate_every:
             raise ValueError("`end.goal` needs `evaluateEvery`: it is looked at after each evaluation")
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_loss_to_reach(self) -> Train:
+        if self.scaling != "fixed" and (self.end.goal is None or self.end.goal.at_most is None):
+            raise ValueError(f"`scaling: {self.scaling}` needs a loss to reach: an `end.goal` with `atMost`")
         return self
 
 
@@ -360,6 +370,20 @@ class JobSpec(_Section):
     wan: Wan = Field(default_factory=Wan)
     function: Function = Field(default_factory=Function)
     limits: Limits = Field(default_factory=Limits)
+
+    @model_validator(mode="after")
+    def _scales(self) -> JobSpec:
+        if self.train.scaling == "fixed":
+            return self
+        key = f"`train.scaling: {self.train.scaling}`"
+        if isinstance(self.parallelism, Parallelism):
+            raise ValueError(f"{key} goes with whole models: the stages of a pipeline are not given up")
+        if self.wan.exchange == "background" or self.wan.policy in MERGE_ON_ARRIVAL:
+            raise ValueError(
+                f"{key} goes with `wan.exchange: synchronous`, and with the policies `ma`, `diloco` and `bsp`: a batch "
+                "changes between two rounds, and in the background there is no such moment"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> JobSpec:
