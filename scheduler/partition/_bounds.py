@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from scheduler.partition._labels import Labels, Mask
 from scheduler.partition._tables import Floats, Ints, Stages, Tables
@@ -13,11 +15,19 @@ __all__ = ["Bounds", "Front"]
 
 LEVELS = 48 - 1
 """Steps of a way's rate, each as large as its cheapest function's; what is above the last one is counted as it."""
-COARSE = 8
-"""Levels that are looked at as one at first."""
-NEVER = 1e99
+NEVER = 1e15
 """Seconds of what does not fit. Not infinite, since it is multiplied by zero."""
 ROUNDING = 1 - 1e-12
+SINGLE = 1 - 3e-5
+"""Tables are kept in single precision: what sums of some dozens of numbers may be off by."""
+CELLS = 1 << 14
+"""Steps in seconds of a front that is looked up instead of searched."""
+PAIRS = 1 << 17
+"""Labels times completions, of the coarsest, that are looked at in one go."""
+RUNS = (LEVELS + 1, 6, 1)
+"""Levels that are looked at as one, with the least of each: first all of them, then fewer."""
+
+Singles = npt.NDArray[np.float32]
 
 
 class Front:
@@ -28,6 +38,7 @@ class Front:
         """The fastest first, behind a pair that beats nothing."""
         self._source, self._row = np.array([-1]), np.array([-1])
         self._additions = 0
+        self._look_up()
 
     @property
     def sources(self) -> list[tuple[int, int]]:
@@ -46,6 +57,16 @@ class Front:
         keep = np.ones(len(order), dtype=bool)
         keep[1:] = joined[1][1:] < least[:-1]
         self.seconds, self.usd, self._source, self._row = (column[keep] for column in joined)
+        self._look_up()
+
+    def _look_up(self) -> None:
+        """The price that was known at the beginning of each of many steps of seconds."""
+        first, last = (self.seconds[1], self.seconds[-1]) if len(self.seconds) > 1 else (0.0, 0.0)
+        self._begin, self._step = float(first), max(float(last - first), 1e-9) / (CELLS - 2)
+        begins = self._begin + self._step * np.arange(-1, CELLS - 1)
+        begins[-1] = max(begins[-1], last)
+        self._known = self.usd[np.searchsorted(self.seconds, begins, side="right") - 1]
+        self._known[0] = np.inf
 
     def beats(self, seconds: Floats, usd: Floats, within: float = 0.0) -> Mask:
         """Whether something is as fast and as cheap, or worse by no more than this share."""
@@ -54,66 +75,75 @@ class Front:
         beaten: Mask = self.usd[place] <= usd * factor
         return beaten
 
+    def surely_beats(self, seconds: Floats | Singles, usd: Floats | Singles, within: float) -> Mask:
+        """The same, and faster; now and then not where it just does."""
+        factor = (1 + within) * SINGLE
+        # One step less than where the seconds are, so that no rounding leads to a later price.
+        cell = np.clip((seconds * factor - self._begin) / self._step, -1.0, CELLS - 1.0).astype(np.int64)
+        beaten: Mask = self._known[np.maximum(cell, 0)] <= usd * factor
+        return beaten
+
+
+@dataclass(frozen=True, eq=False)
+class _Arcs:
+    """Stages that begin with one layer, in single precision, by (way, last layer, option); `NEVER`: fits nowhere."""
+
+    first: int
+    spans: tuple[tuple[int, int], ...]
+    """By option: from which to before which of the last layers it is of use to any way."""
+    added: Singles
+    """(3, ..): seconds forward and backward, seconds forward, USD of requests."""
+    beats: Singles
+    """(2, ..): the slowest lane forward, and both ways."""
+    ended: Singles
+    """(2, ..): seconds both ways, seconds backward."""
+    merge: Singles
+
+
+FILL, FORWARD, OTHER, BEAT_F, BEAT, FINISH, ENDS = range(7)
+TABLES = 7
+
+
+@dataclass(frozen=True, eq=False)
+class _Completions:
+    """What may stand in front of the labels that begin with one layer: of some ways, numbers of stages and levels, or
+    of runs of levels."""
+
+    stages: Singles
+    rate: Singles
+    """USD per second, at least."""
+    values: Singles
+    """(table, completion)."""
+    begin: Ints
+    """Where those begin that each of the next coarser completions is made of, and at last where all end; of the
+    coarsest, where those of each way begin."""
+
 
 class Bounds:
-    """Of one problem: tables by (way, layers that are left, rate level), each the least of all ways to cut these
-    layers whose functions' rate is within the level. A rate is counted in whole steps, rounded down, so that a level
-    is never left out. Hops between regions are taken as free."""
+    """Of one problem: by (stages, way, layers that are left, rate level), each of some sums and maxima at its least
+    over all ways to cut these layers into so many stages whose functions' rate has the level. A rate is counted in
+    whole steps, each stage's rounded down. Hops between regions are taken as free.
 
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
-        every = np.arange(len(tables.ways))
+    What cannot get ahead of the front by more than a share, whatever comes behind it, is left out.
+    """
+
+    def __init__(self, tables: Tables, front: Front, within: float) -> None:
+        self._tables, self._front, self._within = tables, front, within
         per_replica = tables.rate[0] / tables.degree[0]
-        step = float(per_replica.min()) or 1.0
-        self._steps = np.minimum(np.floor(per_replica / step * (1 + 1e-9)), LEVELS).astype(int)
-        self.levels = np.arange(LEVELS + 1) * step
-        shape = (len(every), tables.length + 1, LEVELS + 1)
-        names = ("forward", "fill", "finish", "ends", "beat_f", "beat")
-        self._forward, self._fill, self._finish, self._ends, self._beat_f, self._beat = (
-            np.full(shape, NEVER) for _ in names
-        )
-        for table in (self._forward, self._fill, self._finish, self._ends, self._beat_f, self._beat):
-            table[:, 0] = 0.0
-        # Stages that the layers before one need at least.
-        self._fewest = np.full((len(every), tables.length + 1), NEVER)
-        self._fewest[:, 0] = 0.0
-        for first in range(tables.length):
-            self._push(first, tables.starting(first, every))
-        self._fitting = np.flatnonzero(self._fill[:, -1, -1] < NEVER)
-        """Ways in which all layers fit somewhere."""
-        self.possible = self._fitting
-        """Those that can still reach the front."""
-        self._number()
-
-    def _number(self) -> None:
-        self.row = np.full(len(self._tables.ways), -1)
+        self._unit = float(per_replica.min()) or 1.0
+        self._steps = np.minimum(np.floor(per_replica / self._unit * (1 + 1e-9)), LEVELS).astype(int)
+        every = np.arange(len(tables.ways))
+        self._arcs = [self._arcs_from(first, tables.starting(first, every)) for first in range(tables.length)]
+        self._after = self._suffixes()
+        self._by_stages = list(self._prefixes())
+        whole = [rows[(table[FILL][:, -1] < NEVER / 2).any(axis=1)] for rows, table in self._by_stages]
+        self.possible = np.unique(np.concatenate([*whole, np.zeros(0, dtype=np.int64)]))
+        """Ways that can still reach the front."""
+        self.row = np.full(len(every), -1)
         """By way: which of the possible ones it is."""
         self.row[self.possible] = np.arange(len(self.possible))
 
-    def _push(self, first: int, stages: Stages) -> None:
-        """Put every stage that begins with a layer behind the best cuts of the layers before it."""
-        forward, backward, beat_f, beat, fits = self._costs(first, stages)
-        merge, later = stages.merge, slice(first + 1, None)
-        fewest = np.where(fits.any(axis=2), self._fewest[:, first, None] + 1, NEVER)
-        np.minimum(self._fewest[:, later], fewest, out=self._fewest[:, later])
-        for option, step in enumerate(self._steps):
-            if not fits[:, :, option].any():
-                continue  # Where it fits nowhere, or a smaller one is as good.
-            # From each level to the one that the stage leads to; from the last one also back to itself.
-            moves = [(slice(step, None), slice(0, LEVELS + 1 - step))]
-            moves += [(slice(LEVELS, None), slice(LEVELS, None))] if step else []
-            f, b, m = (part[:, :, option, None] for part in (forward, backward, merge))
-            for to, since in moves:
-                at, here = (slice(None), first, None, since), (slice(None), later, to)
-                _lower(self._fill, here, self._fill[at] + (f + b))
-                _lower(self._finish, here, f + b + np.maximum(m + self._forward[at], self._finish[at]))
-                _lower(self._forward, here, self._forward[at] + f)
-                _lower(self._ends, here, b + np.maximum(m, self._ends[at]))
-                _lower(self._beat_f, here, np.maximum(self._beat_f[at], beat_f[:, :, option, None]))
-                _lower(self._beat, here, np.maximum(self._beat[at], beat[:, :, option, None]))
-
-    def _costs(self, first: int, stages: Stages) -> tuple[Floats, Floats, Floats, Floats, Mask]:
-        """Fill forward and backward, and beats, forward and both; `NEVER` where a stage fits nowhere."""
+    def _arcs_from(self, first: int, stages: Stages) -> _Arcs:
         tables = self._tables
         after = np.arange(first + 1, tables.length + 1)
         both = tables.alternates[:, None, None]
@@ -129,87 +159,222 @@ class Bounds:
         forward, backward = sum(lanes_f) + never, sum(lanes_b) + never
         slow_f = np.maximum(np.maximum(lanes_f[0], lanes_f[1]), lanes_f[2])
         slow_b = np.maximum(np.maximum(lanes_b[0], lanes_b[1]), lanes_b[2])
-        beat_f = np.where(both, forward + backward, slow_f) + never
-        return forward, backward, beat_f, np.where(both, 0.0, slow_b) + beat_f, fits
+        beat_f = np.where(both, forward + backward, slow_f)
+        beat = np.where(both, 0.0, slow_b) + beat_f
+        spans = []
+        for option in range(fits.shape[2]):
+            some = np.flatnonzero(fits[:, :, option].any(axis=0))
+            spans.append((int(some[0]), int(some[-1]) + 1) if len(some) else (0, 0))
+        return _Arcs(
+            first,
+            tuple(spans),
+            _single(forward + backward, forward, stages.other_usd + never),
+            _single(beat_f, beat),
+            _single(forward + backward, backward),
+            _single(stages.merge)[0],
+        )
 
-    def close(self, front: Front, within: float) -> None:
-        """Leave the ways out that cannot get ahead of the front by more than this share."""
-        tables, ways = self._tables, self._fitting
-        more = (tables.count[ways] - 1)[:, None]
-        seconds = self._fill[ways, -1] + more * self._beat[ways, -1]
-        seconds = np.maximum(seconds, self._finish[ways, -1] + more * self._beat_f[ways, -1])
-        usd = seconds * tables.degree[ways][:, None] * self.levels
-        lost = (front.beats(seconds, usd, within) | (seconds >= NEVER)).all(axis=1)
-        self.possible = ways[~lost]
-        self._number()
+    def _suffixes(self) -> Singles:
+        """(number of stages, table, way, first layer): the least of what the layers from one on take in so many.
 
-    def finishable(self, labels: Labels) -> Labels:
-        """The labels in front of which there can be as many stages as are needed, and not too many."""
-        problem = self._tables.problem
-        least = labels.stages + self._fewest[labels.way, labels.first]
-        possible = least < NEVER
-        if problem.stages is not None:
-            possible &= (least <= problem.stages) & (labels.stages + labels.first >= problem.stages)
-        if problem.most_workers is not None:
-            possible &= least * self._tables.degree[labels.way] <= problem.most_workers
-        return labels.take(possible)
-
-    def leading(self, labels: Labels, slack: float) -> Labels:
-        """Of all pipelines of a way and a rate, the labels of those that are bounded best, or worse by this share."""
-        seconds = self._least(labels, 1)
-        step = self._tables.degree[labels.way] * self.levels[1]
-        own = np.minimum(np.round(labels.rate / step), 2 * LEVELS).astype(int)
-        rates = 3 * LEVELS + 1
-        key = (labels.way * rates + own)[:, None] + np.arange(LEVELS + 1)
-        best = np.full(len(self.row) * rates, np.inf)
-        np.minimum.at(best, key, seconds)
-        leads = (seconds <= best[key] * (1 + slack)) & (seconds < NEVER)
-        return labels.take(leads.any(axis=1))
-
-    def promising(self, labels: Labels, front: Front, within: float) -> tuple[Labels, Labels]:
-        """The labels that can still get ahead of the front by more than this share; and the same ones, raised.
-
-        Seconds of a completion are bounded from below for every rate that the functions before the label may have. At
-        the rates at which the front does not beat this bound, the stages before also are so slow and merge so long
-        that some of the label's times do not matter, if they are less: these are raised to what does.
+        The tables are seconds both ways, the slowest lane both ways, USD of requests, and the rate.
         """
-        labels = labels.take(np.flatnonzero(~self._lost(labels, front, within, COARSE).all(axis=1)))
-        lost = self._lost(labels, front, within, 1)
-        keep = np.flatnonzero(~lost.all(axis=1))
-        kept, most = labels.take(keep), LEVELS - np.argmin(lost[keep][:, ::-1], axis=1)
-        here = kept.way, kept.first, most
-        least_ends = kept.fill_b + self._ends[here] + (self._tables.count[kept.way] - 1) * kept.beat_b
-        raised = replace(
-            kept, beat_f=np.maximum(kept.beat_f, self._beat_f[here]), ends=np.maximum(kept.ends, least_ends)
-        )  # fmt: skip
-        return kept, raised
+        tables, length = self._tables, self._tables.length
+        most = min(self._most_stages(), length)
+        after = np.full((most + 1, 4, len(tables.ways), length + 1), NEVER, dtype=np.float32)
+        after[0, :, :, -1] = 0.0
+        rate = tables.rate.astype(np.float32)[:, None, :]
+        for arcs in reversed(self._arcs):
+            fits = arcs.added[0] < NEVER / 2
+            fill, other = arcs.added[0].min(axis=2), arcs.added[2].min(axis=2)
+            beat = np.where(fits, arcs.beats[1], np.float32(NEVER)).min(axis=2)
+            cheapest = np.where(fits, rate, np.float32(NEVER)).min(axis=2)
+            # Behind this stage there are at most so many.
+            later = after[: min(most, length - arcs.first), :, :, arcs.first + 1 :]
+            here = after[1 : len(later) + 1, :, :, arcs.first]
+            np.min(later[:, 0] + fill, axis=2, out=here[:, 0])
+            np.min(np.maximum(later[:, 1], beat), axis=2, out=here[:, 1])
+            np.min(later[:, 2] + other, axis=2, out=here[:, 2])
+            np.min(later[:, 3] + cheapest, axis=2, out=here[:, 3])
+        return np.minimum(after, np.float32(NEVER))
 
-    def _least(self, labels: Labels, width: int) -> Floats:
-        """(label, run of levels): seconds of what comes of the label, at least."""
-        at, more = (labels.way, labels.first), (self._tables.count[labels.way] - 1)[:, None]
+    def _most_stages(self) -> int:
+        problem = self._tables.problem
+        most = problem.stages or self._tables.length
+        if problem.most_workers is not None:
+            most = min(most, problem.most_workers // int(self._tables.degree.min()))
+        return most
 
-        def least(table: Floats) -> Floats:
-            return table[:, :, width - 1 :: width][at]
+    def _prefixes(self) -> Iterator[tuple[Ints, Singles]]:
+        """For ever more stages: ways, and by (table, way, layers, level) the least."""
+        tables = self._tables
+        rows = np.arange(len(tables.ways))
+        table = np.full((TABLES, len(rows), tables.length + 1, LEVELS + 1), NEVER, dtype=np.float32)
+        table[:, :, 0, 0] = 0.0
+        for stages in range(self._most_stages()):
+            if tables.problem.most_workers is not None:
+                may = (stages + 1) * tables.degree[rows] <= tables.problem.most_workers
+                rows, table = rows[may], table[:, may]
+            if not len(rows):
+                return
+            table = self._one_more(rows, table, whole=stages == 0)
+            self._leave_out(rows, table, stages + 1)
+            alive = (table[FILL] < NEVER / 2).any(axis=(1, 2))
+            rows, table = rows[alive], table[:, alive]
+            yield rows, table
 
-        fill, ends = (labels.fill_f + labels.fill_b)[:, None], (labels.fill_f + labels.ends)[:, None]
-        beat_f = np.maximum(labels.beat_f[:, None], least(self._beat_f))
-        beat = np.maximum((labels.beat_f + labels.beat_b)[:, None], least(self._beat))
-        seconds = fill + least(self._fill) + more * beat
-        seconds = np.maximum(seconds, fill + least(self._finish) + more * (beat_f + labels.beat_b[:, None]))
-        found: Floats = np.maximum(seconds, ends + least(self._forward) + more * beat_f)
+    def _one_more(self, rows: Ints, table: Singles, whole: bool) -> Singles:
+        """Every stage behind the best cuts of the layers before it; `whole`: it is the first."""
+        found = np.full_like(table, NEVER)
+        at_all = table[FILL] < NEVER / 2
+        for first in np.flatnonzero(at_all.any(axis=(0, 2))[:-1]):
+            arcs = self._arcs[first]
+            mine = np.flatnonzero(at_all[:, first].any(axis=1))
+            levels = np.flatnonzero(at_all[:, first].any(axis=0))
+            low, high = int(levels[0]), int(levels[-1]) + 1
+            source = table[:, mine, first, None]
+            ways = rows[mine]
+            for option, step in enumerate(self._steps):
+                begin, end = arcs.spans[option]
+                if begin == end:
+                    continue
+                added, beats, ended = (
+                    part[:, :, begin:end, option][:, ways, :, None] for part in (arcs.added, arcs.beats, arcs.ended)
+                )
+                merge = arcs.merge[:, begin:end, option][ways, :, None]
+                if whole:
+                    added[0] += merge
+                for to, since in _moves(int(step), low, high):
+                    old = source[..., since]
+                    new = np.empty((TABLES, len(mine), end - begin, old.shape[-1]), dtype=np.float32)
+                    np.add(old[FILL : OTHER + 1], added, out=new[FILL : OTHER + 1])
+                    np.maximum(old[BEAT_F : BEAT + 1], beats, out=new[BEAT_F : BEAT + 1])
+                    np.maximum(old[FINISH], old[FORWARD] + merge, out=new[FINISH])
+                    np.maximum(old[ENDS], merge, out=new[ENDS])
+                    new[FINISH:] += ended
+                    here = (slice(None), mine, slice(first + 1 + begin, first + 1 + end), to)
+                    found[here] = np.minimum(found[here], new)
         return found
 
-    def _lost(self, labels: Labels, front: Front, within: float, width: int) -> Mask:
-        """(label, run of `width` levels): whether the front beats whatever comes of the label at such a rate.
+    def _leave_out(self, rows: Ints, table: Singles, stages: int) -> None:
+        """What the front beats whatever comes behind it."""
+        tables, problem = self._tables, self._tables.problem
+        row, layer, level = np.nonzero(table[FILL] < NEVER / 2)
+        way = rows[row]
+        more, degree = (part.astype(np.float32)[way] for part in (tables.count - 1, tables.degree))
+        fill, beat, other = (table[name][row, layer, level] for name in (FILL, BEAT, OTHER))
+        rate = degree * level.astype(np.float32) * np.float32(self._unit)
+        lost = np.arange(len(row))
+        for number, after in enumerate(self._after):
+            if problem.stages is not None and stages + number != problem.stages:
+                continue
+            behind = after[:, way[lost], layer[lost]]
+            seconds = fill[lost] + behind[0] + more[lost] * np.maximum(beat[lost], behind[1])
+            usd = seconds * (rate[lost] + behind[3]) + other[lost] + behind[2]
+            beaten = self._front.surely_beats(seconds * SINGLE, usd * SINGLE, self._within)
+            beaten |= behind[0] >= NEVER / 2
+            if problem.most_workers is not None:
+                beaten |= (stages + number) * degree[lost] > problem.most_workers
+            lost = lost[beaten]
+        table[:, row[lost], layer[lost], level[lost]] = NEVER
 
-        Of a run of levels, the seconds are those at its highest one, the price that at its lowest.
+    def promising(self, labels: Labels) -> tuple[Labels, Labels]:
+        """Of labels that begin with one layer, those that can still get ahead of the front by more than the share; and
+        the same ones, raised.
+
+        Seconds and USD of a completion are bounded from below for every number of stages and rate that the layers
+        before may have. In those that the front does not beat, the stages before also are so slow and merge so long
+        that some of the label's times do not matter, if they are less: these are raised to what does.
         """
-        seconds = self._least(labels, width)
-        rate = labels.rate[:, None] + self._tables.degree[labels.way][:, None] * self.levels[::width]
-        usd = seconds * rate + labels.other_usd[:, None]
-        lost: Mask = front.beats(seconds, usd, within) | (seconds >= NEVER)
-        return lost
+        if not len(labels):
+            return labels, labels
+        before = self._completions(int(labels.first[0]))
+        own = self._columns(labels)
+        many = np.diff(before[0].begin)[labels.way]
+        turns = (np.cumsum(many) - 1) // PAIRS
+        parts = []
+        for turn in np.unique(turns[many > 0]):
+            rows = np.flatnonzero((turns == turn) & (many > 0))
+            row, at = rows, labels.way[rows]
+            for finer in before:
+                row, at = self._open(own, finer, row, at)
+            if len(row):
+                begins = np.flatnonzero(np.diff(row, prepend=-1))
+                values = before[-1].values[:, at]
+                least = (np.minimum.reduceat(values[table], begins) for table in (BEAT_F, ENDS))
+                parts.append((row[begins], *least))
+        if not parts:
+            return labels.take(np.zeros(0, dtype=np.int64)), labels.take(np.zeros(0, dtype=np.int64))
+        keep, beat_f, ends = (np.concatenate(column) for column in zip(*parts, strict=True))
+        kept = labels.take(keep)
+        least_ends = kept.fill_b + ends + (self._tables.count[kept.way] - 1) * kept.beat_b
+        return kept, replace(
+            kept, beat_f=np.maximum(kept.beat_f, beat_f), ends=np.maximum(kept.ends, least_ends)
+        )  # fmt: skip
+
+    def _completions(self, first: int) -> list[_Completions]:
+        """The coarsest first."""
+        parts = []
+        for stages, (rows, table) in enumerate(self._by_stages, 1):
+            row, level = np.nonzero(table[FILL][:, first] < NEVER / 2)
+            parts.append((rows[row], np.full(len(row), stages), level, table[:, row, first, level]))
+        way, number, level, values = (np.concatenate(part, axis=-1) for part in zip(*parts, strict=True))
+        order = np.lexsort((level, number, way))
+        way, number, level, values = way[order], number[order], level[order], values[:, order] * np.float32(SINGLE)
+        found: list[_Completions] = []
+        coarser = way[:0]
+        for width in RUNS:
+            key = (way * (len(self._by_stages) + 1) + number) * (LEVELS + 1) + level // width
+            begins = np.flatnonzero(np.diff(key, prepend=-1))
+            least = np.minimum.reduceat(values, begins, axis=1) if len(begins) else values
+            rate = (level[begins] * self._unit * self._tables.degree[way[begins]] * SINGLE).astype(np.float32)
+            if found:
+                begin = np.searchsorted(begins, np.append(coarser, len(level)))
+            else:
+                begin = np.searchsorted(way[begins], np.arange(len(self._tables.ways) + 1))
+            found.append(_Completions(number[begins].astype(np.float32), rate, least, begin))
+            coarser = begins
+        return found
+
+    def _columns(self, labels: Labels) -> Singles:
+        """What a pair of label and completion is judged by, by label."""
+        more = self._tables.count[labels.way] - 1
+        return np.stack([
+            labels.fill_f + labels.fill_b, labels.fill_f + labels.ends, more, labels.beat_f, labels.beat_b,
+            labels.rate, labels.other_usd, labels.stages.astype(float), self._tables.degree[labels.way],
+        ]).astype(np.float32)  # fmt: skip
+
+    def _open(self, own: Singles, before: _Completions, row: Ints, coarser: Ints) -> tuple[Ints, Ints]:
+        """Pairs of a label and what one of the coarser completions is made of that the front does not beat."""
+        problem = self._tables.problem
+        begin = before.begin[coarser]
+        many = before.begin[coarser + 1] - begin
+        row = np.repeat(row, many)
+        at = np.arange(len(row)) + np.repeat(begin - (np.cumsum(many) - many), many)
+        fill, ends, more, beat_f, beat_b, rate, other_usd, stages, degree = own[:, row]
+        values = before.values[:, at]
+        seconds = fill + values[FILL] + more * np.maximum(beat_f + beat_b, values[BEAT])
+        slowest = more * np.maximum(beat_f, values[BEAT_F])
+        np.maximum(seconds, fill + values[FINISH] + slowest + more * beat_b, out=seconds)
+        np.maximum(seconds, ends + values[FORWARD] + slowest, out=seconds)
+        usd = seconds * (rate + before.rate[at]) + other_usd + values[OTHER]
+        left = ~self._front.surely_beats(seconds, usd, self._within)
+        stages = stages + before.stages[at]
+        if problem.stages is not None:
+            left &= stages == problem.stages
+        if problem.most_workers is not None:
+            left &= stages * degree <= problem.most_workers
+        return row[left], at[left]
 
 
-def _lower(table: Floats, where: tuple[slice, slice, slice], values: Floats) -> None:
-    np.minimum(table[where], values, out=table[where])
+def _moves(step: int, low: int, high: int) -> Iterator[tuple[slice, slice]]:
+    """From each level to the one that a stage of so many steps leads to, to and since; the last one takes all above."""
+    top = max(low, min(high, LEVELS + 1 - step))
+    if low < top:
+        yield slice(low + step, top + step), slice(low, top)
+    for level in range(top, high):
+        yield slice(LEVELS, LEVELS + 1), slice(level, level + 1)
+
+
+def _single(*tables: Floats) -> Singles:
+    return np.stack([np.minimum(table, NEVER) for table in np.broadcast_arrays(*tables)]).astype(np.float32)

@@ -3,7 +3,9 @@
 A label is a choice of stages for the layers from one on (`_labels`). Putting a stage in front of it gives another one.
 Two things keep labels few, and lose no point of the front: a label that another one is better than in every respect
 goes, and so does one that cannot end better than a whole pipeline that is known already, by a bound on what the layers
-before it still add (`_bounds`). First passes that keep only the most promising labels at each cut find such pipelines.
+before it still add in any number of stages and at any rate (`_bounds`). The bounds are as good as what is known: first
+the same is done for a shorter chain, where layers are taken together a few at a time, whose pipelines are pipelines of
+the longer one too; and for that one with a shorter one still.
 
 A front within a share w: a label also goes where a known pipeline is worse than the bound by no more than w, in seconds
 and in USD. Every pipeline p is then covered by one that is found, with at most (1+w) times its seconds and its USD. For
@@ -16,13 +18,16 @@ is paid once, however many stages there are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
 from scheduler.partition._bounds import Bounds, Front
+from scheduler.partition._evaluate import evaluate
 from scheduler.partition._labels import Labels, Mask, ends_of, groups, joined, seconds_of, undominated
-from scheduler.partition._model import Cut, Problem, Way
+from scheduler.partition._model import Cut, Layer, Line, Problem, Way
 from scheduler.partition._tables import Floats, Ints, Stages, Tables
 
 __all__ = ["search"]
@@ -31,27 +36,71 @@ Choice = Callable[[Labels, Labels], Labels]
 """Of promising labels, and the same ones raised, those that are gone on with."""
 
 FEW = 2
-"""Labels of each way that the very first pass keeps at a cut: the bounds are too loose to choose by while no pipeline
-is known."""
-FIRST_PASSES: tuple[tuple[float | None, float], ...] = ((None, 0.1), (0.0, 0.1))
-"""What finds pipelines that rule others out, and makes the next pass shorter: by what share a label's bound may be
-worse than the best one of its way and rate (None: a few labels only), and what gain is not looked for."""
+"""Labels of each way that the very first pass keeps at a cut."""
+FEWEST_LAYERS = 6
+"""Of a chain that is searched without making it shorter first."""
+SHORTER = 0.5
+"""Of the layers of a chain, those of the shorter one whose pipelines are found first."""
+ROUGH = 0.01
+"""Share within which these are found."""
+
+Found = list[tuple[Way, tuple[Cut, ...]]]
 
 
-def search(problem: Problem, ways: Sequence[Way], within: float = 0.0) -> list[tuple[Way, tuple[Cut, ...]]]:
+def search(problem: Problem, ways: Sequence[Way], within: float = 0.0) -> Found:
     """The ways and cuts on the front of seconds and USD of an iteration, the fastest first; one for each point.
 
     ``within``: for every pipeline, one is found that takes at most 1 + within times its seconds and its USD. 0: exact.
     """
-    tables = Tables(problem, ways)
-    bounds, front, passes = Bounds(tables), Front(), []
-    for slack, loose in FIRST_PASSES:
-        least_gain = max(loose, within)
-        bounds.close(front, least_gain)
-        passes.append(_pass(tables, bounds, front, least_gain, partial(_promising, tables, bounds, slack)))
-    bounds.close(front, within)
-    passes.append(_pass(tables, bounds, front, within, partial(_undominated, tables)))
-    return [_cuts(tables, passes[number], row) for number, row in front.sources]
+    tables, front = Tables(problem, ways), Front()
+    passes: list[Callable[[int], tuple[Way, tuple[Cut, ...]]]] = []
+
+    def go(least_gain: float, choose: Choice) -> None:
+        bounds = Bounds(tables, front, least_gain)
+        labels = _pass(tables, bounds, front, least_gain, choose)
+        passes.append(partial(_cuts, tables, labels))
+
+    length = tables.length
+    if length > FEWEST_LAYERS:
+        known = _of_shorter(problem, ways, max(FEWEST_LAYERS, round(SHORTER * length)), max(within, ROUGH))
+        plans = [evaluate(problem, way, cuts) for way, cuts in known]
+        fitting = [(number, plan) for number, plan in enumerate(plans) if plan is not None]
+        front.add(
+            np.array([plan.seconds for _, plan in fitting]),
+            np.array([plan.usd for _, plan in fitting]),
+            np.array([number for number, _ in fitting], dtype=np.int64),
+        )
+        passes.append(known.__getitem__)
+    else:
+        go(max(within, ROUGH), partial(_few, tables, FEW))
+    go(within, partial(_undominated, tables))
+    return [passes[number](row) for number, row in front.sources]
+
+
+def _of_shorter(problem: Problem, ways: Sequence[Way], length: int, within: float) -> Found:
+    """Pipelines of the same model whose layers are taken together, a few at a time, so that it has so many."""
+    layers = problem.profile.layers
+    ends = [len(layers) * number // length for number in range(length + 1)]
+    taken = tuple(_as_one(layers[a:b]) for a, b in pairwise(ends))
+    shorter = replace(problem, profile=replace(problem.profile, layers=taken))
+    if problem.stages is not None and problem.stages > length:
+        return []
+    found = search(shorter, ways, within)
+    return [
+        (way, tuple(replace(cut, first=ends[cut.first], last=ends[cut.last + 1] - 1) for cut in cuts))
+        for way, cuts in found
+    ]
+
+
+def _as_one(layers: Sequence[Layer]) -> Layer:
+    return Layer(
+        layers[0].name,
+        sum(layer.parameter_bytes for layer in layers),
+        sum(layer.activation_bytes for layer in layers),
+        layers[-1].output_bytes,
+        Line(sum(layer.forward.base_s for layer in layers), sum(layer.forward.sample_s for layer in layers)),
+        Line(sum(layer.backward.base_s for layer in layers), sum(layer.backward.sample_s for layer in layers)),
+    )
 
 
 def _pass(tables: Tables, bounds: Bounds, front: Front, within: float, choose: Choice) -> Labels:
@@ -59,7 +108,8 @@ def _pass(tables: Tables, bounds: Bounds, front: Front, within: float, choose: C
     labels = ends_of(bounds.possible, tables.length, len(tables.problem.places) - 1)
     for first in range(tables.length - 1, -1, -1):
         found = _extended(tables, bounds, labels, tables.starting(first, bounds.possible))
-        labels = joined([labels, _kept(tables, bounds, front, found, within, choose)])
+        found = choose(*bounds.promising(found)) if first else found.take(~front.beats(*_worth(tables, found)))
+        labels = joined([labels, found])
     rows = np.flatnonzero(labels.first == 0)
     front.add(*_worth(tables, labels.take(rows)), rows)
     return labels
@@ -147,26 +197,11 @@ def _hops(tables: Tables, after: Labels, option: Ints) -> tuple[Floats, Floats, 
     return there, back, leaving * tables.problem.batch * tables.hop_byte_usd[pair]
 
 
-def _kept(
-    tables: Tables, bounds: Bounds, front: Front, found: Labels, within: float, choose: Choice
-) -> Labels:  # fmt: skip
-    """What may still get ahead of the front by more than this share."""
-    if not len(found):
-        return found
-    if found.first[0] == 0:
-        return found.take(~front.beats(*_worth(tables, found)))
-    return choose(*bounds.promising(bounds.finishable(found), front, within))
-
-
 def _undominated(tables: Tables, labels: Labels, raised: Labels) -> Labels:
     return undominated(labels, raised, tables.count[labels.way], alike=tables.problem.stages is not None)
 
 
-def _promising(tables: Tables, bounds: Bounds, slack: float | None, labels: Labels, _raised: Labels) -> Labels:
-    return _few(tables, labels, FEW) if slack is None else bounds.leading(labels, slack)
-
-
-def _few(tables: Tables, labels: Labels, few: int) -> Labels:
+def _few(tables: Tables, few: int, labels: Labels, _raised: Labels) -> Labels:
     """Of each way and place the labels that a few mixtures of seconds and rate find best, as far as they are."""
     seconds, rate = seconds_of(labels, tables.count[labels.way]), labels.rate
     group = groups(labels, alike=tables.problem.stages is not None)
