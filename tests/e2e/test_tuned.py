@@ -1,0 +1,159 @@
+"""Jobs whose workers follow a tuner (`train.scaling`): the batch goes with the workers, and every sample is counted as
+the steps say, whoever leaves, comes or dies."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.running import PRICES, TEMPLATES, Running, eventually
+
+from deploy.local import LocalFederation, RegionSite
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+BATCH, INTERVAL, POOL = 64, 5, 4
+TEMPLATE = "sparse-logistic-regression"
+SLEEP = """
+
+_loss = loss
+
+
+def loss(model, batch):
+    import time
+
+    time.sleep(batch[2].numel() * 0.3e-3)
+    return _loss(model, batch)
+"""
+"""For each sample, so that workers and not the machine's cores are what is scaled."""
+TUNED = (
+    f"train.batch={BATCH}", "train.scaling=tuned", "train.evaluateEvery=1", f"wan.interval={INTERVAL}",
+    "task.config.lr=0.001",
+)  # fmt: skip
+
+
+def _federation(tmp_path: Path, regions: tuple[str, ...], server_usd: float) -> Iterator[Running]:
+    job = tmp_path / "job"
+    shutil.copytree(TEMPLATES / TEMPLATE, job)
+    with (job / "task.py").open("a") as file:
+        file.write(SLEEP)
+    argv = [
+        sys.executable,
+        str(job / "make_data.py"),
+        "--regions",
+        ",".join(regions),
+        "--out",
+        str(tmp_path / "data"),
+        "--samples",
+        "16000",
+    ]
+    made = json.loads(subprocess.run(argv, check=True, capture_output=True, text=True).stdout)
+    sites = [
+        RegionSite(
+            name,
+            {
+                "cloud": "test",
+                "capacity": {"workers": POOL, "memoryMb": 1024},
+                "prices": {**PRICES, "serverUsdPerHour": server_usd},
+                "datasets": {"clicks": {"splits": {s: {"uri": p["path"], "samples": p["samples"]}
+                                                   for s, p in made[name].items()}}},
+                "channel": {"kind": "file", "path": str(tmp_path / "channels" / name)},
+            },
+        )
+        for name in regions
+    ]  # fmt: skip
+    with LocalFederation(tmp_path / "federation", sites) as federation:
+        yield Running(federation, tmp_path)
+
+
+@pytest.fixture
+def cheap(tmp_path: Path) -> Iterator[Running]:
+    """A region where next to nothing but workers is paid for."""
+    yield from _federation(tmp_path, ("east",), 0.001)
+
+
+@pytest.fixture
+def dear(tmp_path: Path) -> Iterator[Running]:
+    """Regions whose servers cost so much that no tuner lets anybody go."""
+    yield from _federation(tmp_path, ("east", "west"), 100.0)
+
+
+def _counted(described: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
+    """By region: samples as the region counts them, and as its steps say."""
+    found = {}
+    for part in described["plan"]["partitions"]:
+        name = part["region"]
+        stated = [e["data"] for e in events if e["kind"] == "partition.batch" and e["region"] == name]
+        region = next(region for region in described["result"]["regions"] if region["name"] == name)
+        batches = [part["workers"] * part["batch"]] * region["steps"]
+        for change in stated:
+            rest = region["steps"] - change["first_step"] + 1
+            assert (change["first_step"] - 1) % part["steps_per_round"] == 0, "a batch changes with a round"
+            assert change["batch"] == change["workers"] * BATCH
+            assert change["learning_rate"] == pytest.approx((change["workers"] / part["workers"]) ** 0.5)
+            batches[change["first_step"] - 1 :] = [change["batch"]] * max(0, rest)
+        found[name] = (region["samples"], sum(batches))
+    return found
+
+
+def _check(described: dict[str, Any], events: list[dict[str, Any]]) -> None:
+    assert described["state"] == "succeeded", described.get("error") or described
+    for region, (counted, said) in _counted(described, events).items():
+        assert counted == said, region
+
+
+def test_a_tuner_lets_workers_leave_and_the_job_reaches_its_loss(cheap: Running) -> None:
+    end = "train.end={epochs: 100, goal: {metric: loss, atMost: 0.61}}"
+    job = cheap.submit(*TUNED, end, f"train.workers={POOL}")
+    ended = cheap.wait_end(job, 150.0)
+    events = cheap.events(job)
+    _check(ended, events)
+    assert ended["result"]["ended_early"].startswith("loss is 0.6"), ended["result"]["ended_early"]
+    assert ended["result"]["metrics"]["loss"] <= 0.61
+    told = [event["data"] for event in events if event["kind"] == "job.tuning"]
+    assert told[0]["before"] == POOL > told[0]["workers"], "the first to be told is that workers leave"
+    scaled = [event["data"] for event in events if event["kind"] == "partition.scaled"]
+    assert (scaled[0]["before"], scaled[0]["workers"]) == (POOL, told[0]["workers"])
+    assert {change["reason"] for change in scaled} <= {change["reason"] for change in told}
+    assert all(before["workers"] == after["before"] for before, after in pairwise(scaled))
+    assert any(event["kind"] == "partition.batch" for event in events)
+    assert "worker-failed" not in {event["kind"] for event in events}
+
+
+def test_every_sample_counts_once_whoever_leaves_comes_and_dies(dear: Running) -> None:
+    end = "train.end={steps: 900, goal: {metric: loss, atMost: 0.1}}"
+    job = dear.submit(*TUNED, end, "train.workers={east: 4, west: 2}")
+
+    def batches(region: str) -> int:
+        return sum(event["kind"] == "partition.batch" and event["region"] == region for event in dear.events(job))
+
+    dear.wait_round(job, 3)
+    dear.federation.control_plane("scale", job, "east=1")
+    eventually(lambda: batches("east") == 1, "the batch to go with the workers that left")
+    # The server that has just said where the batch changes, and later the agent that has stored it.
+    for server in dear.descendants("east", "sync.ps"):
+        server.kill()
+    dear.federation.control_plane("scale", job, "west=1")
+    eventually(lambda: batches("west") == 1, "the batch of the other region")
+    dear.wait_round(job, max(part["round"] for part in dear.describe(job)["partitions"]) + 3)
+    dear.federation.control_plane("scale", job, "east=3", "--reason", "a test")
+    eventually(lambda: batches("east") == 2, "the batch to go with the workers that came")
+    agent = dear.federation.processes["east"]
+    agent.kill()
+    agent.wait()
+    dear.federation.start_agent("east")
+    ended = dear.wait_end(job, 150.0)
+    _check(ended, dear.events(job))
+    assert {part["region"]: part["workers"] for part in ended["partitions"]} == {"east": 3, "west": 1}
+    refused = dear.submit(*TUNED, end, "train.workers={east: 2, west: 2}")
+    dear.wait_round(refused, 1)
+    told = dear.federation.control_plane("scale", refused, "east=3", check=False)
+    assert "at most 2 workers" in told.stderr
+    dear.federation.control_plane("cancel", refused, "--yes")
