@@ -22,6 +22,8 @@ SINGLE = 1 - 3e-5
 """Tables are kept in single precision: what sums of some dozens of numbers may be off by."""
 CELLS = 1 << 14
 """Steps in seconds of a front that is looked up instead of searched."""
+HALVINGS = 24
+"""Of a search for the slowest lane that is of use."""
 PAIRS = 1 << 17
 """Labels times completions, of the coarsest, that are looked at in one go."""
 RUNS = (LEVELS + 1, 6, 1)
@@ -100,7 +102,10 @@ class _Arcs:
     merge: Singles
 
 
+FILLED, ENDED, MORE, BOTH, BEAT_B, RATE, OTHER_USD, STAGES, MOST_STAGES = range(9)
+"""What a pair of a label and a completion is judged by, of the label."""
 FILL, FORWARD, OTHER, BEAT_F, BEAT, FINISH, ENDS = range(7)
+"""The same, of the completion: the tables of bounds."""
 TABLES = 7
 
 
@@ -142,6 +147,7 @@ class Bounds:
         self.row = np.full(len(every), -1)
         """By way: which of the possible ones it is."""
         self.row[self.possible] = np.arange(len(self.possible))
+        self._slowest = self._slowest_beats()
 
     def _arcs_from(self, first: int, stages: Stages) -> _Arcs:
         tables = self._tables
@@ -229,7 +235,8 @@ class Bounds:
         at_all = table[FILL] < NEVER / 2
         for first in np.flatnonzero(at_all.any(axis=(0, 2))[:-1]):
             arcs = self._arcs[first]
-            mine = np.flatnonzero(at_all[:, first].any(axis=1))
+            some = np.flatnonzero(at_all[:, first].any(axis=1))
+            mine = slice(int(some[0]), int(some[-1]) + 1)
             levels = np.flatnonzero(at_all[:, first].any(axis=0))
             low, high = int(levels[0]), int(levels[-1]) + 1
             source = table[:, mine, first, None]
@@ -246,14 +253,14 @@ class Bounds:
                     added[0] += merge
                 for to, since in _moves(int(step), low, high):
                     old = source[..., since]
-                    new = np.empty((TABLES, len(mine), end - begin, old.shape[-1]), dtype=np.float32)
+                    new = np.empty((TABLES, len(ways), end - begin, old.shape[-1]), dtype=np.float32)
                     np.add(old[FILL : OTHER + 1], added, out=new[FILL : OTHER + 1])
                     np.maximum(old[BEAT_F : BEAT + 1], beats, out=new[BEAT_F : BEAT + 1])
                     np.maximum(old[FINISH], old[FORWARD] + merge, out=new[FINISH])
                     np.maximum(old[ENDS], merge, out=new[ENDS])
                     new[FINISH:] += ended
                     here = (slice(None), mine, slice(first + 1 + begin, first + 1 + end), to)
-                    found[here] = np.minimum(found[here], new)
+                    np.minimum(found[here], new, out=found[here])
         return found
 
     def _leave_out(self, rows: Ints, table: Singles, stages: int) -> None:
@@ -277,6 +284,28 @@ class Bounds:
                 beaten |= (stages + number) * degree[lost] > problem.most_workers
             lost = lost[beaten]
         table[:, row[lost], layer[lost], level[lost]] = NEVER
+
+    def _slowest_beats(self) -> Floats:
+        """By way: no pipeline whose slowest lanes, forward and backward, come to more gets ahead of the front."""
+        tables, slowest = self._tables, np.zeros(len(self._tables.ways))
+        for rows, table in self._by_stages:
+            row, level = np.nonzero(table[FILL][:, -1] < NEVER / 2)
+            way, values = rows[row], table[:, row, -1, level].astype(float) * SINGLE
+            more, rate = tables.count[way] - 1, tables.degree[way] * level * self._unit
+            low, high = values[BEAT], np.full(len(row), NEVER)
+            for _ in range(HALVINGS):
+                # By factors: the upper end begins far away.
+                middle = np.sqrt(low * high)
+                seconds = values[FILL] + more * middle
+                lost = self._front.surely_beats(seconds, seconds * rate + values[OTHER], self._within)
+                low, high = np.where(lost, low, middle), np.where(lost, middle, high)
+            np.maximum.at(slowest, way, np.where(more > 0, high, np.inf))
+        return slowest
+
+    def useful(self, first: int) -> Mask:
+        """(possible way, last layer, option): stages that begin with a layer and are not too slow for the front."""
+        useful: Mask = self._arcs[first].beats[1][self.possible] <= self._slowest[self.possible, None, None]
+        return useful
 
     def promising(self, labels: Labels) -> tuple[Labels, Labels]:
         """Of labels that begin with one layer, those that can still get ahead of the front by more than the share; and
@@ -338,33 +367,44 @@ class Bounds:
 
     def _columns(self, labels: Labels) -> Singles:
         """What a pair of label and completion is judged by, by label."""
-        more = self._tables.count[labels.way] - 1
-        return np.stack([
-            labels.fill_f + labels.fill_b, labels.fill_f + labels.ends, more, labels.beat_f, labels.beat_b,
-            labels.rate, labels.other_usd, labels.stages.astype(float), self._tables.degree[labels.way],
-        ]).astype(np.float32)  # fmt: skip
+        tables = self._tables
+        most = (tables.problem.most_workers or 0) // tables.degree[labels.way] - labels.stages
+        columns = {
+            FILLED: labels.fill_f + labels.fill_b, ENDED: labels.fill_f + labels.ends,
+            MORE: tables.count[labels.way] - 1, BOTH: labels.beat_f + labels.beat_b, BEAT_B: labels.beat_b,
+            RATE: labels.rate, OTHER_USD: labels.other_usd, STAGES: labels.stages, MOST_STAGES: most,
+        }  # fmt: skip
+        return np.stack([columns[number] for number in range(len(columns))]).astype(np.float32)
 
     def _open(self, own: Singles, before: _Completions, row: Ints, coarser: Ints) -> tuple[Ints, Ints]:
         """Pairs of a label and what one of the coarser completions is made of that the front does not beat."""
-        problem = self._tables.problem
         begin = before.begin[coarser]
         many = before.begin[coarser + 1] - begin
         row = np.repeat(row, many)
         at = np.arange(len(row)) + np.repeat(begin - (np.cumsum(many) - many), many)
-        fill, ends, more, beat_f, beat_b, rate, other_usd, stages, degree = own[:, row]
-        values = before.values[:, at]
-        seconds = fill + values[FILL] + more * np.maximum(beat_f + beat_b, values[BEAT])
-        slowest = more * np.maximum(beat_f, values[BEAT_F])
-        np.maximum(seconds, fill + values[FINISH] + slowest + more * beat_b, out=seconds)
-        np.maximum(seconds, ends + values[FORWARD] + slowest, out=seconds)
-        usd = seconds * (rate + before.rate[at]) + other_usd + values[OTHER]
-        left = ~self._front.surely_beats(seconds, usd, self._within)
-        stages = stages + before.stages[at]
-        if problem.stages is not None:
-            left &= stages == problem.stages
-        if problem.most_workers is not None:
-            left &= stages * degree <= problem.most_workers
+        # The first of three bounds alone leaves few, so that the others are asked of these.
+        values = before.values
+        beat, more = np.maximum(own[BOTH, row], values[BEAT, at]), own[MORE, row]
+        seconds = own[FILLED, row] + values[FILL, at] + more * beat
+        left = self._left(own, before, row, at, seconds)
+        row, at, seconds = row[left], at[left], seconds[left]
+        more, beat_b = own[MORE, row], own[BEAT_B, row]
+        slowest = more * np.maximum(own[BOTH, row] - beat_b, values[BEAT_F, at])
+        np.maximum(seconds, own[FILLED, row] + values[FINISH, at] + slowest + more * beat_b, out=seconds)
+        np.maximum(seconds, own[ENDED, row] + values[FORWARD, at] + slowest, out=seconds)
+        left = self._left(own, before, row, at, seconds)
         return row[left], at[left]
+
+    def _left(self, own: Singles, before: _Completions, row: Ints, at: Ints, seconds: Singles) -> Mask:
+        """Of such pairs, those of so many seconds at least that the front does not beat, and that may be."""
+        problem = self._tables.problem
+        usd = seconds * (own[RATE, row] + before.rate[at]) + own[OTHER_USD, row] + before.values[OTHER, at]
+        left = ~self._front.surely_beats(seconds, usd, self._within)
+        if problem.stages is not None:
+            left &= own[STAGES, row] + before.stages[at] == problem.stages
+        if problem.most_workers is not None:
+            left &= before.stages[at] <= own[MOST_STAGES, row]
+        return left
 
 
 def _moves(step: int, low: int, high: int) -> Iterator[tuple[slice, slice]]:

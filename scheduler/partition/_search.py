@@ -140,7 +140,7 @@ def _extended(tables: Tables, bounds: Bounds, labels: Labels, stages: Stages) ->
         fits &= ((labels.stages + 1 == problem.stages) if first == 0 else (labels.stages + 1 < problem.stages))[:, None]
     if problem.most_workers is not None:
         fits &= ((labels.stages + 1) * tables.degree[labels.way] <= problem.most_workers)[:, None]
-    before, option = np.nonzero(tables.needed(fits, kept))
+    before, option = np.nonzero(tables.needed(fits, kept) & bounds.useful(first)[row, last])
     return _put_in_front(tables, labels, stages, before, option, ~kept[before, option], row)
 
 
