@@ -125,6 +125,8 @@ class Recovered:
     """The last round whose end is in the log."""
     correction_key: str = ""
     """What the last merge leads the workers to the model with."""
+    attempt: int = 1
+    """Background exchange: of the workers, the last that began from where this state says; a later one has yet to."""
     ends: int = 0
     """Synchronous exchange, where the job ends before its plan: its last round, as the checkpoint tells."""
 
@@ -147,7 +149,7 @@ class Machine(abc.ABC):
         recovered = recovered or Recovered()
         self.setup = setup
         self.epoch = 1
-        self.attempt = 1
+        self.attempt = recovered.attempt
         self._sequence = recovered.sequence
         self._step = recovered.step
         self._samples = recovered.samples

@@ -127,6 +127,7 @@ class Storage:
             marks=tuple(sorted((name, mark) for name, mark in marks.items() if name != self._setup.region)),
             lasts=tuple(sorted(_named(frame, _LAST))),
             ends=int(facts.get("ends", 0)),
+            attempt=int(facts.get("attempt", 1)),
             ended=_ended_of(facts) if self._setup.background and sequence > 0 else None,
         )
         return recovered, numbers
@@ -230,10 +231,11 @@ class Storage:
             return np.array(frame.tensors["residual"], np.float64)
         return None
 
-    def keep_checkpoint(self, numbers: Numbers, apply: Apply, ended: Log | None = None) -> str:
+    def keep_checkpoint(self, numbers: Numbers, apply: Apply, ended: Log | None = None, attempt: int = 1) -> str:
         """Make a merge's numbers and watermarks durable; returns the model's digest.
 
-        ``ended``: the last round that has ended, with background exchange.
+        With background exchange, ``ended``: the last round that has ended; ``attempt``: the last that began from these
+        numbers.
         """
         model = np.ascontiguousarray(numbers.model)
         digest = framing.digest_of([model.data.cast("B")])
@@ -246,6 +248,7 @@ class Storage:
         facts |= {f"{_MARK}{region}": mark for region, mark in marks.items()}
         facts |= {f"{_LAST}{region}": 1 for region in apply.lasts}
         facts |= {"ends": apply.ends} if apply.ends else {}
+        facts |= {"attempt": attempt} if self._setup.background else {}
         if ended is not None:
             correction = int(ended.correction_key.rpartition("/")[2] or -1)
             facts |= {"ended_step": ended.step, "until_step": ended.until_step, "correction": correction}

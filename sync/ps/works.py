@@ -89,6 +89,8 @@ class Works:
         self._history: OrderedDict[int, Vector] = OrderedDict()
         self._checkpoint_at, self._checkpoint_took = 0.0, 0.0
         self._cleared_attempts = 0
+        self._attempt = 1
+        """The last that began from where the replica says."""
         self.codec_wanted = self._codec
         """Of our next update; may be set at any time, by another thread."""
         self.coding_bytes_per_second = 0.0
@@ -136,7 +138,7 @@ class Works:
             prepared = max((m.sequence for m in recovered.outbox), default=recovered.sequence)
             numbers = replace(numbers, residual=self.storage.residual(max(prepared, recovered.sequence)))
         self.replica = Replica(self._policy, self._exchange, self._codec, numbers)
-        self._ended = recovered.ended
+        self._ended, self._attempt = recovered.ended, recovered.attempt
         if self.setup.background:
             recovered = self._replay(recovered, entries)
             key = self._publish_last_correction(recovered.version) if recovered.sequence else ""
@@ -163,6 +165,7 @@ class Works:
                 continue
             if isinstance(entry, Restart):
                 self._replica().restart()
+                self._attempt = entry.attempt
                 continue
             manifest = outbox.get(entry.sequence)
             end = parted.read_vector(self.channel, entry.model_key, "model")
@@ -178,7 +181,8 @@ class Works:
         if lost:
             _log.warning("what was held back of %d rounds is lost; the open round begins anew", lost)
             self._replica().restart()
-        return replace(recovered, model_digest=framing.digest_of([self._replica().model.data.cast("B")]))
+        digest = framing.digest_of([self._replica().model.data.cast("B")])
+        return replace(recovered, model_digest=digest, attempt=self._attempt)
 
     def _account(self, entry: Log, manifest: Manifest, end: Vector | None) -> None:
         """A round of ours whose update was durable already."""
@@ -270,6 +274,7 @@ class Works:
             if not np.isfinite(delta).all():
                 raise GeofedError("FRAME_INVALID", "the model that the job begins with is not finite")
             self.replica = Replica(self._policy, self._exchange, self._codec, Numbers(delta, delta))
+            self._attempt = attempt
             refused: tuple[tuple[str, str], ...] = ()
         else:
             if self.setup.background:
@@ -353,7 +358,7 @@ class Works:
         if self.setup.background and not (due or action.complete or action.sequence == 0):
             return ""
         ended = self._ended if self.setup.background else None
-        digest = self.storage.keep_checkpoint(numbers, action, ended)
+        digest = self.storage.keep_checkpoint(numbers, action, ended, self._attempt)
         self._checkpoint_at = time.monotonic()
         self._checkpoint_took = self._checkpoint_at - now
         return digest
@@ -362,6 +367,7 @@ class Works:
         replica = self._replica()
         self.storage.log(action)
         replica.restart()
+        self._attempt = action.attempt
         self._put(f"start/{action.attempt}", "model", replica.start)
         sequence = self._ended.sequence if self._ended is not None else 0
         return Restarted(action.attempt, f"start/{action.attempt}", self._publish_state(sequence))

@@ -82,6 +82,8 @@ class Disk:
     ended: Log | None = None
     marked: bool = False
     """The partition began here, or came back."""
+    attempt: int = 1
+    """With background exchange: the last that began from here."""
 
 
 @dataclass
@@ -166,6 +168,7 @@ class Site:
             ended=disk.ended,
             correction_key=f"correction/{last.version}" if last.sequence > 0 else "",
             ends=last.ends,
+            attempt=disk.attempt,
         )
         self.machine = (Background if self.setup.background else Synchronous)(self.setup, recovered)
         self.machine.lapsed = self.began and last.sequence < 0 and not disk.marked
@@ -267,6 +270,7 @@ class Site:
                 disk.ended = action
                 return Logged(action)
             case Restart():
+                disk.attempt = action.attempt
                 return Restarted(action.attempt, f"start/{action.attempt}", "")
             case StartGrace():
                 return GraceOver(action.sequence)
@@ -294,6 +298,9 @@ class Site:
             assert manifest.sequence == before + 1, f"{manifest} after {before}"
             assert (manifest.region, manifest.sequence) in self.disk.inbox or manifest.sequence in self.disk.outbox
             marks[manifest.region] = manifest.sequence
+        if action.sequence == 0:
+            assert self.machine is not None
+            self.disk.attempt = self.machine.attempt
         told = dict(action.watermarks) | {self.name: action.sequence}
         assert all(told[region] == mark for region, mark in marks.items()), (told, marks)
         if not self.setup.quorum and not self.lost_patience:

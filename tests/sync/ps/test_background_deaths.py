@@ -1,0 +1,377 @@
+"""Background exchange with the real numbers, disk and channel, while a server dies before any file operation.
+
+Every region's change in every round is known beforehand, so what the model must hold at the end is a plain sum: an
+update that got lost, counted twice, or was sent beside what its codec had held back, shows.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sync import framing
+from sync.channel import FileChannel
+from sync.codec import codec_named
+from sync.layout import Layout, Slot, Vector
+from sync.ps import works as works_module
+from sync.ps.arrival import Arrival
+from sync.ps.background import Background
+from sync.ps.events import (
+    AttachAnswer,
+    Attached,
+    BoundaryAnswer,
+    BoundaryArrived,
+    Configured,
+    Evaluated,
+    Event,
+    Failed,
+    Manifest,
+    PatienceOver,
+    Peer,
+    PeerHas,
+    Refuse,
+    Reply,
+    Ship,
+    StartPatience,
+    Stored,
+    Verdict,
+)
+from sync.ps.machine import Setup
+from sync.ps.storage import Storage
+from sync.ps.works import Works
+from sync.wan import ExchangeSettings, policy_named
+
+REGIONS = ("a", "b")
+SHARES = {"a": 0.6, "b": 0.4}
+ROUNDS = 8
+SIZE = 700
+LAYOUT = Layout((Slot("w", (SIZE,), "float32"),), 1)
+FIRST = np.linspace(-1, 1, SIZE, dtype=np.float32)
+MOST_EVENTS = 20_000
+
+
+class Death(BaseException):
+    """The process is gone; nothing that it would still have done is done."""
+
+
+def change(region: str, sequence: int) -> Vector:
+    """What a region's workers make of a model in a round."""
+    seed = np.random.default_rng((ord(region), sequence))
+    return seed.normal(0, 0.1, SIZE).astype(np.float32)
+
+
+class Operations:
+    """Counts what a mortal process does to files; dies before one of them, or in the middle of a line of the log."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, deaths: list[int]) -> None:
+        self._deaths, self._armed, self.count, self.died = list(deaths), False, 0, 0
+        for name in ("replace", "fsync", "fdatasync", "unlink", "truncate", "write"):
+            self._wrap(patch, name)
+
+    def _wrap(self, patch: pytest.MonkeyPatch, name: str) -> None:
+        real: Callable[..., Any] = getattr(os, name)
+
+        def operation(*arguments: Any, **options: Any) -> Any:
+            if self._armed:
+                if self._deaths and self.count >= self._deaths[0]:
+                    self._deaths.pop(0)
+                    self.count, self.died, self._armed = 0, self.died + 1, False
+                    if name == "write":
+                        real(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                    raise Death
+                self.count += 1
+            return real(*arguments, **options)
+
+        patch.setattr(os, name, operation)
+
+    @contextmanager
+    def armed(self, mortal: bool) -> Iterator[None]:
+        self._armed = mortal
+        try:
+            yield
+        finally:
+            self._armed = False
+
+
+@dataclass
+class Worker:
+    """The one worker of a region; it outlives the server, and asks it again what it has not been told."""
+
+    sequence: int = 0
+    step: int = 0
+    model: Vector = field(default_factory=FIRST.copy, repr=False)
+    doing: str = "attach"
+    known: bool = False
+    """The round's end was handed over by an earlier life of the worker."""
+    attempt: int = 1
+    made: int = 0
+
+
+class Site:
+    """One region: files that last, and a server that may die."""
+
+    def __init__(self, folder: Path, region: str, codec: str, operations: Operations) -> None:
+        self.name, self._folder, self._codec, self._operations = region, folder / region, codec, operations
+        self.setup = Setup(region, REGIONS, 1, ROUNDS, 1, 0, background=True)
+        self.mortal = region == "a"
+        self.worker = Worker()
+        self.calls = 0
+        self.end_of_life()
+
+    def end_of_life(self) -> None:
+        self.machine: Background | None = None
+        self.answers: dict[int, Any] = {}
+        self.to_send: list[Manifest] = []
+        self.patience: list[int] = []
+        self.asking = 0
+
+    def live(self, doing: Callable[[], None]) -> None:
+        """Let the server do something; it may be its last."""
+        try:
+            with self._operations.armed(self.mortal):
+                doing()
+        except Death:
+            self.end_of_life()
+
+    def start(self) -> None:
+        self.storage = Storage(self._folder / "ps", self.setup)
+        self.channel = FileChannel(self._folder / "channel")
+        exchange, policy = ExchangeSettings(background=1.0, guard=0.0), policy_named("ma")
+        codec = codec_named(self._codec)
+        self.works = Works(self.setup, self.storage, self.channel, policy, codec, exchange, SHARES)
+        machine = Background(self.setup, self.works.recover())
+        self.machine = machine
+        peers = tuple(Peer(name, 1, "") for name in REGIONS if name != self.name)
+        self.feed(Configured(1, self.worker.attempt, peers))
+
+    def feed(self, event: Event) -> None:
+        events = deque([event])
+        while events:
+            assert self.machine is not None
+            for action in self.machine.handle(events.popleft()):
+                match action:
+                    case Reply():
+                        self.answers[action.call] = action.answer
+                    case Refuse():
+                        self.answers[action.call] = action
+                    case Ship():
+                        self.to_send = list(action.manifests)
+                    case StartPatience():
+                        self.patience.append(action.sequence)
+                    case Failed():
+                        raise AssertionError(action)
+                    case _:
+                        followed = self.works.do(action, self.machine.attempt)
+                        if followed is not None:
+                            events.append(followed)
+
+    # Its worker
+
+    def work(self) -> None:
+        worker = self.worker
+        if worker.doing == "done":
+            return
+        if self.asking and self.asking in self.answers:
+            answer = self.answers.pop(self.asking)
+            self.asking = 0
+            assert not isinstance(answer, Refuse), answer
+            self._heard(answer)
+        elif not self.asking:
+            self.calls += 1
+            self.asking = self.calls
+            if worker.doing == "train":
+                worker.model = worker.model + change(self.name, worker.sequence + 1)
+                worker.step, worker.doing, worker.made = worker.step + 1, "tell", worker.made + 1
+                self._put(self._key(), worker.model)
+            elif worker.doing == "attach":
+                self._put("init", FIRST)
+            question = self._question(self.calls)
+            self.live(lambda: self._ask(question))
+
+    def _ask(self, question: Event) -> None:
+        if isinstance(question, Attached):
+            self.storage.keep_layout(LAYOUT)
+        self.feed(question)
+
+    def _question(self, call: int) -> Event:
+        worker, attempt = self.worker, self.worker.attempt
+        if worker.doing == "attach":
+            return Attached(call, 0, attempt, LAYOUT.digest, "init")
+        if worker.doing == "measure":
+            return Evaluated(call, 0, attempt, worker.sequence, 1.0, {"loss": 0.5})
+        digest, key = ("", "") if worker.known else ("alone", self._key())
+        return BoundaryArrived(call, 0, attempt, worker.sequence + 1, worker.step, digest, key, "", 8.0, 0.5, 0.1)
+
+    def _heard(self, answer: Any) -> None:
+        worker = self.worker
+        if isinstance(answer, AttachAnswer):
+            worker.sequence, worker.step, worker.known = answer.sequence, answer.step, answer.boundary
+            if answer.model_key:
+                worker.model = self._read(answer.model_key, "model")
+            worker.doing = "tell" if answer.boundary else "train"
+            if answer.finished:
+                worker.doing = "measure" if answer.evaluate else "done"
+        elif isinstance(answer, BoundaryAnswer):
+            worker.sequence, worker.known = answer.sequence, False
+            if answer.model_key:
+                worker.model = self._read(answer.model_key, "model")
+            elif answer.correction_key:
+                worker.model = worker.model + self._read(answer.correction_key, "correction")
+            worker.doing = "train"
+            if answer.finished:
+                worker.doing = "measure" if answer.evaluate else "done"
+        else:
+            worker.doing = "done"
+
+    def begin_new_attempt(self) -> None:
+        """The worker is lost: another one begins with what the server says."""
+        if self.machine is None or self.worker.doing in ("done", "measure"):
+            return
+        attempt = self.worker.attempt + 1
+        self.worker, self.asking = Worker(attempt=attempt), 0
+        self.live(lambda: self.feed(Configured(1, attempt, ())))
+
+    def _key(self) -> str:
+        return f"b/{self.worker.attempt}/{self.worker.sequence + 1}/model"
+
+    def _put(self, key: str, vector: Vector) -> None:
+        # The worker does not die with the server.
+        FileChannel(self._folder / "channel").put(key, framing.encode({"model": vector}))
+
+    def _read(self, key: str, name: str) -> Vector:
+        value = FileChannel(self._folder / "channel").get(key)
+        assert value is not None, f"{key} is gone"
+        return np.array(framing.decode(value).tensors[name], np.float32)
+
+    # Updates
+
+    def take(self, manifest: Manifest, data: bytes) -> None:
+        """An update comes in."""
+        arrival = Arrival(manifest, self.storage.update_path(manifest.region, manifest.sequence))
+        for offset in range(arrival.landing.prefix, len(data), 600):
+            arrival.append(offset, data[offset : offset + 600])
+        arrival.complete()
+        self.feed(Stored(manifest))
+
+
+class Federation:
+    """Two regions, of which one is mortal."""
+
+    def __init__(self, folder: Path, codec: str, operations: Operations, seed: int, *, lose_workers: bool) -> None:
+        self.sites = {region: Site(folder, region, codec, operations) for region in REGIONS}
+        self._random, self._lose_workers = random.Random(seed), lose_workers
+
+    def run(self) -> None:
+        for _ in range(MOST_EVENTS):
+            if all(site.worker.doing == "done" for site in self.sites.values()):
+                return
+            self._something()
+        raise AssertionError({n: (s.worker, s.machine and s.machine.progress) for n, s in self.sites.items()})
+
+    def _something(self) -> None:
+        site = self.sites[self._random.choice(REGIONS)]
+        if site.machine is None:
+            site.live(site.start)
+            return
+        chance = self._random.random()
+        if chance < 0.6:
+            site.work()
+        elif chance < 0.95:
+            self._send(site)
+        elif chance < 0.97 and site.patience:
+            sequence = site.patience.pop()
+            site.live(lambda: site.feed(PatienceOver(sequence)))
+        elif chance > 0.99 and self._lose_workers:
+            site.begin_new_attempt()
+
+    def _send(self, sender: Site) -> None:
+        (receiver,) = (site for site in self.sites.values() if site is not sender)
+        if not sender.to_send or receiver.machine is None:
+            return
+        # In order, as couriers send: who has an update has all before it.
+        manifest = sender.to_send[0]
+        verdict = receiver.machine.verdict(manifest, sender.name)
+        if verdict is Verdict.WANT:
+            data = sender.storage.update_path(manifest.region, manifest.sequence).read_bytes()
+            receiver.live(lambda: receiver.take(manifest, data))
+            if receiver.machine is None or self._random.random() < 0.2:
+                return  # the acknowledgement is lost: it is offered again
+        elif verdict is not Verdict.HAVE:
+            return
+        sender.to_send.pop(0)
+        sender.live(lambda: sender.feed(PeerHas(receiver.name, manifest.sequence, manifest.region)))
+
+    def check(self, codec: str) -> None:
+        """All that was trained is in the model, once."""
+        held = np.zeros(SIZE, np.float64)
+        expected = FIRST.astype(np.float64)
+        for name, site in self.sites.items():
+            residual = site.works.replica.numbers.residual if site.works.replica is not None else None
+            held += SHARES[name] * (0 if residual is None else residual)
+            expected += SHARES[name] * sum(change(name, n).astype(np.float64) for n in range(1, ROUNDS + 1))
+        for site in self.sites.values():
+            assert site.machine is not None
+            assert site.works.replica is not None
+            progress = site.machine.progress
+            assert (progress.phase, progress.sequence, progress.step) == ("finished", ROUNDS, ROUNDS)
+            assert progress.samples == 8.0 * ROUNDS
+            assert progress.applied == ROUNDS + (site.name != REGIONS[0])
+            np.testing.assert_allclose(site.works.replica.model + held, expected, atol=2e-5)
+            if codec == "fp32":
+                assert not held.any()
+
+
+def play(folder: Path, codec: str, deaths: list[int], seed: int, *, lose_workers: bool = False) -> Operations:
+    with pytest.MonkeyPatch.context() as patch:
+        ticks = iter(range(1 << 30))
+        # Checkpoints by the count of what is done instead of by the clock.
+        patch.setattr(works_module, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+        operations = Operations(patch, deaths)
+        federation = Federation(folder, codec, operations, seed, lose_workers=lose_workers)
+        federation.run()
+        federation.check(codec)
+    return operations
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8", "ternary"])
+def test_a_life_without_a_death(tmp_path: Path, codec: str) -> None:
+    assert play(tmp_path, codec, [], 1).died == 0
+
+
+@pytest.mark.parametrize("codec", ["fp32", "ternary"])
+def test_a_death_before_any_file_operation_loses_and_doubles_nothing(tmp_path: Path, codec: str) -> None:
+    whole = play(tmp_path / "whole", codec, [], 7).count
+    assert whole > 100, "the life is longer than that"
+    for moment in range(0, whole, 3):
+        operations = play(tmp_path / str(moment), codec, [moment], 7)
+        assert operations.died == 1
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    codec=st.sampled_from(["fp32", "int8", "ternary"]),
+    deaths=st.lists(st.integers(0, 90), max_size=8),
+    seed=st.integers(0, 1 << 20),
+)
+def test_many_deaths_in_a_row(
+    tmp_path_factory: pytest.TempPathFactory, codec: str, deaths: list[int], seed: int
+) -> None:
+    play(tmp_path_factory.mktemp("many"), codec, deaths, seed)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(deaths=st.lists(st.integers(0, 90), max_size=5), seed=st.integers(0, 1 << 20))
+def test_deaths_of_servers_and_workers(tmp_path_factory: pytest.TempPathFactory, deaths: list[int], seed: int) -> None:
+    play(tmp_path_factory.mktemp("both"), "ternary", deaths, seed, lose_workers=True)
