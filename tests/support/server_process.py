@@ -141,6 +141,8 @@ class NumpyWorker(threading.Thread):
     samples: float = 10.0
     pause: float = 0.0
     """Seconds before a step."""
+    begins_anew: bool = False
+    """Once it is fenced, as an agent has it done: from where the server says, in the next attempt."""
     failure: GeofedError | None = None
     finals: list[Vector] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
@@ -153,10 +155,15 @@ class NumpyWorker(threading.Thread):
     __hash__ = threading.Thread.__hash__
 
     def run(self) -> None:
-        try:
-            self._train()
-        except GeofedError as error:
-            self.failure = error
+        while True:
+            try:
+                self._train()
+            except GeofedError as error:
+                if error.code == "FENCED" and self.begins_anew:
+                    self.attempt += 1
+                    continue
+                self.failure = error
+            return
 
     def _call(self, method: str, request: Any) -> Any:
         """Ask until there is an answer, over restarts of the server."""
