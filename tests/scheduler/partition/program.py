@@ -86,7 +86,7 @@ def least_usd(problem: Problem, way: Way, limit_seconds: float) -> float | None:
 
 
 @dataclass(frozen=True)
-class _Stage:
+class Stage:
     number: int
     cut: Cut
     forward: tuple[float, ...]
@@ -98,7 +98,7 @@ class _Stage:
 
 def _of_stages(problem: Problem, way: Way, stages: int, limit: float) -> float | None:
     count = way.micro_batches(problem.batch)
-    allowed = _stages(problem, way, stages)
+    allowed = stages_of(problem, way, stages)
     program = _Program()
     chosen = [program.column(stage.other_usd, 1.0, True) for stage in allowed]
     longest = 1.0 + count * sum(sum(stage.forward) + sum(stage.backward) + stage.merge_s for stage in allowed)
@@ -144,7 +144,7 @@ def _price(
     problem: Problem,
     way: Way,
     stages: int,
-    allowed: list[_Stage],
+    allowed: list[Stage],
     chosen: list[int],
     total: int,
     limit: float,
@@ -169,13 +169,13 @@ def _price(
 
 
 def _difference(
-    marks: list[int], kept: list[float], chosen: list[int], allowed: list[_Stage], unit: float, sign: float
+    marks: list[int], kept: list[float], chosen: list[int], allowed: list[Stage], unit: float, sign: float
 ) -> dict[int, float]:
     terms = {mark: sign * value / unit for mark, value in zip(marks, kept, strict=True)}
     return terms | {c: -sign * s.rate / unit for c, s in zip(chosen, allowed, strict=True)}
 
 
-def _stages(problem: Problem, way: Way, stages: int) -> list[_Stage]:
+def stages_of(problem: Problem, way: Way, stages: int) -> list[Stage]:
     """All that fit at their place in a pipeline of so many stages."""
     length, place = len(problem.profile.layers), problem.places[0]
     channel, mu = place.channel, way.micro_batch
@@ -209,7 +209,7 @@ def _stages(problem: Problem, way: Way, stages: int) -> list[_Stage]:
                         puts = sides * d * count + (d * d if d > 1 else 0)
                         gets = sides * d * count + 2 * d * (d - 1)
                         found.append(
-                            _Stage(
+                            Stage(
                                 number,
                                 cut,
                                 tuple(forward),

@@ -9,10 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.partition import FunctionSize, NothingFitsError, cheapest, evaluate, explain, fastest, front, uniform
+from scheduler.partition import (
+    FunctionSize,
+    NothingFitsError,
+    _search,
+    cheapest,
+    evaluate,
+    explain,
+    fastest,
+    front,
+    uniform,
+)
 from scheduler.partition._explain import cuts_of
 from scheduler.partition._front import ways_of
 
+from .plain import plain_front
 from .problems import brute_force, problem
 
 QUICK = settings(max_examples=25, deadline=None)
@@ -38,6 +49,36 @@ def test_it_is_what_trying_everything_finds(seed: int) -> None:
     if seed % 4 == 3:
         asked = replace(asked, stages=2)
     wanted = brute_force(asked, ways_of(asked))
+    if not wanted:
+        with pytest.raises(NothingFitsError):
+            front(asked)
+        return
+    assert same(points(front(asked)), wanted)
+
+
+@pytest.mark.parametrize("seed", range(24, 48))
+def test_so_it_is_when_it_begins_with_shorter_chains(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_search, "FEWEST_LAYERS", 1)
+    asked = problem(seed, layers=4, sizes=2, places=1 + seed % 3 // 2)
+    if seed % 4 == 3:
+        asked = replace(asked, stages=2)
+    wanted = brute_force(asked, ways_of(asked))
+    if not wanted:
+        with pytest.raises(NothingFitsError):
+            front(asked)
+        return
+    assert same(points(front(asked)), wanted)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_of_longer_chains_it_is_what_plain_dynamic_programming_finds(seed: int) -> None:
+    asked = problem(seed, layers=10, sizes=2)
+    layers = asked.profile.layers
+    # At least nine of them, so that two shorter chains come first.
+    asked = replace(asked, profile=replace(asked.profile, layers=(layers * 9)[: max(9, len(layers))]))
+    if seed % 4 == 3:
+        asked = replace(asked, stages=3)
+    wanted = plain_front(asked, ways_of(asked))
     if not wanted:
         with pytest.raises(NothingFitsError):
             front(asked)
