@@ -149,7 +149,7 @@ class Tuning:
             tuner = PublishedTuner(PublishedSettings(least=len(pool), knee_slope=slope))
         else:
             ends = None if state.deadline_at is None else max(1.0, state.deadline_at - state.started_at)
-            tuner = ScalingTuner(terms, ScalingGoal(state.goal.bound, _patience(spec), ends))
+            tuner = ScalingTuner(terms, ScalingGoal(state.goal.bound, _patience(spec), ends, chosen.rounds))
         made = {part.region: part.batch * part.steps_per_round for part in chosen.partitions}
         return cls(pool, made, state.goal, terms, tuner)
 

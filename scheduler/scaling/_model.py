@@ -77,3 +77,5 @@ class Goal:
     """By how much longer it may take than all workers would from first to last; None: any longer."""
     deadline_seconds: float | None = None
     """From the first step on."""
+    most_steps: int | None = None
+    """After which the job ends anyway, with any number of workers; None: it does not."""

@@ -137,7 +137,7 @@ class ScalingTuner:
             return self._told(ahead, now, told, "")
         if not patient:
             if ahead.quantile(now.seconds - best.seconds, 1 - sure) > 0:
-                return self._told(ahead, best, told, f"{told.workers} workers would take too long")
+                return self._told(ahead, best, told, f"{told.workers} workers would take too long, or too many steps")
             return self._told(ahead, now, told, "")
         saves = now.usd * (1 - self.settings.worth) - best.usd
         if ahead.quantile(saves, 1 - sure) > 0:
@@ -185,8 +185,10 @@ class ScalingTuner:
         if self.goal.deadline_seconds is not None:
             limit = np.minimum(limit, self.goal.deadline_seconds)
         until = elapsed + seconds
+        ends = math.inf if self.goal.most_steps is None else self.goal.most_steps
+        enough = told.step + ahead.steps(workers) <= ends
         in_time, spared = (
-            ahead.likely(np.asarray(until <= bound * (1 + 1e-9), float))
+            ahead.likely(np.asarray((until <= bound * (1 + 1e-9)) & enough, float))
             for bound in (limit, np.minimum(limit, sparing))
         )
         return _Weighed(workers, seconds, usd, in_time, spared)

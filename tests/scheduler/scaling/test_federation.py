@@ -56,3 +56,14 @@ def test_steps_that_are_told_together_count_as_so_many() -> None:
     # Both see the same curve: the way that is left, in steps, is about the same.
     left = [tuner.observe(Observation(61, 61.0, 0.4 + 1 / 4.05, 8, 61 * terms.rate(8))) for tuner in tuners.values()]
     assert left[0].workers == left[1].workers
+
+
+@pytest.mark.parametrize(("most_steps", "stay"), [(None, 1), (100_000, 1), (420, 3), (130, 8)])
+def test_fewer_leave_where_the_steps_that_are_left_would_not_do(most_steps: int | None, stay: int) -> None:
+    """Fewer workers need more steps, and a job has only so many."""
+    terms = Terms((1.0,) * 8, worker_usd_per_second=1e-5, usd_per_second=1e-7, join_seconds=1.0)
+    tuner, least = ScalingTuner(terms, Goal(0.45, None, most_steps=most_steps)), 8
+    for step in range(1, 120):
+        loss = 0.3 + 1 / (1.5 + 5.17 * step / 400)
+        least = min(least, tuner.observe(Observation(step, float(step), loss, 8, step * terms.rate(8))).workers)
+    assert least == stay
