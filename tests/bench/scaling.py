@@ -1,6 +1,7 @@
 """Workers that come and go while training: a fixed pool, MLLess's tuner, ours, and what could have been had.
 
     .venv/bin/python tests/bench/scaling.py [--quick] [--json PATH] [--seeds N] [--only clicks|ratings|images ...]
+    .venv/bin/python tests/bench/scaling.py --live [--quick] [--json PATH] [--seeds N]
 
 Gradients are real (`scaling_learning.py`): sparse logistic regression and matrix factorisation of the templates, on the
 made-up data of `isp.py`, and a small CNN on scikit-learn's digits, which are real. Seconds and dollars are MODELLED:
@@ -13,6 +14,8 @@ seed of its own; ours has the same everywhere, and is told a compute that is a f
 cheapest run that keeps the time, of all numbers of workers and of the schedules that dynamic programming finds on their
 curves, of that seed.
 DDP (gloo) is measured, two processes on the cores of this machine, at the price of a virtual machine of two.
+
+With `--live` nothing of that is run: the tuners steer real jobs instead (`scaling_live.py`).
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from isp_data import Task
 from isp_processes import DDP, Link
 from report import Bar, Report, options
 from scaling_learning import POOL, SETTINGS, PoolTime, Run, play, pool_time, task_of
+from scaling_live import live
 from scaling_oracle import schedules
 
 from scheduler.scaling import Goal, PublishedSettings, PublishedTuner, ScalingTuner
@@ -62,6 +66,10 @@ OURS, FROM_POOL, FREE = "ours", "ours, from pool", "ours, any time"
 def main() -> int:
     given = options(__doc__, more=_more)
     report = Report("scaling", given.quick)
+    if given.live:
+        report.bars += live(report, quick=given.quick, seeds=given.seeds, memories_mb=given.memory_mb)
+        report.details["load_after"] = os.getloadavg()[0]
+        return report.close(given.json)
     torch.set_num_threads(1)
     seeds = given.seeds or (1 if given.quick else 5)
     rows: dict[tuple[str, str, str], list[Run]] = {}
@@ -85,7 +93,11 @@ def main() -> int:
 
 
 def _more(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, metavar="N", help="default: 5, with --quick 1")
+    parser.add_argument("--live", action="store_true", help="real daemons, instead of what is modelled")
+    parser.add_argument(
+        "--memory-mb", nargs="+", type=int, default=[1024, 4096], help="of a worker, live; default: both"
+    )
+    parser.add_argument("--seeds", type=int, metavar="N", help="default: 5, live 3, with --quick 1")
     parser.add_argument("--only", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), help="tasks; default: all")
 
 
