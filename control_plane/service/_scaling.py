@@ -7,6 +7,7 @@ reached, and what the workers' own losses are on is other samples in each round.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -178,7 +179,7 @@ class Tuning:
         metric = federated_metrics(reports.values()).get(self.goal.metric)
         # Regions report when they can: to wait for all to be at the same round could be to wait for ever.
         late = max(measured) - min(measured) > self.goal.every
-        if late or metric is None or min(measured) <= self._evaluated:
+        if late or metric is None or not math.isfinite(metric) or min(measured) <= self._evaluated:
             return None
         workers = 0.0
         for region, report in reports.items():
@@ -190,8 +191,9 @@ class Tuning:
         self._evaluated = min(measured)
         self._rounds = {region: report.round for region, report in reports.items()}
         self._samples = {region: report.samples for region, report in reports.items()}
-        self._usd += (at - (state.started_at if self._at is None else self._at)) * self.terms.rate(round(workers))
-        self._at = at
+        before = state.started_at if self._at is None else self._at
+        at = max(at, before)  # a clock may be set back
+        self._usd, self._at = self._usd + (at - before) * self.terms.rate(round(workers)), at
         return Observation(self._evaluated, at, metric, round(workers), self._usd)
 
 

@@ -239,6 +239,16 @@ def test_nothing_is_told_twice_nor_of_rounds_that_are_far_apart() -> None:
     assert tuning.observation(both, 13.0) is None
 
 
+def test_a_clock_that_is_set_back_and_a_loss_that_is_none_do_no_harm() -> None:
+    tuning = _tuning()
+    seen = []
+    for round_, at, loss in ((1, 12.0, 0.6), (2, 11.0, 0.59), (3, 13.0, math.nan), (4, 14.0, 0.58)):
+        both = _state(a=_report(round_, round_ * 8 * 320, loss), b=_report(round_, round_ * 4 * 160, loss))
+        if (answer := tuning.heard(both, at)) is not None:
+            seen.append((answer[0].step, answer[0].at_seconds, answer[0].workers))
+    assert seen == [(1, 12.0, 12), (2, 12.0, 12), (4, 14.0, 12)]
+
+
 # What it means for all
 
 
