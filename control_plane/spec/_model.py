@@ -185,8 +185,9 @@ class Train(_Section):
     """Workers in each region, or by region, like {frankfurt: 4, shanghai: 2}."""
     scaling: Literal["fixed", "tuned", "mlless"] = "fixed"
     """`fixed`: a step has the same samples to the end, however many workers share them. `tuned`: each worker keeps its
-    `batch`, and while the job trains workers leave and come as reaches `end.goal` for the least money, or in the least
-    time. `mlless`: they leave by the rule of MLLess. Then `workers` are as many as there will be at most."""
+    `batch`, and while the job trains workers leave and come as reaches `end.goal` for the least money, in hardly more
+    time than all of them where it minimises time. `mlless`: they leave by the rule of MLLess. Then `workers` are as
+    many as there will be at most."""
     end: End
     balance: Literal["data", "speed"] = "data"
     """What a region's steps in a round are in proportion to: `data`, so that all regions make the same epochs, or

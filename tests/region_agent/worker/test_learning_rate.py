@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from geofed_pb.errors import GeofedError
-from region_agent.worker.invocation import Schedule
+from region_agent.worker.batches import Batches
+from region_agent.worker.invocation import Schedule, Stretch
 from region_agent.worker.learning_rate import LearningRate, factor
 
 SCHEDULES = st.builds(
@@ -61,6 +62,17 @@ def test_without_a_schedule_the_tasks_own_rates_stay() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
     LearningRate(optimizer, None, 10).set(7)
     assert optimizer.param_groups[0]["lr"] == 0.3
+
+
+@pytest.mark.parametrize("schedule", [None, Schedule(shape="linear")])
+def test_the_factor_of_a_batch_goes_beside_the_schedule(schedule: Schedule | None) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    batches = Batches(64, [Stretch(first_step=6, batch=16, rate=0.5)])
+    rate = LearningRate(optimizer, schedule, 10, batches)
+    for step in (5, 6, 5):  # whatever was made before
+        rate.set(step)
+        alone = factor(schedule, step, 10) if schedule is not None else 1.0
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.3 * alone * batches.rate(step))
 
 
 def test_an_optimiser_without_a_rate_is_told_of() -> None:
