@@ -41,7 +41,7 @@ FEWEST_LAYERS = 6
 """Of a chain that is searched without making it shorter first."""
 SHORTER = 0.5
 """Of the layers of a chain, those of the shorter one whose pipelines are found first."""
-ROUGH = 0.01
+ROUGH = 0.02
 """Share within which these are found."""
 
 Found = list[tuple[Way, tuple[Cut, ...]]]
@@ -62,7 +62,7 @@ def search(problem: Problem, ways: Sequence[Way], within: float = 0.0) -> Found:
 
     length = tables.length
     if length > FEWEST_LAYERS:
-        known = _of_shorter(problem, ways, max(FEWEST_LAYERS, round(SHORTER * length)), max(within, ROUGH))
+        known = _of_shorter(problem, ways, round(SHORTER * length), max(within, ROUGH))
         plans = [evaluate(problem, way, cuts) for way, cuts in known]
         fitting = [(number, plan) for number, plan in enumerate(plans) if plan is not None]
         front.add(
