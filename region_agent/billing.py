@@ -23,10 +23,11 @@ class Item:
     source: str
 
 
-def invocation_amounts(seconds: float, memory_mb: int) -> dict[str, float]:
+def invocation_amounts(seconds: float, memory_mb: int, *, preemptible: bool = False) -> dict[str, float]:
     """Meters of one invocation: its time, rounded up to the millisecond as the clouds do, by its memory limit."""
     billed = math.ceil(seconds * _MS_PER_S) / _MS_PER_S
-    return {"gb_seconds": billed * memory_mb / 1024, "calls": 1.0}
+    kind = "preemptible_gb_seconds" if preemptible else "gb_seconds"
+    return {kind: billed * memory_mb / 1024, "calls": 1.0}
 
 
 def bill(meters: dict[str, float], prices: PricesConfig, channel: ChannelPricesConfig | None = None) -> list[Item]:
@@ -36,6 +37,12 @@ def bill(meters: dict[str, float], prices: PricesConfig, channel: ChannelPricesC
         ("function-calls", meters.get("calls", 0.0), "1", prices.function_usd_per_request),
         ("parameter-server", meters.get("ps_seconds", 0.0) / 3600, "h", prices.server_usd_per_hour),
     ]
+    preemptible = meters.get("preemptible_gb_seconds", 0.0)
+    if preemptible or prices.preemptible_usd_per_gb_second is not None:
+        price = prices.preemptible_usd_per_gb_second
+        # Where it is not told any more what they cost, they count as others: never as nothing.
+        price = prices.function_usd_per_gb_second if price is None else price
+        lines.insert(1, ("preemptible-function-seconds", preemptible, "GB-s", price))
     for name, value in sorted(meters.items()):
         if name.startswith("sent_bytes:"):
             to = name.removeprefix("sent_bytes:")

@@ -105,6 +105,20 @@ def status(
 
 
 @app.command()
+def preemptible(
+    workers: Annotated[int, typer.Argument(help="How many are left, or there again.", min=0, show_default=False)],
+    state_dir: StateDir = DEFAULT_STATE,
+) -> None:
+    """Say how many preemptible workers there are: for whoever takes them away, or brings them back."""
+    from region_agent.capacity import say_preemptible_left
+
+    if not state_dir.is_dir():
+        raise GeofedError("UNAVAILABLE", f"no agent has run with {state_dir}")
+    say_preemptible_left(state_dir, workers)
+    _say(f"{workers} preemptible workers from now on; the jobs that had more go on with what is left")
+
+
+@app.command()
 def doctor(
     config: Annotated[Path, typer.Option("--config", help="The region's configuration.")],
     state_dir: StateDir = DEFAULT_STATE,

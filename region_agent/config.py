@@ -55,6 +55,8 @@ class CapacityConfig(_Section):
     memory_mb: Annotated[int, Field(ge=128)] = 2048
     samples_per_second: Positive | None = None
     """Of one worker, if the operator knows it."""
+    preemptible: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Workers besides, that the cloud may take away at any time."""
 
 
 class PricesConfig(_Section):
@@ -67,6 +69,8 @@ class PricesConfig(_Section):
     server_usd_per_hour: NotNegative
     egress_usd_per_gb: NotNegative
     egress_to: dict[str, NotNegative] = {}
+    preemptible_usd_per_gb_second: NotNegative | None = None
+    """Of functions on capacity that may be taken away; stated where there is such capacity."""
 
 
 class SplitConfig(_Section):
@@ -120,6 +124,8 @@ class OpenFaasGateway(_Section):
     ca_file: Path | None = None
     image: str
     namespace: str = ""
+    preemptible_constraints: tuple[str, ...] = ()
+    """Placement constraints of functions on capacity that may be taken away."""
 
 
 class ChannelPricesConfig(_Section):
@@ -221,19 +227,34 @@ class RegionConfig(_Section):
     def _every_price_is_stated(self) -> RegionConfig:
         if self.prices is not None and self.channel.kind != "file" and self.channel.prices is None:
             raise ValueError("`channel.prices` is missing: what the account leaves out would be counted as free")
+        if self.capacity.preemptible:
+            if self.prices is not None and self.prices.preemptible_usd_per_gb_second is None:
+                raise ValueError(
+                    "`prices.preemptibleUsdPerGbSecond` is missing: an unknown price is never taken for zero"
+                )
+            if isinstance(self.gateway, OpenFaasGateway) and not self.gateway.preemptible_constraints:
+                raise ValueError(
+                    "`gateway.preemptibleConstraints` is missing: it says where preemptible workers are to run"
+                )
         return self
 
     @property
     def name(self) -> str:
         return self.metadata.name
 
-    def catalogue(self) -> dict[str, Any]:
-        """What the control plane is told, in the form that its scheduler reads; paths stay here."""
-        prices = self.prices.model_dump() if self.prices else None
+    def catalogue(self, preemptible: int | None = None) -> dict[str, Any]:
+        """What the control plane is told, in the form that its scheduler reads; paths stay here.
+
+        ``preemptible``: workers that are there now of those that may be taken away; None: all.
+        """
+        prices = self.prices.model_dump(exclude={"preemptible_usd_per_gb_second"}) if self.prices else None
+        capacity = self.capacity.model_dump()
+        if preemptible is not None:
+            capacity["preemptible"] = preemptible
         return {
             "name": self.name,
             "cloud": self.cloud,
-            "capacity": self.capacity.model_dump(),
+            "capacity": capacity,
             "channel": self.channel.kind,
             "prices": prices,
             "datasets": [

@@ -20,6 +20,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import to_proto
 from geofed_pb.v1 import agent_pb2
 from region_agent.billing import invocation_amounts
+from region_agent.capacity import preemptible_left
 from region_agent.config import FileChannelConfig, OpenFaasGateway, RegionConfig
 from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess
 from region_agent.gateway import BasicAuth, GatewayClient
@@ -72,8 +73,14 @@ class Agent:
         self._config, self._state_dir = config, state_dir
         self._identity = Identity(state_dir)
         self._store = AgentStore(state_dir / "agent.db")
-        catalogue = json.dumps(config.catalogue())
-        self._hub = Hub(self._identity, self._store, lambda: catalogue, version("geofed"))
+        self._preemptible = preemptible_left(state_dir, config.capacity.preemptible)
+        """Workers there now of those that may be taken away."""
+        self._hub = Hub(
+            self._identity,
+            self._store,
+            lambda: json.dumps(config.catalogue(self._preemptible)),
+            version("geofed"),
+        )
         self._partitions: dict[str, Partition] = {}
         self._gateway: EmbeddedGatewayProcess | None = None
         self._around: Surroundings | None = None
@@ -233,13 +240,31 @@ class Agent:
         for number, job, begun in self._store.open_invocations():
             row = self._store.partition(job)
             memory_mb = agent_pb2.StartPartition.FromString(row.start).plan.memory_mb if row else 0
-            self._store.invocation_ended(number, job, invocation_amounts(max(0.0, alive - begun), memory_mb))
+            kind = row is not None and row.preemptible
+            amounts = invocation_amounts(max(0.0, alive - begun), memory_mb, preemptible=kind)
+            self._store.invocation_ended(number, job, amounts)
 
     async def _tick(self) -> None:
         while True:
             now = time.time()
             self._note_status(now)
+            self._look_at_capacity()
             await asyncio.sleep(_TICK_SECONDS)
+
+    def _look_at_capacity(self) -> None:
+        """Preemptible workers come and go; of the jobs that have them, the latest loses them first."""
+        left = preemptible_left(self._state_dir, self._config.capacity.preemptible)
+        if left != self._preemptible:
+            _log.info("%d preemptible workers now, %d before", left, self._preemptible)
+            self._preemptible = left
+            self._hub.tell_capacity(left)
+        there = [partition for partition in self._partitions.values() if partition.machine.preemptible]
+        over = sum(partition.machine.workers for partition in there) - left
+        for partition in reversed(there):
+            if over > 0 and partition.machine.workers:
+                taken = min(over, partition.machine.workers)
+                partition.preempt(partition.machine.workers - taken)
+                over -= taken
 
     async def _keep_certificate(self) -> None:
         while True:
@@ -329,12 +354,13 @@ class Agent:
             self._partitions[command.job].peers(command)
 
     def scale(self, seq: int, command: agent_pb2.ScalePartition) -> None:
-        workers = min(command.workers, most_workers(self._config))
+        kind = command.preemptible
+        workers = min(command.workers, most_workers(self._config, preemptible=kind))
         # A worker's batch stays as it is.
         batch = command.batch * workers // command.workers if command.workers else 0
-        self._store.took_scale(seq, command.job, workers, batch, command.learning_rate)
+        self._store.took_scale(seq, command.job, workers, batch, command.learning_rate, preemptible=kind)
         if command.job in self._partitions:
-            self._partitions[command.job].scale(Scaled(workers, command.reason, batch, command.learning_rate))
+            self._partitions[command.job].scale(Scaled(workers, command.reason, batch, command.learning_rate, kind))
 
     def publish(self, seq: int, command: agent_pb2.PublishModel) -> None:
         self._store.took_publish(seq, command.job)

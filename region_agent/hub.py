@@ -82,6 +82,12 @@ class Hub:
         self._passing[f"profile {report.id}"] = agent_pb2.FromAgent(profile=report)
         self._news.set()
 
+    def tell_capacity(self, preemptible: int) -> None:
+        """Tell how many preemptible workers there are now; the next session's first word has it too."""
+        news = agent_pb2.CapacityNews(preemptible=preemptible)
+        self._passing["capacity"] = agent_pb2.FromAgent(capacity=news)
+        self._news.set()
+
     def send_durably(self, message: agent_pb2.FromAgent) -> None:
         self._store.add_report(message.SerializeToString())
         self._news.set()

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, sync_pb2
 from region_agent.billing import invocation_amounts
-from region_agent.config import DatasetConfig, RegionConfig
+from region_agent.config import DatasetConfig, OpenFaasGateway, RegionConfig
 from region_agent.gateway import FunctionSpec, GatewayClient, fixed_scale_labels, timeout_env
 from region_agent.identity import Identity
 from region_agent.partition_calls import (
@@ -41,6 +41,7 @@ from region_agent.partition_events import (
     Invoke,
     KeepBatches,
     PeersKnown,
+    Preempted,
     Prepared,
     PsEnded,
     PsPeer,
@@ -77,6 +78,8 @@ __all__ = ["Partition", "Surroundings"]
 _log = logging.getLogger("geofed.partition")
 _READY = timedelta(seconds=60)
 _METER_SECONDS = 1.0
+_CAPACITY_LABEL = "geofed.capacity"
+"""Of a function on capacity that may be taken away."""
 _LONGEST_PAUSE_SECONDS = 15.0
 
 
@@ -116,8 +119,15 @@ class Partition:
         workers = start.plan.workers if row.workers is None else whole_pipelines(start.plan, row.workers)
         batches = batches_of(start.plan, row)
         self.machine = PartitionMachine(
-            start.region, workers, epoch=start.epoch, attempt=row.attempt, batches=batches
-        )  # fmt: skip
+            start.region,
+            workers,
+            epoch=start.epoch,
+            attempt=row.attempt,
+            batches=batches,
+            preemptible=row.preemptible,
+        )
+        self._deploying = asyncio.Lock()
+        """Nobody is invoked before the function is where it is to be."""
         self._folder = around.state_dir / "jobs" / start.job
         self._folder.mkdir(parents=True, exist_ok=True)
         self._opening_channel = asyncio.Lock()
@@ -163,6 +173,16 @@ class Partition:
     def scale(self, wanted: Scaled) -> None:
         """The control plane wants another number of workers; it is stored already."""
         self.feed(replace(wanted, workers=whole_pipelines(self.start.plan, wanted.workers)))
+
+    def preempt(self, workers: int) -> None:
+        """So many of its workers are left; the others are ended, as whoever takes their machines away would do."""
+        self._run(self._take_away(workers))
+
+    async def _take_away(self, workers: int) -> None:
+        try:
+            await self._around.gateway.scale(self._function, workers)
+        finally:
+            self.feed(Preempted(workers))
 
     def peers(self, message: agent_pb2.Peers) -> None:
         peers = tuple(PsPeer(p.region, p.epoch, p.address) for p in message.peers)
@@ -233,7 +253,7 @@ class Partition:
             self._around.config.prices,
             self._around.config.channel.prices,
         )
-        message.workers = self.machine.workers
+        message.workers, message.preempted = self.machine.workers, self.machine.preempted
         message.merged_by = self._merged_by
         message.blob_digest = blob_digest
         self._around.report(message, durable)
@@ -260,16 +280,25 @@ class Partition:
         """Have a replica for each worker."""
         plan, gateway = self.start.plan, self._around.gateway
         call_seconds = timedelta(seconds=plan.slice_seconds) + CALL_GRACE
-        workers = self.machine.workers
+        workers, kind = self.machine.workers, {_CAPACITY_LABEL: "preemptible"} if self.machine.preemptible else {}
         spec = FunctionSpec(
             service=self._function,
             image=self._around.image,
-            labels=fixed_scale_labels(workers),
+            labels={**fixed_scale_labels(workers), **kind},
+            constraints=self._constraints(),
             env_vars={**timeout_env(call_seconds), **self._around.channel.worker_env()},
             limits={"memory": f"{plan.memory_mb}Mi"},
         )
-        await gateway.deploy(spec)
-        await gateway.scale(self._function, workers)
+        async with self._deploying:
+            await gateway.deploy(spec)
+            await gateway.scale(self._function, workers)
+
+    def _constraints(self) -> tuple[str, ...]:
+        """Where the platform may put the function."""
+        gateway = self._around.config.gateway
+        if self.machine.preemptible and isinstance(gateway, OpenFaasGateway):
+            return gateway.preemptible_constraints
+        return ()
 
     def _prepare_channel(self, bundle: bytes) -> None:
         channel = self._around.channel.open(self.job)
@@ -406,6 +435,8 @@ class Partition:
         if time.monotonic() - self._signed_at > SIGNATURE_LIFE.total_seconds() / 2:
             await self._sign_splits(around.config.datasets[self.start.task.dataset])
         body = await self._invocation(action)
+        async with self._deploying:
+            preemptible = self.machine.preemptible
         begun = time.time()
         number = around.store.invocation_begun(self.job, begun)
         failure: GeofedError | None = None
@@ -415,7 +446,7 @@ class Partition:
         except GeofedError as error:
             failure = error
         finally:
-            amounts = invocation_amounts(time.time() - begun, plan.memory_mb)
+            amounts = invocation_amounts(time.time() - begun, plan.memory_mb, preemptible=preemptible)
             around.store.invocation_ended(number, self.job, amounts)
         if outcome is None:
             self.feed(WorkerEnded(action.worker, action.attempt, "failed", error=failure))

@@ -16,6 +16,7 @@ __all__ = [
     "Happened",
     "Invoke",
     "KeepBatches",
+    "Preempted",
     "Prepared",
     "PsEnded",
     "PsPeer",
@@ -164,6 +165,15 @@ class Scaled:
     """Samples of all of them in a step; 0: as it is."""
     rate: float = 1.0
     """What the learning rate is multiplied by with that batch."""
+    preemptible: bool = False
+    """On capacity that may be taken away."""
+
+
+@dataclass(frozen=True)
+class Preempted:
+    """Workers were taken away; so many are left, and go on until the control plane says otherwise."""
+
+    workers: int
 
 
 @dataclass(frozen=True)
@@ -198,6 +208,7 @@ Event = (
     | Setback
     | Retry
     | Scaled
+    | Preempted
     | PublishAsked
     | Published
     | Stopped

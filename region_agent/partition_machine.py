@@ -32,6 +32,7 @@ from region_agent.partition_events import (
     Invoke,
     KeepBatches,
     PeersKnown,
+    Preempted,
     Prepared,
     PsEnded,
     PsPeer,
@@ -121,9 +122,20 @@ class PartitionMachine:
     """One partition. ``attempt`` is the last one that an earlier life of the agent used."""
 
     def __init__(
-        self, region: str, workers: int, *, epoch: int, attempt: int = 0, batches: BatchPlan | None = None
+        self,
+        region: str,
+        workers: int,
+        *,
+        epoch: int,
+        attempt: int = 0,
+        batches: BatchPlan | None = None,
+        preemptible: bool = False,
     ) -> None:
         self.region, self.workers = region, workers
+        self.preemptible = preemptible
+        """The workers are on capacity that may be taken away."""
+        self.preempted = False
+        """Some were, since the control plane last said how many there shall be."""
         self._batches = batches or BatchPlan(1, 0)
         self._begun = attempt > 0
         """Steps may have been made."""
@@ -191,7 +203,11 @@ class PartitionMachine:
             case Retry():
                 return self._retry(event)
             case Scaled():
-                return self._scaled(event)
+                fewer, self.preempted = self.preempted, False
+                # Those that are left make the batch of all until it is known what they are to make.
+                return self._scaled(event, anew=fewer and event.batch > 0)
+            case Preempted():
+                return self._preempted(event)
             case PublishAsked():
                 self._publish_wanted = True
                 return self._maybe_publish()
@@ -325,19 +341,21 @@ class PartitionMachine:
 
     # More workers, or fewer
 
-    def _scaled(self, event: Scaled) -> list[Action]:
-        if event.workers == self.workers or self.state in (*_OVER, "finished") or self._crew.done:
-            # Where some are done the others are about to be.
+    def _scaled(self, event: Scaled, *, anew: bool = False) -> list[Action]:
+        moves = event.preemptible != self.preemptible
+        if (event.workers == self.workers and not (moves or anew)) or self._ends:
             return []
-        before, self.workers = self.workers, event.workers
+        before, self.workers, self.preemptible = self.workers, event.workers, event.preemptible
         if event.batch:
             self._batches.want(event.batch, event.rate)
-        if self._preparing:
-            # Whether the function is deployed with the number of before or of now is not known.
+        if self._preparing or moves:
+            # Whether the function is deployed with the number of before or of now is not known; or it moves.
             self._replicas = None
         self.condition = f"paused: {event.reason or 'no workers'}" if not event.workers else ""
-        words = f"{before} → {event.workers} workers" + (f": {event.reason}" if event.reason else "")
+        kind = "preemptible workers" if self.preemptible else "workers"
+        words = f"{before} → {event.workers} {kind}" + (f": {event.reason}" if event.reason else "")
         data: dict[str, object] = {"before": before, "workers": event.workers, "reason": event.reason}
+        data["preemptible"] = self.preemptible
         actions: list[Action] = [Happened("partition.scaled", f"{self.region}: {words}", data)]
         if self.state == "training":
             if self._crew.running:
@@ -346,6 +364,18 @@ class PartitionMachine:
             self._crew = _Workers()
             actions += [*self._configure(), Restart(self.attempt, _FIRST_PAUSE_SECONDS)]
         return [*actions, self._report()]
+
+    def _preempted(self, event: Preempted) -> list[Action]:
+        """As if the control plane had asked for what is left; it is told, and asks for what it wants instead."""
+        if event.workers >= self.workers or self._ends:
+            return []
+        self.preempted = True
+        return self._scaled(Scaled(event.workers, "workers were taken away", preemptible=self.preemptible))
+
+    @property
+    def _ends(self) -> bool:
+        """Its workers change no more; where some are done the others are about to be."""
+        return self.state in (*_OVER, "finished") or bool(self._crew.done)
 
     # Setbacks
 

@@ -18,9 +18,10 @@ _LONGEST_SLICE = LONGEST_LIFE - timedelta(minutes=5)
 """A worker goes on for a while after its slice: to the end of its step, and while it waits for an answer."""
 
 
-def most_workers(config: RegionConfig) -> int:
-    """That one job may have here."""
-    return min(config.capacity.workers, config.policy.max_workers_per_job or config.capacity.workers)
+def most_workers(config: RegionConfig, *, preemptible: bool = False) -> int:
+    """That one job may have here of a kind."""
+    there = config.capacity.preemptible if preemptible else config.capacity.workers
+    return min(there, config.policy.max_workers_per_job or there)
 
 
 def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> None:

@@ -20,7 +20,8 @@ create table if not exists facts (name text primary key, value text not null);
 create table if not exists partitions (
     job text primary key, start blob not null, peers blob, attempt integer not null, publish integer not null,
     worker_port integer not null, exchange_port integer not null, token_key text not null, stopped integer not null,
-    bulk_port integer not null default 0, workers integer, batch integer, rate real, stretches text);
+    bulk_port integer not null default 0, workers integer, batch integer, rate real, stretches text,
+    preemptible integer);
 create table if not exists reports (seq integer primary key autoincrement, message blob not null);
 create table if not exists meters (
     job text not null, name text not null, value real not null, primary key (job, name));
@@ -54,6 +55,8 @@ class PartitionRow:
     """What the learning rate is multiplied by with it."""
     stretches: str = "[]"
     """Which batch each step has, as JSON."""
+    preemptible: bool = False
+    """Its workers are on capacity that may be taken away."""
 
 
 class AgentStore:
@@ -72,7 +75,14 @@ class AgentStore:
         if "bulk_port" not in columns:
             # An older agent has made the table.
             self._db.execute("alter table partitions add column bulk_port integer not null default 0")
-        for name, kind in (("workers", "integer"), ("batch", "integer"), ("rate", "real"), ("stretches", "text")):
+        later = {
+            "workers": "integer",
+            "batch": "integer",
+            "rate": "real",
+            "stretches": "text",
+            "preemptible": "integer",
+        }
+        for name, kind in later.items():
             if name not in columns:
                 self._db.execute(f"alter table partitions add column {name} {kind}")
         if not self.fact("meter"):
@@ -149,10 +159,12 @@ class AgentStore:
             db.execute("update partitions set peers = ? where job = ?", (peers, job))
             _move_cursor(db, seq)
 
-    def took_scale(self, seq: int, job: str, workers: int, batch: int = 0, rate: float = 1.0) -> None:
+    def took_scale(
+        self, seq: int, job: str, workers: int, batch: int = 0, rate: float = 1.0, *, preemptible: bool = False
+    ) -> None:
         """``batch`` 0: it stays."""
         with self._writing() as db:
-            db.execute("update partitions set workers = ? where job = ?", (workers, job))
+            db.execute("update partitions set workers = ?, preemptible = ? where job = ?", (workers, preemptible, job))
             if batch:
                 db.execute("update partitions set batch = ?, rate = ? where job = ?", (batch, rate, job))
             _move_cursor(db, seq)
@@ -199,11 +211,11 @@ class AgentStore:
 
     def _partition_rows(self, where: str, *values: object) -> list[PartitionRow]:
         fields = "job, start, peers, attempt, publish, worker_port, exchange_port, bulk_port, token_key, workers"
-        fields += ", batch, rate, coalesce(stretches, '[]')"
+        fields += ", batch, rate, coalesce(stretches, '[]'), coalesce(preemptible, 0)"
         with self._lock:
             found = self._db.execute(f"select {fields} from partitions {where} order by job", values).fetchall()
         return [
-            PartitionRow(job, start, peers, attempt, bool(publish), *rest)
+            PartitionRow(job, start, peers, attempt, bool(publish), *(*rest[:-1], bool(rest[-1])))
             for job, start, peers, attempt, publish, *rest in found
         ]
 

@@ -41,6 +41,8 @@ class Capacity:
     """Largest memory of one function."""
     samples_per_second: float | None = None
     """Of one worker, as the operator states it; None: unknown, a prior is used."""
+    preemptible: int = 0
+    """Workers besides, that may be taken away at any time; so many are there now."""
 
 
 @dataclass(frozen=True)

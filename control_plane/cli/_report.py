@@ -47,7 +47,7 @@ def partition_table(view: Data) -> str:
             [
                 part["region"],
                 part["state"],
-                part["workers"],
+                f"{part['workers']}{' preemptible' if part['preemptible'] else ''}",
                 f"{part['round']}/{rounds}",
                 part["step"],
                 number_text(part["loss"]),

@@ -77,6 +77,7 @@ def _partition_view(part: control_pb2.PartitionStatus) -> Data:
         "loss": part.loss if part.step else None,
         "metrics": dict(part.metrics),
         "workers": part.workers,
+        "preemptible": part.preemptible,
         "samples_per_second": part.samples_per_second,
         "sent_bytes": dict(part.sent_bytes),
         "money": [

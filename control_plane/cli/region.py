@@ -72,7 +72,7 @@ def regions_table(views: list[Data]) -> str:
                 view["name"],
                 view["cloud"],
                 view["state"],
-                view["capacity"]["workers"] if view["capacity"] else "",
+                _workers_text(view["capacity"]) if view["capacity"] else "",
                 ",".join(held["name"] for held in view["datasets"]),
                 view["last_contact"] or "",
                 view["agent_version"],
@@ -81,6 +81,11 @@ def regions_table(views: list[Data]) -> str:
             for view in views
         ],
     )
+
+
+def _workers_text(capacity: Data) -> str:
+    preemptible = capacity.get("preemptible", 0)
+    return f"{capacity['workers']}" + (f" + {preemptible} preemptible" if preemptible else "")
 
 
 def _region_text(view: Data) -> str:
@@ -95,7 +100,7 @@ def _region_text(view: Data) -> str:
                 ("last contact", view["last_contact"]),
                 ("agent", view["agent_version"]),
                 ("certificate", f"until {view['certificate_expires']}" if view["certificate_expires"] else ""),
-                ("workers", capacity.get("workers")),
+                ("workers", _workers_text(capacity) if capacity else ""),
                 ("memory", f"{capacity['memory_mb']} MB for a function at most" if capacity else ""),
                 ("samples/s", capacity.get("samples_per_second")),
             ]

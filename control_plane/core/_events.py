@@ -62,6 +62,8 @@ class ScaleAsked:
     reason: str = ""
     gives_way: bool = False
     """It pauses for another job, and is to go on once there is room again."""
+    preemptible: bool = False
+    """On workers that may be taken away."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,7 @@ class SendScale:
     epoch: int
     workers: int
     reason: str
+    preemptible: bool = False
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class JobMachine:
         self._put(replace(part, state="assigned"))
         self._out.append(SendStart(part.region, part.epoch, resumed=part.ran))
         if part.workers is not None:
-            self._out.append(SendScale(part.region, part.epoch, part.workers, ""))
+            self._out.append(SendScale(part.region, part.epoch, part.workers, "", part.preemptible))
 
     # --- what the agents say
 
@@ -117,6 +117,8 @@ class JobMachine:
                 ran=part.ran or bool(event.report.ps_address),
             )
         )
+        if event.report.preempted:
+            self._preempted(event)
         if self.state.phase == "cancelling":
             self._cancelled_if_all_ended(event.at)
             return
@@ -132,6 +134,17 @@ class JobMachine:
             self._published(event)
         else:
             self._finish_if_all_done(event.at)
+
+    def _preempted(self, event: Reported) -> None:
+        """Workers were taken away: what is left goes on, until the job is told otherwise."""
+        part, left = self.state.partition(event.region), event.report.workers
+        if part is None or not part.preemptible or part.workers is None or left >= part.workers:
+            return
+        text = f"{event.region}: {part.workers - left} of {part.workers} preemptible workers were taken away"
+        self._record("partition.preempted", text, event.region, {"before": part.workers, "workers": left})
+        self._put(replace(part, workers=left, preempted=True))
+        if not left:
+            self.state = replace(self.state, gave_way=True)
 
     def _note(self, part: Partition, report: Report) -> None:
         """Write down what is new since the last report."""
@@ -298,12 +311,16 @@ class JobMachine:
         self.state = replace(self.state, gave_way=event.gives_way)
         for region, workers in sorted(event.workers.items()):
             part = self.state.partition(region)
-            if part is None or part.workers == workers or part.state == "finished":
+            if part is None or part.state == "finished":
                 continue
-            self._put(replace(part, workers=workers))
-            self._out.append(SendScale(region, part.epoch, workers, event.reason))
-            text = _because(f"{region} is to go on with {workers} workers", event.reason)
-            self._record("partition.scaling", text, region, {"workers": workers, "reason": event.reason})
+            if (part.workers, part.preemptible, part.preempted) == (workers, event.preemptible, False):
+                continue
+            self._put(replace(part, workers=workers, preemptible=event.preemptible, preempted=False))
+            self._out.append(SendScale(region, part.epoch, workers, event.reason, event.preemptible))
+            kind = "preemptible workers" if event.preemptible else "workers"
+            text = _because(f"{region} is to go on with {workers} {kind}", event.reason)
+            data = {"workers": workers, "reason": event.reason, "preemptible": event.preemptible}
+            self._record("partition.scaling", text, region, data)
 
     def _cancelled_if_all_ended(self, at: float) -> None:
         if all(part.link == "lost" or part.state in ENDED_PARTITION for part in self.state.partitions):

@@ -79,6 +79,8 @@ class Report:
     """Number of the ways that its parameter server knows."""
     update_bytes: int = 0
     """Of its last update; 0: not known."""
+    preempted: bool = False
+    """It has fewer workers than it was told to have, because some were taken away."""
     meter: int = 0
     """Which meter has counted money and bytes; 0: not told."""
 
@@ -128,7 +130,11 @@ class Partition:
     since: float = 0.0
     """When `link` became what it is."""
     workers: int | None = None
-    """That were asked for last; None: as planned."""
+    """That were asked for last, or are left after some were taken away; None: as planned."""
+    preemptible: bool = False
+    """They are of those that may be taken away."""
+    preempted: bool = False
+    """Some were, since then."""
 
 
 @dataclass(frozen=True)

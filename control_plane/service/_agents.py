@@ -163,6 +163,8 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             return
         elif kind == "profile":
             self._profiling.heard(session.region, message.profile)
+        elif kind == "capacity":
+            await federation.capacity_changed(session, message.capacity.preemptible)
         elif kind != "heartbeat":
             raise GeofedError("FRAME_INVALID", f"{kind or 'an empty message'} must be numbered")
         await federation.heard(session)

@@ -23,9 +23,10 @@ from control_plane.service._gangs import (
     may_scale,
     merges_of,
     planned_workers,
+    preemptible_of,
     staffed_of,
 )
-from control_plane.service._planning import snapshot_of, workers_now
+from control_plane.service._planning import lasting_workers_now, snapshot_of, workers_now
 from control_plane.service._quota import over_quota, quota_of, turn_of
 from control_plane.service._result import unpromised_worker_seconds
 from control_plane.service._scaling import Tuning, is_tuned, told
@@ -33,7 +34,7 @@ from control_plane.service._speeds import Watched
 from control_plane.spec import JobSpec, to_demand
 from control_plane.store import RunRow
 from scheduler import Declined, Demand, Plan, Reason, Restaffing, plan, restaff
-from scheduler.deadline import Allotment, Gang, Held, Offer, allot, offer, promised_at_once
+from scheduler.deadline import Gang, Held, Kinds, Offer, allot, allot_kinds, offer, promised_at_once
 
 __all__ = ["Allocation", "Decision", "begin"]
 
@@ -55,6 +56,8 @@ class Decision:
     """By region, that are there for it now; empty where it waits."""
     waits_for: str
     """In words; empty: it may begin."""
+    preemptible: bool = False
+    """Those workers may be taken away."""
 
 
 class Allocation:
@@ -120,11 +123,11 @@ class Allocation:
             if told.deadline_s is None:
                 return _too_late(told, demand, draft.at)
             held = told.held
-        now = allot(draft.at, capacities, [*others, new], before=held).paces
-        need, free = new.workers(now[new.name]), _free(draft)
-        there = need and all(count <= free.get(region, 0) for region, count in need.items())
+        now = allot_kinds(draft.at, capacities, preemptible_of(draft.regions.values()), [*others, new], before=held)
+        need, free, preemptible = new.workers(now.pace(new.name)), _free(draft), new.name in now.preemptible
+        there = need and (preemptible or all(count <= free.get(region, 0) for region, count in need.items()))
         waits_for = "" if there else _what_for(chosen, _before(draft, chosen, demand.job, turn_of(new), served))
-        return Decision(chosen, None if math.isinf(ends) else ends, need if there else {}, waits_for)
+        return Decision(chosen, None if math.isinf(ends) else ends, need if there else {}, waits_for, preemptible)
 
     def review(self, draft: Draft) -> None:
         """Have jobs start, go on with other workers, pause and go on, as is best for all.
@@ -145,7 +148,14 @@ class Allocation:
         gangs = self._gangs(draft)
         if not gangs:
             return
-        answer = allot(draft.at, capacities_of(draft.regions.values()), list(gangs.values()), before=self._held)
+        answer = allot_kinds(
+            draft.at,
+            capacities_of(draft.regions.values()),
+            preemptible_of(draft.regions.values()),
+            list(gangs.values()),
+            before=self._held,
+            rests={name for name in gangs if name in self._watched and not self._watched[name].rested(draft.at)},
+        )
         self._held = answer.held
         self._tell_breaches(draft, answer.late, {name: held.end_s for name, held in answer.held.items()})
         for name, gang in gangs.items():
@@ -156,7 +166,7 @@ class Allocation:
         for name, gang in sorted(gangs.items(), key=lambda item: turn_of(item[1])):
             entry = _entry(draft, name)
             if entry.state.phase == "queued":
-                self._begin_or_wait(draft, entry, gang.workers(answer.paces[name]))
+                self._begin_or_wait(draft, entry, gang.workers(answer.pace(name)), name in answer.preemptible)
 
     def heard(self, draft: Draft, job: str) -> None:
         """An agent has told how a partition stands: the tuner of a job that has one hears of each round."""
@@ -228,25 +238,33 @@ class Allocation:
 
     # --- what they are told
 
-    def _scale(self, draft: Draft, entry: JobEntry, gang: Gang, answer: Allotment, gangs: Mapping[str, Gang]) -> None:
-        pace = answer.paces[gang.name]
-        if gang.fixed or pace == gang.held:
+    def _scale(self, draft: Draft, entry: JobEntry, gang: Gang, answer: Kinds, gangs: Mapping[str, Gang]) -> None:
+        pace, preemptible = answer.pace(gang.name), gang.name in answer.preemptible
+        moves = pace >= 0 and gang.held >= 0 and preemptible != gang.preemptible
+        if gang.fixed or (pace == gang.held and not moves and not any(p.preempted for p in entry.state.partitions)):
             return
         watched = self._watched.setdefault(gang.name, Watched())
         promised = answer.held.get(gang.name)
         needed = promised is not None and (promised.now > gang.held or promised.late)
-        if pace > gang.held >= 0 and not (watched.rested(draft.at) or needed):
+        if pace > gang.held >= 0 and not moves and not (watched.rested(draft.at) or needed):
             return
         wanted = dict(gang.workers(pace)) or dict.fromkeys(planned_workers(entry.plan), 0)
-        reason = _reason(gang, answer.paces, gangs, watched, needed=needed)
-        draft.tell_job(gang.name, ScaleAsked(draft.at, wanted, reason, gives_way=pace < 0))
-        watched.changed(draft.at, by_itself=pace > gang.held >= 0 or reason == watched.reason)
+        if moves or (gang.preemptible and pace >= 0 and gang.held < 0):
+            reason = _why_moved(preemptible, promised)
+        else:
+            paces = {name: answer.pace(name) for name in gangs}
+            reason = _reason(gang, paces, gangs, watched, needed=needed)
+        asked = ScaleAsked(draft.at, wanted, reason, gives_way=pace < 0, preemptible=preemptible)
+        draft.tell_job(gang.name, asked)
+        by_itself = pace > gang.held >= 0 or reason == watched.reason
+        watched.changed(draft.at, by_itself=by_itself or (moves and preemptible))
 
-    def _begin_or_wait(self, draft: Draft, entry: JobEntry, workers: Mapping[str, int]) -> None:
+    def _begin_or_wait(self, draft: Draft, entry: JobEntry, workers: Mapping[str, int], preemptible: bool) -> None:
         free, served = _free(draft), self._served(draft)
         absent = [region for region in planned_workers(entry.plan) if region not in free]
-        if not absent and workers and all(count <= free[region] for region, count in workers.items()):
-            begin(draft, entry, workers)
+        there = preemptible or all(count <= free.get(region, 0) for region, count in workers.items())
+        if not absent and workers and there:
+            begin(draft, entry, workers, preemptible=preemptible)
             return
         what = f"for {', '.join(absent)} to be back" if absent else ""
         told = what or _what_for(entry.plan, _before(draft, entry.plan, entry.row.id, _turn(entry, served), served))
@@ -268,7 +286,7 @@ class Allocation:
             draft.record("job.promise", text, job=name, data=data)
 
 
-def begin(draft: Draft, entry: JobEntry, workers: Mapping[str, int]) -> None:
+def begin(draft: Draft, entry: JobEntry, workers: Mapping[str, int], *, preemptible: bool = False) -> None:
     """Start a job that waits, or is new, with so many workers in each of its regions."""
     planned = planned_workers(entry.plan)
     parts = tuple(
@@ -276,13 +294,22 @@ def begin(draft: Draft, entry: JobEntry, workers: Mapping[str, int]) -> None:
             part,
             since=draft.at,
             link="live" if draft.regions[part.region].state.phase == "live" else "unreachable",
-            workers=None if workers[part.region] == planned[part.region] else workers[part.region],
+            workers=None if workers[part.region] == planned[part.region] and not preemptible else workers[part.region],
+            preemptible=preemptible,
         )
         for part in entry.state.partitions
     )
     draft.add_job(replace(entry, state=replace(entry.state, partitions=parts)))
     draft.tell_job(entry.row.id, Planned(draft.at))
     draft.tell_job(entry.row.id, Begun(draft.at))
+
+
+def _why_moved(preemptible: bool, promised: Held | None) -> str:
+    if preemptible:
+        return "preemptible workers cost less"
+    if promised is not None and promised.now >= 0:
+        return "its promised deadline needs workers that stay"
+    return "preemptible workers were taken away"
 
 
 def _softer(spec: JobSpec, job: str, at: float) -> list[Demand]:
@@ -312,7 +339,7 @@ def _free(draft: Draft) -> dict[str, int]:
     for entry in _now(draft):
         if entry.state.phase == "finishing":
             continue
-        for region, workers in workers_now(entry).items():
+        for region, workers in lasting_workers_now(entry).items():
             free[region] = free.get(region, 0) - workers
     return free
 

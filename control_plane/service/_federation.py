@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -36,7 +36,7 @@ from control_plane.service._bell import Bell
 from control_plane.service._draft import Draft, JobEntry, RegionEntry
 from control_plane.service._routing import Routing
 from control_plane.service._session import AgentSession
-from control_plane.service._wire import job_message
+from control_plane.service._wire import job_message, to_json
 from control_plane.spec import parse_json
 from control_plane.store import Change, Committed, JobRow, Store, UserRow
 from geofed_pb.errors import GeofedError
@@ -201,6 +201,21 @@ class Federation:
         self.sessions[region] = session
         session.wake()
         return session
+
+    async def capacity_changed(self, session: AgentSession, preemptible: int) -> None:
+        """A region has another number of preemptible workers than before."""
+        async with self.change() as draft:
+            entry = self._known(draft, session.region)
+            known = entry.catalogue
+            if known is None or known.capacity.preemptible == preemptible:
+                return
+            before = known.capacity.preemptible
+            catalogue = replace(known, capacity=replace(known.capacity, preemptible=preemptible))
+            row = replace(entry.row, catalogue_json=to_json(asdict(catalogue)))
+            draft.put_region(replace(entry, row=row, catalogue=catalogue))
+            text = f"{session.region} has {preemptible} preemptible workers now, {before} before"
+            data = {"before": before, "preemptible": preemptible}
+            draft.record("region.capacity", text, region=session.region, data=data)
 
     async def disconnect(self, session: AgentSession) -> None:
         """The stream of a session is over."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from control_plane.core import JobState
 from control_plane.pki import utc_now
 from control_plane.service._draft import JobEntry, RegionEntry
-from control_plane.service._planning import workers_now
+from control_plane.service._planning import on_preemptible, workers_now
 from control_plane.service._scaling import begins_with, is_tuned, tuned_paces
 from control_plane.service._speeds import Watched
 from control_plane.spec import JobSpec, to_demand
@@ -24,6 +24,7 @@ __all__ = [
     "may_scale",
     "merges_of",
     "planned_workers",
+    "preemptible_of",
     "staffed_of",
 ]
 
@@ -41,6 +42,17 @@ def capacities_of(regions: Iterable[RegionEntry]) -> dict[str, Capacity]:
         entry.row.name: Capacity(entry.catalogue.capacity.workers)
         for entry in regions
         if entry.catalogue is not None and entry.state.phase in ("live", "unreachable")
+    }
+
+
+def preemptible_of(regions: Iterable[RegionEntry]) -> dict[str, Capacity]:
+    """The workers there now that may be taken away."""
+    return {
+        entry.row.name: Capacity(entry.catalogue.capacity.preemptible)
+        for entry in regions
+        if entry.catalogue is not None
+        and entry.catalogue.capacity.preemptible
+        and entry.state.phase in ("live", "unreachable")
     }
 
 
@@ -108,7 +120,8 @@ def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry
     held = {region: count for region, count in workers_now(entry).items() if count}
     if state.phase == "cancelling" and held:
         return Gang(name, (Pace(held, 1.0),), ENDING_SECONDS, held=0, fixed=True, since_s=since_s)
-    if state.phase not in ("starting", "running") or not (held or state.gave_way):
+    preempted = any(part.preempted for part in state.partitions)
+    if state.phase not in ("starting", "running") or not (held or state.gave_way or preempted):
         return None
     done = min((part.report.round for part in state.partitions if part.report is not None), default=0)
     speeds = {part.region: speed for part in state.partitions if (speed := watched.speed(part.region)) is not None}
@@ -117,7 +130,10 @@ def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry
         speeds = {}
     planned = planned_workers(chosen)
     # Where some regions are done, or paused by hand, what the others have stays.
-    elastic = is_elastic(entry) and len(held) in (0, len(planned))
+    elastic = is_elastic(entry) and (len(held) in (0, len(planned)) or preempted)
+    if preempted and elastic:
+        # What is left of them is no pace, or a slower one.
+        held = {region: count for region, count in held.items() if len(held) == len(planned)}
     tuned, promised = is_tuned(entry.spec), math.isfinite(deadline_s)
     merges = merges_of(entry.state)
     ways = _ways(chosen, held or planned, regions, speeds, elastic, merges, tuned=tuned, promised=promised)
@@ -135,6 +151,7 @@ def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry
         fixed=not elastic,
         since_s=since_s,
         user=user,
+        preemptible=on_preemptible(entry),
         value=_value(entry),
         insists=tuned,
     )

@@ -42,7 +42,7 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], runs: 
     busy: dict[str, int] = {}
     for job in jobs:
         if not job.state.terminal:
-            for region, workers in workers_now(job).items():
+            for region, workers in lasting_workers_now(job).items():
                 busy[region] = busy.get(region, 0) + workers
     speeds: dict[str, float] = {}
     profiles: dict[str, Profile] = {}
@@ -76,6 +76,16 @@ def workers_now(job: JobEntry) -> dict[str, int]:
         return {}
     asked = {part.region: part.workers for part in job.state.partitions if part.workers is not None}
     return {part.region: part.workers for part in job.plan.partitions} | asked
+
+
+def on_preemptible(job: JobEntry) -> bool:
+    """Whether the workers of a job are of those that may be taken away."""
+    return job.state.phase != "queued" and any(part.preemptible for part in job.state.partitions)
+
+
+def lasting_workers_now(job: JobEntry) -> dict[str, int]:
+    """The same of workers that stay: none of a job on preemptible ones."""
+    return {} if on_preemptible(job) else workers_now(job)
 
 
 def plan_json(answer: Plan | Declined, waits_for: str = "", warnings: Sequence[str] = ()) -> str:

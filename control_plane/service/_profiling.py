@@ -13,7 +13,7 @@ from typing import Any
 
 from control_plane.pki import utc_now
 from control_plane.service._federation import Federation
-from control_plane.service._planning import merges_of, task_key, workers_now
+from control_plane.service._planning import lasting_workers_now, merges_of, task_key
 from control_plane.service._tuning import profile_from_json, tuned
 from control_plane.service._wire import failure_of, to_json
 from control_plane.spec import JobSpec, parse_json, to_demand
@@ -158,7 +158,7 @@ class Profiling:
     def _require_free(self, region: str) -> None:
         """A worker that measures must not share the cores of workers that train."""
         entry = self._federation.regions[region]
-        held = sum(workers_now(job).get(region, 0) for job in self._federation.jobs.values())
+        held = sum(lasting_workers_now(job).get(region, 0) for job in self._federation.jobs.values())
         if entry.catalogue is not None and held >= entry.catalogue.capacity.workers:
             text = f"region {region} has no worker free: {held} are at work"
             raise GeofedError("INADMISSIBLE", text, hint="wait for a job to end")

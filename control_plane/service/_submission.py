@@ -12,6 +12,8 @@ from control_plane.service._federation import Federation
 from control_plane.service._planning import (
     declined_error,
     first_state,
+    lasting_workers_now,
+    on_preemptible,
     plan_json,
     snapshot_of,
     task_key,
@@ -85,7 +87,7 @@ async def submit(federation: Federation, request: control_pb2.SubmitRequest, use
         if decided.waits_for:
             draft.tell_job(job, Waits(draft.at, decided.waits_for))
         else:
-            begin(draft, entry, decided.workers)
+            begin(draft, entry, decided.workers, preemptible=decided.preemptible)
     return federation.jobs[job], True
 
 
@@ -111,7 +113,7 @@ async def scale(federation: Federation, job: str, workers: dict[str, int], reaso
                     "REGION_NOT_FOUND", f"region {region} takes no part in {entry.row.id}", hint=", ".join(planned)
                 )
             batch = planned[region].replicas * planned[region].batch
-            held = workers_now(entry)[region]
+            held = lasting_workers_now(entry).get(region, 0)
             free = max(0, capacity.get(region, held) - snapshot.busy_workers.get(region, 0)) + held
             if wanted > free:
                 raise GeofedError(
@@ -129,6 +131,9 @@ async def scale(federation: Federation, job: str, workers: dict[str, int], reaso
                 raise GeofedError(
                     "INADMISSIBLE", f"region {region} runs a pipeline of {stages} stages: give a multiple of {stages}"
                 )
+        if on_preemptible(entry):
+            # By hand a job is put onto workers that stay, everywhere.
+            workers = {**workers_now(entry), **workers}
         federation.allocation.scaled_by_hand(entry, workers, draft.at)
         draft.tell_job(entry.row.id, ScaleAsked(draft.at, workers, reason))
 

@@ -70,6 +70,7 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
         codec=message.codec,
         routes=message.routes,
         update_bytes=message.update_bytes,
+        preempted=message.preempted,
         meter=message.meter,
     )
 
@@ -115,6 +116,7 @@ def command_of(action: JobAction, row: JobRow, spec: JobSpec, plan: Plan) -> age
             reason=action.reason,
             batch=batch,
             learning_rate=rate,
+            preemptible=action.preemptible,
         )
         return agent_pb2.ToAgent(scale=wanted)
     if isinstance(action, SendPublish):
@@ -235,6 +237,7 @@ def _partition(part: Partition, last_contact: float, planned_workers: int) -> co
         ],
         last_contact=last_contact,
         samples_per_second=report.samples_per_second,
+        preemptible=part.preemptible,
     )
 
 

@@ -9,7 +9,7 @@ which is for one job alone, holds for many that need the same workers later.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from scheduler.deadline._allot import LIVE, _fits, _grow, _more, _take, allot
@@ -52,15 +52,18 @@ def allot_kinds(
     gangs: Sequence[Gang],
     rules: Rules = LIVE,
     before: Mapping[str, Held] | None = None,
+    rests: Collection[str] = (),
 ) -> Kinds:
     """Share the workers of both kinds out; only what there is of preemptible ones now counts, they may go any time.
+
+    Gangs that ``rests`` names do not come to preemptible workers now.
 
     A gang has workers of one kind, in all of its regions; ``Gang.preemptible`` says of which now. What is fixed does
     not change kinds. Preemptible workers go to those that have them, then by deadline, then to the least served user's,
     each at the leanest pace that would do its work in half of the time left (``spot_share``), best effort at its
     slowest; what is left lets them grow as in ``allot``. All others get workers that stay by ``allot``.
     """
-    barred: set[str] = set()
+    barred = set(rests)
     while True:
         there = _places(now, preemptible, gangs, rules, barred)
         on_lasting = [_as_seen_there(gang, there) for gang in gangs]
@@ -99,11 +102,16 @@ def _places(
 ) -> dict[str, int]:
     """Paces on preemptible workers, before anybody grows."""
     free = {region: capacity.devices for region, capacity in preemptible.items()}
+    there: dict[str, int] = {}
+    for gang in gangs:
+        if gang.fixed and gang.preemptible and gang.held >= 0:
+            # It cannot be told of a change just now.
+            there[gang.name] = gang.held
+            _take(_more(gang, -1, gang.held), free)
     order = sorted(
-        (gang for gang in gangs if not gang.fixed and gang.name not in barred),
+        (gang for gang in gangs if not gang.fixed and (gang.preemptible or gang.name not in barred)),
         key=lambda gang: (not gang.preemptible, gang.deadline_s, gang.served_s, gang.since_s, gang.name),
     )
-    there: dict[str, int] = {}
     for gang in order:
         if not (gang.preemptible or _worth_coming(gang, now, rules)):
             continue

@@ -45,6 +45,19 @@ def test_every_meter_is_billed_at_its_price() -> None:
     assert all(item.source == "list" for item in bill(meters, PRICES))
 
 
+def test_workers_that_may_be_taken_away_are_billed_apart() -> None:
+    told = PRICES.model_copy(update={"preemptible_usd_per_gb_second": 4e-6})
+    meters = invocation_amounts(10.0, 1024) | {"calls": 2.0}
+    meters |= {"preemptible_gb_seconds": invocation_amounts(5.0, 2048, preemptible=True)["preemptible_gb_seconds"]}
+    lines = {item.item: (item.quantity, item.usd) for item in bill(meters, told)}
+    assert lines["function-seconds"] == (10.0, pytest.approx(2e-4))
+    assert lines["preemptible-function-seconds"] == (10.0, pytest.approx(4e-5))
+    untold = {item.item: item.usd for item in bill(meters, PRICES)}
+    assert untold["preemptible-function-seconds"] == pytest.approx(2e-4), (
+        "a price that is not told any more is not zero"
+    )
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> AgentStore:
     return AgentStore(tmp_path / "agent.db")

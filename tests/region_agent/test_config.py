@@ -8,8 +8,9 @@ import pytest
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
+from region_agent.capacity import preemptible_left, say_preemptible_left
 from region_agent.config import RegionConfig, load_config
-from region_agent.policy import check_partition
+from region_agent.policy import check_partition, most_workers
 
 WHOLE = """\
 apiVersion: geofed/v1
@@ -44,6 +45,36 @@ def test_a_whole_file(tmp_path: Path) -> None:
     assert config.datasets["digits"].splits["train"].uri == str(tmp_path / "data/train.npz")
     assert config.datasets["digits"].splits["test"].uri == str(tmp_path / "data/test") + "/"
     assert config.datasets["far"].splits["train"].uri == "s3://bucket/train/"
+
+
+PRICES = """\
+prices: {source: t, asOf: 2026-11, functionUsdPerGbSecond: 0.1, functionUsdPerRequest: 0, serverUsdPerHour: 1,
+         egressUsdPerGb: 1%s}
+"""
+
+
+def test_preemptible_workers_have_a_price_and_a_place(tmp_path: Path) -> None:
+    there = WHOLE.replace("memoryMb: 1024", "memoryMb: 1024, preemptible: 2")
+    with pytest.raises(GeofedError, match="preemptibleUsdPerGbSecond` is missing"):
+        _load(tmp_path, there + PRICES % "")
+    told = there + PRICES % ", preemptibleUsdPerGbSecond: 0.02"
+    config = _load(tmp_path, told)
+    assert config.catalogue()["capacity"]["preemptible"] == 2
+    assert config.catalogue(1)["capacity"]["preemptible"] == 1
+    assert (most_workers(config), most_workers(config, preemptible=True)) == (3, 2)
+    gateway = "gateway: {kind: openfaas, url: 'http://g', image: i%s}\n"
+    with pytest.raises(GeofedError, match="preemptibleConstraints` is missing"):
+        _load(tmp_path, told + gateway % "")
+    _load(tmp_path, told + gateway % ", preemptibleConstraints: ['life=spot']")
+
+
+def test_how_many_are_left_is_said_in_a_file(tmp_path: Path) -> None:
+    assert preemptible_left(tmp_path, 4) == 4
+    for said, left in ((2, 2), (9, 4), (0, 0)):
+        say_preemptible_left(tmp_path, said)
+        assert preemptible_left(tmp_path, 4) == left
+    (tmp_path / "preemptible").write_text("some")
+    assert preemptible_left(tmp_path, 4) == 0, "what is not known is not used"
 
 
 def test_the_catalogue_tells_no_path_and_no_store(tmp_path: Path) -> None:

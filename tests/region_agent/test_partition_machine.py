@@ -19,6 +19,7 @@ from region_agent.partition_events import (
     Invoke,
     KeepBatches,
     PeersKnown,
+    Preempted,
     Prepared,
     PsEnded,
     PsPeer,
@@ -58,6 +59,8 @@ class Region:
         batches = BatchPlan(PER_ROUND, workers * BATCH)
         self.machine = PartitionMachine("east", workers, epoch=1, attempt=attempt, batches=batches)
         self.first_batch, self.kept, self.obeyed = workers * BATCH, _NONE, _NONE
+        self.called = attempt > 0
+        """Steps may have been made."""
         """Stretches that are stored, and those by which steps may have been made."""
         self.fence_round = 0
         """That was completed when the server heard of its attempt."""
@@ -140,12 +143,13 @@ class Region:
         # Within an attempt all are told the same.
         if after_all := [key for key in self.running if key[1] == action.attempt and key[0] != action.worker]:
             assert action.stretches == self.obeyed, after_all
-        elif self.obeyed != action.stretches and self.machine.attempt > 1:
+        elif self.obeyed != action.stretches and self.called:
             for step in range(1, (self.fence_round + 1) * PER_ROUND + 1):
                 assert before.of(step) == after.of(step), step
-        self.obeyed = action.stretches
+        self.obeyed, self.called = action.stretches, True
         far = Batches(self.first_batch, action.stretches).of(10**6)
-        assert not self.follows or far == self.machine.workers * BATCH, "the batch does not go with the workers"
+        follows = self.follows and not self.machine.preempted
+        assert not follows or far == self.machine.workers * BATCH, "the batch does not go with the workers"
 
     # What the region does
 
@@ -262,9 +266,16 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.region.machine.epoch >= epoch or self.region.machine.over
 
     @rule(workers=st.integers(0, 4))
-    def it_is_scaled(self, workers: int) -> None:
+    def workers_are_taken_away(self, workers: int) -> None:
         before = self.region.machine.workers
-        self.region.feed(Scaled(workers, "because", workers * BATCH, 0.5 + workers / 8))
+        self.region.feed(Preempted(workers))
+        assert self.region.machine.workers in (before, min(before, workers))
+
+    @rule(workers=st.integers(0, 4), preemptible=st.booleans())
+    def it_is_scaled(self, workers: int, preemptible: bool) -> None:
+        before = self.region.machine.workers
+        self.region.feed(Scaled(workers, "because", workers * BATCH, 0.5 + workers / 8, preemptible))
+        assert not self.region.machine.preempted or self.region.machine.over
         assert self.region.machine.workers in (before, workers)
 
     @rule()
@@ -554,6 +565,29 @@ def test_a_partition_pauses_and_goes_on() -> None:
     assert (region.replicas, region.reports[-1].condition) == (1, "")
     _all_goes_well(region)
     assert region.machine.state == "published"
+
+
+def test_what_is_left_goes_on_where_workers_are_taken_away() -> None:
+    region = _training(3)
+    region.feed(Scaled(3, "they cost less", preemptible=True))
+    for worker in range(3):
+        region.worker_ends((worker, 1), slice_over=True)
+    region.pause_ends()
+    assert region.running == {(worker, 2) for worker in range(3)}
+    region.feed(Preempted(1))
+    assert (region.machine.workers, region.machine.preempted) == (1, True)
+    region.feed(Preempted(2))
+    assert region.machine.workers == 1, "none comes back by itself"
+    for worker in range(3):
+        region.feed(WorkerEnded(worker, 2, "failed" if worker else "left", f"at-{worker}" * (not worker), step=7))
+        region.running.discard((worker, 2))
+    region.pause_ends()
+    assert region.running == {(0, 3)}
+    region.feed(Scaled(1, "", preemptible=True))
+    assert not region.machine.preempted
+    assert region.running == {(0, 3)}, "it is as it was told to be"
+    region.feed(Scaled(1, "its deadline"))
+    assert region.machine.attempt == 4, "on other machines others take over"
 
 
 def test_a_partition_that_is_almost_done_is_not_scaled() -> None:
