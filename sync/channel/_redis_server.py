@@ -15,6 +15,7 @@ from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     ExecAbortError,
+    InvalidResponse,
     NoPermissionError,
     OutOfMemoryError,
     ResponseError,
@@ -143,6 +144,8 @@ class Server:
             return self._pool.get_connection()
         except (AuthenticationError, AuthorizationError):
             raise self._stranger() from None
+        except InvalidResponse:
+            raise self._no_redis() from None
         except ResponseError as error:
             # The server speaks while the connection is set up: the number of a database that it does not have.
             raise self._refusal([error]) from None
@@ -155,6 +158,9 @@ class Server:
         except (AuthenticationError, AuthorizationError):
             self._meter.count(failures=1)
             raise self._stranger() from None
+        except InvalidResponse:
+            self._meter.count(failures=1)
+            raise self._no_redis() from None
         except _BROKEN as error:
             self._meter.count(failures=1)
             raise Lost(_text(error)) from None
@@ -162,6 +168,10 @@ class Server:
     def _stranger(self) -> GeofedError:
         text = f"Redis at {self._shown} does not take this user and password"
         return GeofedError("UNAUTHENTICATED", text, hint="correct the channel's address")
+
+    def _no_redis(self) -> GeofedError:
+        text = f"what answers at {self._shown} is no Redis server"
+        return GeofedError("CHANNEL_UNAVAILABLE", text, hint="correct the channel's address")
 
     def _refusal(self, errors: Sequence[ResponseError]) -> GeofedError:
         """The first of a server's errors that says why, in words of the catalogue."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socketserver
 import threading
 import time
 import uuid
@@ -268,3 +269,18 @@ def test_a_refusal_of_the_server_is_told(redis: RedisServer, opened: Open, prefi
     with pytest.raises(GeofedError, match="FORBIDDEN"):
         opened(address).put("a", [b"x"])
     assert opened(address).get("a") is None
+
+
+class _Web(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        self.request.recv(1000)
+        self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+def test_what_is_no_redis_is_told_at_once(opened: Open) -> None:
+    with socketserver.TCPServer(("127.0.0.1", 0), _Web) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        channel = opened(f"redis://127.0.0.1:{server.server_address[1]}/0")
+        with pytest.raises(GeofedError, match=r"CHANNEL_UNAVAILABLE: what answers .* is no Redis server"):
+            channel.put("a", [b"x"])
+        server.shutdown()
