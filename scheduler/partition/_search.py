@@ -71,7 +71,8 @@ def search(problem: Problem, ways: Sequence[Way], within: float = 0.0) -> Found:
             np.array([number for number, _ in fitting], dtype=np.int64),
         )
         passes.append(known.__getitem__)
-    else:
+    if len(front.seconds) == 1:
+        # Too short for a shorter chain, or no two layers fit a function together.
         go(max(within, ROUGH), partial(_few, tables, FEW))
     go(within, partial(_undominated, tables))
     return [passes[number](row) for number, row in front.sources]

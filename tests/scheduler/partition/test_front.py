@@ -24,7 +24,7 @@ from scheduler.partition._explain import cuts_of
 from scheduler.partition._front import ways_of
 
 from .plain import plain_front
-from .problems import brute_force, problem
+from .problems import MB, brute_force, problem
 
 QUICK = settings(max_examples=25, deadline=None)
 SEEDS = st.integers(0, 100_000)
@@ -84,6 +84,22 @@ def test_of_longer_chains_it_is_what_plain_dynamic_programming_finds(seed: int) 
             front(asked)
         return
     assert same(points(front(asked)), wanted)
+
+
+def test_where_no_two_layers_fit_a_function_each_gets_one_of_its_own() -> None:
+    asked = problem(4, sizes=2)
+    layer = replace(asked.profile.layers[0], parameter_bytes=40 * MB, activation_bytes=MB, output_bytes=MB)
+    sizes = tuple(FunctionSize(mb, mb / 300, 2e-5) for mb in (256, 300))
+    asked = replace(
+        asked,
+        profile=replace(asked.profile, layers=(layer,) * 7, state_factor=1.0, base_mb=100.0),
+        places=(replace(asked.places[0], sizes=sizes),),
+        degrees=(1,),
+        most_workers=None,
+    )
+    plans = front(asked)
+    assert {len(plan.stages) for plan in plans} == {7}
+    assert same(points(plans), plain_front(asked, ways_of(asked)))
 
 
 @QUICK
