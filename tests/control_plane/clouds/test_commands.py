@@ -41,7 +41,7 @@ def test_the_block_goes_into_the_region_s_file(run: Run, aws_site: Site, tmp_pat
     assert (ran.status, ran.err) == (0, "")
     prices = prices_of(tmp_path, ran.out)
     assert prices is not None
-    assert prices.model_dump(exclude={"source"}) == {
+    assert prices.model_dump(exclude={"source"}, exclude_none=True) == {
         "as_of": "2026-11-18",
         "function_usd_per_gb_second": 0.0000166667,
         "function_usd_per_request": 0.0000002,
