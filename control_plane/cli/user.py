@@ -92,7 +92,8 @@ def remove(user: UserName, yes: Yes = False, context: ContextFile = None, output
 
 def _show_token(reply: control_pb2.UserReply) -> None:
     data = _user_view(reply.user) | {"token": reply.token}
-    emit(data, table=lambda shown: str(shown["token"]), name=_name_of)
+    # It is what there is to be passed on, in every form of output.
+    emit(data, table=lambda shown: str(shown["token"]), name=lambda shown: str(shown["token"]))
     say(
         f"The token is not told again. {data['name']} needs it in a file, the control plane's pki/ca.crt, and a copy of"
     )

@@ -26,7 +26,7 @@ from control_plane.service._gangs import (
     preemptible_of,
     staffed_of,
 )
-from control_plane.service._planning import lasting_workers_now, snapshot_of, workers_now
+from control_plane.service._planning import lasting_workers_now, on_preemptible, snapshot_of, workers_now
 from control_plane.service._quota import over_quota, quota_of, turn_of
 from control_plane.service._result import unpromised_worker_seconds
 from control_plane.service._scaling import Tuning, is_tuned, told
@@ -124,8 +124,9 @@ class Allocation:
                 return _too_late(told, demand, draft.at)
             held = told.held
         now = allot_kinds(draft.at, capacities, preemptible_of(draft.regions.values()), [*others, new], before=held)
-        need, free, preemptible = new.workers(now.pace(new.name)), _free(draft), new.name in now.preemptible
-        there = need and (preemptible or all(count <= free.get(region, 0) for region, count in need.items()))
+        need, preemptible = new.workers(now.pace(new.name)), new.name in now.preemptible
+        free = _free_preemptible(draft) if preemptible else _free(draft)
+        there = need and all(count <= free.get(region, 0) for region, count in need.items())
         waits_for = "" if there else _what_for(chosen, _before(draft, chosen, demand.job, turn_of(new), served))
         return Decision(chosen, None if math.isinf(ends) else ends, need if there else {}, waits_for, preemptible)
 
@@ -262,7 +263,9 @@ class Allocation:
     def _begin_or_wait(self, draft: Draft, entry: JobEntry, workers: Mapping[str, int], preemptible: bool) -> None:
         free, served = _free(draft), self._served(draft)
         absent = [region for region in planned_workers(entry.plan) if region not in free]
-        there = preemptible or all(count <= free.get(region, 0) for region, count in workers.items())
+        # Until those who give some up were told to, a region would have to take them away.
+        there_for_it = _free_preemptible(draft) if preemptible else free
+        there = all(count <= there_for_it.get(region, 0) for region, count in workers.items())
         if not absent and workers and there:
             begin(draft, entry, workers, preemptible=preemptible)
             return
@@ -341,6 +344,16 @@ def _free(draft: Draft) -> dict[str, int]:
             continue
         for region, workers in lasting_workers_now(entry).items():
             free[region] = free.get(region, 0) - workers
+    return free
+
+
+def _free_preemptible(draft: Draft) -> dict[str, int]:
+    """The same of workers that may be taken away."""
+    free = {name: capacity.devices for name, capacity in preemptible_of(draft.regions.values()).items()}
+    for entry in _now(draft):
+        if on_preemptible(entry) and entry.state.phase != "finishing":
+            for region, workers in workers_now(entry).items():
+                free[region] = free.get(region, 0) - workers
     return free
 
 

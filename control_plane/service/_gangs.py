@@ -119,7 +119,8 @@ def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry
         )
     held = {region: count for region, count in workers_now(entry).items() if count}
     if state.phase == "cancelling" and held:
-        return Gang(name, (Pace(held, 1.0),), ENDING_SECONDS, held=0, fixed=True, since_s=since_s)
+        kind = on_preemptible(entry)
+        return Gang(name, (Pace(held, 1.0),), ENDING_SECONDS, held=0, fixed=True, since_s=since_s, preemptible=kind)
     preempted = any(part.preempted for part in state.partitions)
     if state.phase not in ("starting", "running") or not (held or state.gave_way or preempted):
         return None

@@ -49,6 +49,8 @@ async def submit(federation: Federation, request: control_pb2.SubmitRequest, use
     spec = parse_json(request.spec_json)
     digest = _content_digest(spec, request.bundle_digest)
     async with federation.change() as draft:
+        if user and user not in draft.users:
+            raise GeofedError("UNAUTHENTICATED", f"user {user} is let in no more")
         earlier = await federation.read(lambda store: store.job_of_request(request.request_id))
         if earlier is not None:
             if earlier.user != user:
@@ -107,18 +109,24 @@ async def scale(federation: Federation, job: str, workers: dict[str, int], reaso
         planned = {part.region: part for part in entry.plan.partitions}
         snapshot = snapshot_of(federation.regions.values(), federation.jobs.values(), [])
         capacity = {region.name: region.capacity.workers for region in snapshot.regions}
+        if unknown := next((region for region in workers if region not in planned), ""):
+            raise GeofedError(
+                "REGION_NOT_FOUND", f"region {unknown} takes no part in {entry.row.id}", hint=", ".join(planned)
+            )
+        moves = on_preemptible(entry)
+        if moves:
+            # By hand a job is put onto workers that stay, everywhere.
+            workers = {**workers_now(entry), **workers}
         for region, wanted in workers.items():
-            if region not in planned:
-                raise GeofedError(
-                    "REGION_NOT_FOUND", f"region {region} takes no part in {entry.row.id}", hint=", ".join(planned)
-                )
             batch = planned[region].replicas * planned[region].batch
             held = lasting_workers_now(entry).get(region, 0)
             free = max(0, capacity.get(region, held) - snapshot.busy_workers.get(region, 0)) + held
             if wanted > free:
-                raise GeofedError(
-                    "INADMISSIBLE", f"region {region} has {free} workers for this job, {wanted} are asked for"
-                )
+                kind, hint = "workers that stay" if moves else "workers", ""
+                if moves:
+                    hint = "by hand a job is put onto workers that stay, in all its regions: name fewer of them in each"
+                text = f"region {region} has {free} {kind} for this job, {wanted} are asked for"
+                raise GeofedError("INADMISSIBLE", text, hint=hint or None)
             if is_tuned(entry.spec) and wanted > (most := pool_of(entry.plan)[region]):
                 text = f"region {region} has at most {most} workers of a job with train.scaling, {wanted} are asked for"
                 raise GeofedError("INADMISSIBLE", text)
@@ -131,9 +139,6 @@ async def scale(federation: Federation, job: str, workers: dict[str, int], reaso
                 raise GeofedError(
                     "INADMISSIBLE", f"region {region} runs a pipeline of {stages} stages: give a multiple of {stages}"
                 )
-        if on_preemptible(entry):
-            # By hand a job is put onto workers that stay, everywhere.
-            workers = {**workers_now(entry), **workers}
         federation.allocation.scaled_by_hand(entry, workers, draft.at)
         draft.tell_job(entry.row.id, ScaleAsked(draft.at, workers, reason))
 

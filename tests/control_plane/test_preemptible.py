@@ -7,8 +7,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from control_plane.core import JobMachine, JobState, Partition, Report, Reported, ScaleAsked, SendScale
 from control_plane.server import ServeConfig
+from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from tests.control_plane.conftest import Stage, staged
 from tests.control_plane.fake_agent import FakeAgent
@@ -136,3 +139,73 @@ def test_one_that_lost_all_waits_for_workers_as_if_it_had_given_way() -> None:
     machine = JobMachine(state(2, preemptible=True))
     machine.handle(Reported(1.0, "a", Report(1, "training", workers=0, preempted=True)))
     assert machine.state.gave_way
+
+
+def _scales(agent: FakeAgent, job: str) -> list[agent_pb2.ScalePartition]:
+    return [c.scale for c in agent.commands if c.WhichOneof("body") == "scale" and c.scale.job == job]
+
+
+def test_a_job_begins_there_once_those_who_make_room_have_been_told(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage, 2)
+            one = (await stage.submit(job_file, overrides=(*LONG, "objective.deadline=3h"))).job.id
+            await started(one, a, b)
+            assert [scale.workers for scale in _scales(a, one)] == [2], "it has all of them"
+            two = (await stage.submit(job_file, "r2", ("train.seed=2", *LONG))).job
+            assert two.state == "queued"
+
+            async def begun() -> bool:
+                return bool(_scales(a, two.id))
+
+            await soon(begun)
+            order = [(c.scale.job, c.scale.workers) for c in a.commands if c.WhichOneof("body") == "scale"]
+            assert order == [(one, 2), (one, 1), (two.id, 1)]
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
+
+
+def test_by_hand_no_region_is_put_onto_workers_that_others_have(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage, 2)
+            one = (await stage.submit(job_file, overrides=(*LONG, "objective.deadline=3h"))).job.id
+            await started(one, a, b)
+            other = ("train.seed=2", "train.workers=2", "regions.use=[b]", *LONG)
+            two = (await stage.submit(job_file, "r2", other)).job.id
+            await b.command("start")
+            b.report(two, "training", workers=2, ps_address="b.example:9001")
+            await b.settled()
+            for workers in ({"b": 2}, {"a": 1}):
+                with pytest.raises(GeofedError, match="INADMISSIBLE: region b has 0 workers that stay"):
+                    await stage.client.scale(one, workers)
+            assert [scale.workers for scale in _scales(b, one)] == [2], "it goes on as it was"
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
+
+
+def test_one_that_is_cancelled_takes_no_workers_that_stay_on_its_way_out(
+    serve_config: ServeConfig, job_file: Path
+) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage, 1)
+            one = (await stage.submit(job_file, overrides=(*LONG, "objective.deadline=3h"))).job.id
+            await started(one, a, b)
+            other = ("train.seed=2", "train.end={epochs: 10}", "objective.minimise=time")
+            two = (await stage.submit(job_file, "r2", other)).job.id
+            for agent in (a, b):
+                await agent.command("start")
+                agent.report(two, "training", workers=2, ps_address=f"{agent.region}.example:9001")
+                await agent.settled()
+            await stage.client.cancel(one)
+            await asyncio.sleep(3.0)
+            assert not _scales(a, two), "nobody takes what it has"
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
