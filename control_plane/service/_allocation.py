@@ -408,7 +408,7 @@ def _reason(gang: Gang, paces: Mapping[str, int], gangs: Mapping[str, Gang], wat
         if name != gang.name and places & set(other.paces[0].workers) and paces[name] > other.held
     ]
     if not others:
-        return watched.reason or "fewer workers are as fast"
+        return "there are no workers for it" if pace < 0 else watched.reason or "fewer workers are as fast"
     first = min(others, key=lambda other: (other.deadline_s, other.since_s))
     return f"gives way to {first.name}" if pace < 0 else f"makes room for {first.name}"
 
