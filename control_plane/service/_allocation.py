@@ -17,6 +17,7 @@ from control_plane.pki import utc_now
 from control_plane.service._draft import Draft, JobEntry
 from control_plane.service._gangs import (
     capacities_of,
+    first_workers,
     gang_of,
     gang_of_plan,
     is_elastic,
@@ -223,6 +224,9 @@ class Allocation:
     def _look(self, draft: Draft, entry: JobEntry) -> None:
         """Take what the agents have told of a running job's speed, and ask at times what it would rather have."""
         parts = entry.state.partitions
+        if is_tuned(entry.spec) and is_elastic(entry):
+            # From the start on, when it is not yet known of any round.
+            self._watched.setdefault(entry.row.id, Watched()).tuned_by_now(first_workers(entry, draft.regions))
         if entry.state.phase != "running":
             return
         watched = self._watched.setdefault(entry.row.id, Watched())
@@ -230,9 +234,7 @@ class Allocation:
             if part.report is not None:
                 watched.heard(part.region, part.report)
         training = is_elastic(entry) and all(part.state == "training" for part in parts)
-        if is_tuned(entry.spec):
-            watched.tuned_by_now(workers_now(entry))
-        elif training and watched.due((part.region for part in parts), draft.at):
+        if not is_tuned(entry.spec) and training and watched.due((part.region for part in parts), draft.at):
             change = _change(entry, watched, draft)
             wanted = {**workers_now(entry), **change.workers} if change is not None else {}
             watched.leans(wanted, change.reason if change is not None else "")

@@ -18,6 +18,7 @@ from scheduler.deadline import Capacity, Gang, Pace
 
 __all__ = [
     "capacities_of",
+    "first_workers",
     "gang_of",
     "gang_of_plan",
     "is_elastic",
@@ -148,7 +149,7 @@ def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry
         left,
         deadline_s,
         held=next((index for index, way in enumerate(ways) if way.workers == held), -1),
-        wish=_index(ways, watched.wanted or planned),
+        wish=_index(ways, watched.wanted or (first_workers(entry, regions) if tuned else planned)),
         fixed=not elastic,
         since_s=since_s,
         user=user,
@@ -156,6 +157,15 @@ def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry
         value=_value(entry),
         insists=tuned,
     )
+
+
+def first_workers(entry: JobEntry, regions: Mapping[str, RegionEntry]) -> dict[str, int]:
+    """What a tuned job would have until its tuner has said anything: the workers that it has; while it starts, or has
+    none, those that it begins with."""
+    now = workers_now(entry)
+    if entry.state.phase == "running" and all(now.values()):
+        return now
+    return begins_with(entry.spec, entry.plan, staffed_of(entry.plan, planned_workers(entry.plan), regions, {}))
 
 
 def staffed_of(

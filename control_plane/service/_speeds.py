@@ -90,7 +90,7 @@ class Watched:
         return True
 
     def tuned_by_now(self, workers: dict[str, int]) -> None:
-        """Until the tuner has said anything, such a job would have the workers that it began with."""
+        """Until the tuner has said anything, such a job would have the workers that it began with, or has."""
         if not self.wanted and all(workers.values()):
             self.wanted = workers
 

@@ -298,6 +298,53 @@ def test_it_begins_with_what_the_user_says_and_with_fewer_where_the_plan_may_cho
         assert all(begins[region] <= planned[region] for region in begins)
 
 
+@pytest.mark.parametrize("phase", ["starting", "running"])
+def test_until_its_tuner_has_spoken_it_keeps_what_it_begins_with(tmp_path: Path, phase: str) -> None:
+    life, begins = _begun(tmp_path, phase, paused=False)
+    for second in range(3):
+        draft = Draft(life.at + second, {"j": life.entry}, dict(life.regions))
+        life.allocation.review(draft)
+        assert draft.commands == []
+    assert workers_now(life.entry) == begins
+
+
+def test_a_job_that_begins_with_too_few_gets_the_rest_of_what_it_begins_with_once_there_is_room(
+    tmp_path: Path,
+) -> None:
+    life, begins = _begun(tmp_path, "starting", paused=False)
+    less = tuple(replace(part, workers=1) for part in life.state.partitions)
+    life.state = replace(life.state, partitions=less)
+    draft = Draft(life.at, {"j": life.entry}, dict(life.regions))
+    life.allocation.review(draft)
+    life._obey(draft)
+    assert workers_now(life.entry) == begins
+
+
+def test_a_paused_job_goes_on_after_a_restart_with_what_it_begins_with(tmp_path: Path) -> None:
+    life, begins = _begun(tmp_path, "running", paused=True)
+    for second in range(3):
+        draft = Draft(life.at + second, {"j": life.entry}, dict(life.regions))
+        life.allocation.review(draft)
+        life._obey(draft)
+        assert workers_now(life.entry) == begins
+
+
+def _begun(folder: Path, phase: str, *, paused: bool) -> tuple[Life, dict[str, int]]:
+    """A job that begins with fewer workers than were planned; nobody has seen it before. What it begins with."""
+    end = "train.end={epochs: 500, goal: {metric: loss, atMost: 0.45}}"
+    life = Life(folder, end, "train.workers=auto", "train.batch=256", "wan.interval=50", server_usd=0.02)
+    staffed = staffed_of(life.plan, planned_workers(life.plan), life.regions, {})
+    begins = begins_with(life.spec, life.plan, staffed)
+    assert begins != planned_workers(life.plan)
+    assert max(begins.values()) > 1, "else it could not begin with too few"
+    state = "preparing" if phase == "starting" else "training"
+    parts = tuple(
+        replace(part, workers=0 if paused else begins[part.region], state=state) for part in life.state.partitions
+    )
+    life.state = replace(life.state, phase=phase, partitions=parts, gave_way=paused)
+    return life, begins
+
+
 # The job file
 
 
