@@ -258,13 +258,14 @@ class Agent:
             _log.info("%d preemptible workers now, %d before", left, self._preemptible)
             self._preemptible = left
             self._hub.tell_capacity(left)
-        there = [partition for partition in self._partitions.values() if partition.machine.preemptible]
+        there = [p for p in self._partitions.values() if p.machine.preemptible and p.machine.holds_workers]
         over = sum(partition.machine.workers for partition in there) - left
         for partition in reversed(there):
-            if over > 0 and partition.machine.workers:
-                taken = min(over, partition.machine.workers)
-                partition.preempt(partition.machine.workers - taken)
-                over -= taken
+            before = partition.machine.workers
+            if over > 0 and before:
+                partition.preempt(before - min(over, before))
+                # One that is about to end keeps what it has.
+                over -= before - partition.machine.workers
 
     async def _keep_certificate(self) -> None:
         while True:

@@ -36,6 +36,7 @@ from region_agent.partition_events import (
     Begin,
     Configured,
     ConfigurePs,
+    Deployed,
     Event,
     Happened,
     Invoke,
@@ -60,6 +61,7 @@ from region_agent.partition_events import (
     Setback,
     Started,
     StartPs,
+    TakeAway,
     WorkerEnded,
 )
 from region_agent.partition_machine import PartitionMachine
@@ -127,7 +129,7 @@ class Partition:
             preemptible=row.preemptible,
         )
         self._deploying = asyncio.Lock()
-        """Nobody is invoked before the function is where it is to be."""
+        """What was deployed last is what was read last of how it is to be."""
         self._folder = around.state_dir / "jobs" / start.job
         self._folder.mkdir(parents=True, exist_ok=True)
         self._opening_channel = asyncio.Lock()
@@ -176,13 +178,7 @@ class Partition:
 
     def preempt(self, workers: int) -> None:
         """So many of its workers are left; the others are ended, as whoever takes their machines away would do."""
-        self._run(self._take_away(workers))
-
-    async def _take_away(self, workers: int) -> None:
-        try:
-            await self._around.gateway.scale(self._function, workers)
-        finally:
-            self.feed(Preempted(workers))
+        self.feed(Preempted(workers))
 
     def peers(self, message: agent_pb2.Peers) -> None:
         peers = tuple(PsPeer(p.region, p.epoch, p.address) for p in message.peers)
@@ -210,7 +206,9 @@ class Partition:
                 self._wanted_config = action
                 self._run(self._configure(action))
             case Scale():
-                self._run(self._deploy())
+                self._run(self._scale(), lambda error: Setback(error, "scale"))
+            case TakeAway():
+                self._run(self._take_away(), lambda error: Setback(error, "scale"))
             case KeepBatches():
                 self._around.store.keep_stretches(self.job, stretches_json(action.stretches))
             case Invoke():
@@ -276,27 +274,40 @@ class Partition:
             self._run(self._follow_logs())
         self.feed(Prepared())
 
-    async def _deploy(self) -> None:
+    async def _scale(self) -> None:
+        self.feed(await self._deploy())
+
+    async def _take_away(self) -> None:
+        async with self._deploying:
+            await self._around.gateway.scale(self._function, self.machine.workers)
+        self.feed(Deployed(None))
+
+    async def _deploy(self) -> Deployed:
         """Have a replica for each worker."""
-        plan, gateway = self.start.plan, self._around.gateway
+        gateway = self._around.gateway
+        async with self._deploying:
+            workers, preemptible = self.machine.workers, self.machine.preemptible
+            await gateway.deploy(self._spec(workers, preemptible=preemptible))
+            await gateway.scale(self._function, workers)
+        return Deployed(workers, preemptible)
+
+    def _spec(self, workers: int, *, preemptible: bool) -> FunctionSpec:
+        plan = self.start.plan
         call_seconds = timedelta(seconds=plan.slice_seconds) + CALL_GRACE
-        workers, kind = self.machine.workers, {_CAPACITY_LABEL: "preemptible"} if self.machine.preemptible else {}
-        spec = FunctionSpec(
+        kind = {_CAPACITY_LABEL: "preemptible"} if preemptible else {}
+        return FunctionSpec(
             service=self._function,
             image=self._around.image,
             labels={**fixed_scale_labels(workers), **kind},
-            constraints=self._constraints(),
+            constraints=self._constraints(preemptible=preemptible),
             env_vars={**timeout_env(call_seconds), **self._around.channel.worker_env()},
             limits={"memory": f"{plan.memory_mb}Mi"},
         )
-        async with self._deploying:
-            await gateway.deploy(spec)
-            await gateway.scale(self._function, workers)
 
-    def _constraints(self) -> tuple[str, ...]:
+    def _constraints(self, *, preemptible: bool) -> tuple[str, ...]:
         """Where the platform may put the function."""
         gateway = self._around.config.gateway
-        if self.machine.preemptible and isinstance(gateway, OpenFaasGateway):
+        if preemptible and isinstance(gateway, OpenFaasGateway):
             return gateway.preemptible_constraints
         return ()
 
@@ -435,8 +446,6 @@ class Partition:
         if time.monotonic() - self._signed_at > SIGNATURE_LIFE.total_seconds() / 2:
             await self._sign_splits(around.config.datasets[self.start.task.dataset])
         body = await self._invocation(action)
-        async with self._deploying:
-            preemptible = self.machine.preemptible
         begun = time.time()
         number = around.store.invocation_begun(self.job, begun)
         failure: GeofedError | None = None
@@ -446,7 +455,7 @@ class Partition:
         except GeofedError as error:
             failure = error
         finally:
-            amounts = invocation_amounts(time.time() - begun, plan.memory_mb, preemptible=preemptible)
+            amounts = invocation_amounts(time.time() - begun, plan.memory_mb, preemptible=action.preemptible)
             around.store.invocation_ended(number, self.job, amounts)
         if outcome is None:
             self.feed(WorkerEnded(action.worker, action.attempt, "failed", error=failure))

@@ -144,7 +144,7 @@ class Setback:
 
     error: GeofedError
     step: str = ""
-    """"prepare" and "publish" are done again; what else there is does not matter by itself."""
+    """"prepare", "publish" and "scale" are done again; what else there is does not matter by itself."""
 
 
 @dataclass(frozen=True)
@@ -171,9 +171,20 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Preempted:
-    """Workers were taken away; so many are left, and go on until the control plane says otherwise."""
+    """Preemptible workers are taken away; so many are left, and go on until the control plane says otherwise. It is
+    said when it is decided, so that no later order can be crossed by it."""
 
     workers: int
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """The function platform has done what it was asked for."""
+
+    workers: int | None
+    """Replicas that it holds; None: it only ended some, and is to be told anew how many it shall hold."""
+    preemptible: bool = False
+    """On capacity that may be taken away."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +220,7 @@ Event = (
     | Retry
     | Scaled
     | Preempted
+    | Deployed
     | PublishAsked
     | Published
     | Stopped
@@ -244,7 +256,14 @@ class ConfigurePs:
 
 @dataclass(frozen=True)
 class Scale:
-    """Have the function platform hold so many replicas."""
+    """Have the function platform hold so many replicas; then say `Deployed`, or `Setback`."""
+
+    workers: int
+
+
+@dataclass(frozen=True)
+class TakeAway:
+    """End the replicas that are too many, and leave the others alone; then say `Deployed`, or `Setback`."""
 
     workers: int
 
@@ -267,6 +286,8 @@ class Invoke:
     """Of the attempt."""
     stretches: tuple[Stretch, ...] = ()
     """Of the region's batch."""
+    preemptible: bool = False
+    """It runs on capacity that may be taken away."""
 
 
 @dataclass(frozen=True)
@@ -308,4 +329,17 @@ class Quit:
     discard: bool
 
 
-Action = Begin | StartPs | ConfigurePs | Scale | KeepBatches | Invoke | Restart | Publish | Report | Happened | Quit
+Action = (
+    Begin
+    | StartPs
+    | ConfigurePs
+    | Scale
+    | TakeAway
+    | KeepBatches
+    | Invoke
+    | Restart
+    | Publish
+    | Report
+    | Happened
+    | Quit
+)

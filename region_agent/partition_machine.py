@@ -27,6 +27,7 @@ from region_agent.partition_events import (
     Begin,
     Configured,
     ConfigurePs,
+    Deployed,
     Event,
     Happened,
     Invoke,
@@ -53,6 +54,7 @@ from region_agent.partition_events import (
     Started,
     StartPs,
     Stopped,
+    TakeAway,
     WorkerEnded,
 )
 
@@ -163,7 +165,16 @@ class PartitionMachine:
         self._preparing = False
         self._pauses = 0
         self._replicas: int | None = workers
-        """That the function platform was asked for; None: not known."""
+        """That the function platform holds; None: not known."""
+        self._deploying = False
+        """It has been asked for others, and has not answered."""
+        self._awaits_deploy = 0
+        """Attempt whose workers are called as soon as it has."""
+
+    @property
+    def holds_workers(self) -> bool:
+        """They may be at work, or are to be."""
+        return self.state not in (*_OVER, "finished")
 
     @property
     def over(self) -> bool:
@@ -199,6 +210,8 @@ class PartitionMachine:
             case Setback():
                 self._preparing = self._preparing and event.step != "prepare"
                 self._publishing = self._publishing and event.step != "publish"
+                if event.step == "scale":
+                    self._deploying, self._replicas = False, None
                 return self._after_setback(event.error, "setback", "a step could not be taken")
             case Retry():
                 return self._retry(event)
@@ -208,6 +221,8 @@ class PartitionMachine:
                 return self._scaled(event, anew=fewer and event.batch > 0)
             case Preempted():
                 return self._preempted(event)
+            case Deployed():
+                return self._deployed(event)
             case PublishAsked():
                 self._publish_wanted = True
                 return self._maybe_publish()
@@ -283,22 +298,24 @@ class PartitionMachine:
             self._awaits_fence = self._begun and self._fenced[0] != self.attempt
             if self._awaits_fence:
                 return []
-            stated = self._state_batch()
-        # Not before those who had to leave something have done so.
-        scaled: list[Action] = [Scale(self.workers)] if self._replicas != self.workers else []
-        self._replicas = self.workers
+        if self._replicas != self.workers:
+            # Not before those who had to leave something have done so; nor is anybody called before it is done.
+            self._awaits_deploy = self.attempt
+            return self._order(Scale(self.workers))
         if not self.workers:
-            return scaled
+            return []
+        if self._batches.pending:
+            stated = self._state_batch()
         self._crew, self._begun = _Workers(running=set(range(self.workers))), True
         left, self._broken = self._broken, _Broken()
         actions: list[Action] = [self._invoke(worker, left.resume_key) for worker in range(self.workers)]
         if left.resume_key:
             text = f"{self.region}: attempt {self.attempt} goes on from step {left.step}"
             actions.append(Happened("attempt.resumed", text, {"attempt": self.attempt, "step": left.step}))
-        return [*stated, *scaled, *actions]
+        return [*stated, *actions]
 
     def _invoke(self, worker: int, resume_key: str) -> Invoke:
-        return Invoke(worker, self.attempt, resume_key, self.workers, self._batches.stretches)
+        return Invoke(worker, self.attempt, resume_key, self.workers, self._batches.stretches, self.preemptible)
 
     def _state_batch(self) -> list[Action]:
         made = self._batches.settle(self._fenced[1] if self._begun else None)
@@ -367,10 +384,27 @@ class PartitionMachine:
 
     def _preempted(self, event: Preempted) -> list[Action]:
         """As if the control plane had asked for what is left; it is told, and asks for what it wants instead."""
-        if event.workers >= self.workers or self._ends:
+        if not self.preemptible or event.workers >= self.workers or self._ends:
             return []
         self.preempted = True
-        return self._scaled(Scaled(event.workers, "workers were taken away", preemptible=self.preemptible))
+        actions = self._scaled(Scaled(event.workers, "workers were taken away", preemptible=True))
+        self._replicas = None
+        # Those that go are ended now; those that stay leave what they have at their next exchange.
+        return [*actions, *(self._order(TakeAway(self.workers)) if self.state == "training" else [])]
+
+    def _order(self, order: Action) -> list[Action]:
+        """Tell the function platform, one order at a time, so that none overtakes another."""
+        if self._deploying:
+            return []
+        self._deploying = True
+        return [order]
+
+    def _deployed(self, event: Deployed) -> list[Action]:
+        self._deploying = False
+        self._replicas = event.workers if event.preemptible == self.preemptible else None
+        if self.preempted and self._replicas not in (None, self.workers):
+            return self._order(TakeAway(self.workers))
+        return self._maybe_train() if self._awaits_deploy == self.attempt else []
 
     @property
     def _ends(self) -> bool:

@@ -12,10 +12,13 @@ from support.pki import Authority
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from region_agent import daemon
+from region_agent.capacity import say_preemptible_left
 from region_agent.config import RegionConfig
 from region_agent.daemon import Agent, _batches
 from region_agent.gateway import GatewayClient
 from region_agent.identity import Federation, Identity
+from region_agent.partition_events import Preempted, Prepared, PsReady, PsSaid, PsView, Started, WorkerEnded
+from region_agent.partition_machine import PartitionMachine
 from region_agent.store import AgentStore
 
 
@@ -30,6 +33,44 @@ def test_log_batches_stay_below_what_a_message_may_hold() -> None:
     assert all(agent_pb2.LogBatch(records=batch).ByteSize() < 1 << 19 for batch in batches)
     assert list(_batches([])) == []
     assert list(_batches([_line("x")])) == [[_line("x")]]
+
+
+class _Played:
+    """A partition without anything around it."""
+
+    def __init__(self, job: str, workers: int) -> None:
+        self.job, self.machine = job, PartitionMachine("east", workers, epoch=1, preemptible=True)
+        for event in (Started(1), Prepared(), PsReady("east:1")):
+            self.machine.handle(event)
+
+    def preempt(self, workers: int) -> None:
+        self.machine.handle(Preempted(workers))
+
+    def finish(self) -> None:
+        self.machine.handle(PsSaid(PsView("finished")))
+        for worker in range(self.machine.workers):
+            self.machine.handle(WorkerEnded(worker, self.machine.attempt, "done"))
+        assert self.machine.state == "finished"
+
+
+def test_only_those_that_are_at_work_lose_preemptible_workers_the_latest_first(tmp_path: Path) -> None:
+    config = RegionConfig.model_validate(
+        {
+            "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
+            "capacity": {"workers": 1, "preemptible": 6}, "channel": {"path": str(tmp_path / "channel")},
+        }
+    )  # fmt: skip
+    Identity(tmp_path).store(Federation("east", "127.0.0.1:9", "test"), b"", b"", b"")
+    agent = Agent(config, tmp_path)
+    ended, first, second = _Played("ended", 4), _Played("first", 4), _Played("second", 2)
+    ended.finish()
+    agent._partitions = {played.job: played for played in (first, ended, second)}  # type: ignore[dict-item, misc]
+    agent._look_at_capacity()
+    assert (first.machine.workers, second.machine.workers) == (4, 2), "there are workers for all that train"
+    say_preemptible_left(tmp_path, 3)
+    for _ in range(2):
+        agent._look_at_capacity()
+        assert (first.machine.workers, second.machine.workers) == (3, 0)
 
 
 async def _until(holds: Callable[[], object]) -> None:

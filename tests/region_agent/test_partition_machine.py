@@ -14,6 +14,7 @@ from region_agent.partition_events import (
     Begin,
     Configured,
     ConfigurePs,
+    Deployed,
     Event,
     Happened,
     Invoke,
@@ -39,6 +40,7 @@ from region_agent.partition_events import (
     Started,
     StartPs,
     Stopped,
+    TakeAway,
     WorkerEnded,
 )
 from region_agent.partition_machine import FATAL, PartitionMachine
@@ -70,7 +72,11 @@ class Region:
         self.first_attempt = attempt
         self.preparing = False
         self.replicas = workers
-        """Of the function; set when it is deployed."""
+        self.moved = False
+        """Of the function, and whether they are preemptible; set when it is deployed."""
+        self.deploys_at_once = True
+        self.asked: Scale | TakeAway | None = None
+        """Of the function platform, which has not answered."""
         self.ps = "gone"
         self.round = 0
         self.finished = False
@@ -112,13 +118,18 @@ class Region:
                 key = (action.worker, action.attempt)
                 assert action.worker < action.workers == self.machine.workers == self.replicas
                 assert self.ps == "up"
+                assert action.preemptible == self.machine.preemptible == self.moved, "on the wrong machines"
+                assert self.asked is None, "they are called before the function is where it is to be"
                 assert action.attempt > self.first_attempt
                 assert key not in self.running, f"worker {action.worker} is called twice in one attempt"
                 self.running.add(key)
                 self._check_batches(action)
-            case Scale():
+            case Scale() | TakeAway():
                 assert action.workers == self.machine.workers
-                self.replicas = action.workers
+                assert self.asked is None, "one order overtakes another"
+                self.asked = action
+                if self.deploys_at_once:
+                    self.deployed()
             case Restart():
                 assert 0 < action.seconds <= 15
                 self.pauses.append(action.attempt)
@@ -129,7 +140,7 @@ class Region:
                 self.reports.append(action)
             case Quit():
                 self.quit = True
-                self.preparing, self.ps, self.publishing = False, "gone", False
+                self.preparing, self.ps, self.publishing, self.asked = False, "gone", False, None
                 self.running.clear()
                 self.pauses.clear()
             case Happened():
@@ -153,9 +164,23 @@ class Region:
 
     # What the region does
 
+    def deployed(self) -> None:
+        asked, self.asked = self.asked, None
+        if isinstance(asked, Scale):
+            self.replicas, self.moved = self.machine.workers, self.machine.preemptible
+            self.feed(Deployed(self.replicas, self.moved))
+        else:
+            self.replicas = self.machine.workers
+            self.feed(Deployed(None))
+
+    def not_deployed(self, code: str) -> None:
+        """Whether anything has changed there is not known."""
+        self.asked, self.replicas = None, -1
+        self.feed(Setback(GeofedError(code, "x"), "scale"))
+
     def prepared(self) -> None:
         self.preparing = False
-        self.replicas = self.machine.workers
+        self.replicas, self.moved = self.machine.workers, self.machine.preemptible
         self.feed(Prepared())
 
     def ps_listens(self) -> None:
@@ -202,6 +227,7 @@ class AnyOrder(RuleBasedStateMachine):
     @initialize(workers=st.integers(1, 3), attempt=st.integers(0, 2))
     def begin(self, workers: int, attempt: int) -> None:
         self.region = Region(workers, attempt)
+        self.region.deploys_at_once = False
         self.highest = 0
 
     @rule()
@@ -214,6 +240,16 @@ class AnyOrder(RuleBasedStateMachine):
         if self.region.preparing:
             self.region.preparing = False
             self.region.feed(Setback(GeofedError(code, "x"), "prepare"))
+
+    @rule()
+    def deploying_ends(self) -> None:
+        if self.region.asked is not None:
+            self.region.deployed()
+
+    @rule(code=_PASSING)
+    def deploying_fails(self, code: str) -> None:
+        if self.region.asked is not None:
+            self.region.not_deployed(code)
 
     @rule(code=_PASSING)
     def something_else_fails(self, code: str) -> None:
@@ -267,9 +303,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(workers=st.integers(0, 4))
     def workers_are_taken_away(self, workers: int) -> None:
-        before = self.region.machine.workers
+        before, may = self.region.machine.workers, self.region.machine.preemptible
         self.region.feed(Preempted(workers))
-        assert self.region.machine.workers in (before, min(before, workers))
+        assert self.region.machine.workers in (before, min(before, workers) if may else before)
 
     @rule(workers=st.integers(0, 4), preemptible=st.booleans())
     def it_is_scaled(self, workers: int, preemptible: bool) -> None:
@@ -313,6 +349,8 @@ def _all_goes_well(region: Region) -> None:
             break
         if region.preparing:
             region.prepared()
+        if region.asked is not None:
+            region.deployed()
         if region.ps == "starting":
             region.ps_listens()
         if region.ps == "up":
@@ -588,6 +626,56 @@ def test_what_is_left_goes_on_where_workers_are_taken_away() -> None:
     assert region.running == {(0, 3)}, "it is as it was told to be"
     region.feed(Scaled(1, "its deadline"))
     assert region.machine.attempt == 4, "on other machines others take over"
+
+
+def _moved(region: Region, workers: int, *, preemptible: bool) -> None:
+    """All of them leave what they have, and others are to go on."""
+    region.feed(Scaled(workers, "a test", preemptible=preemptible))
+    for key in sorted(region.running):
+        region.worker_ends(key, slice_over=True)
+    region.pause_ends()
+
+
+def test_workers_that_stay_are_not_taken_away() -> None:
+    region = _training(4)
+    _moved(region, 4, preemptible=True)
+    region.feed(Scaled(4, "its promised deadline needs workers that stay"))
+    region.feed(Preempted(2))
+    assert (region.machine.workers, region.machine.preempted) == (4, False)
+
+
+def test_those_that_are_left_are_not_replaced_before_they_have_left_what_they_have() -> None:
+    region = _training(4)
+    _moved(region, 4, preemptible=True)
+    region.deploys_at_once = False
+    region.feed(Preempted(2))
+    assert region.asked == TakeAway(2)
+    # The control plane wants as many as before, before the others are gone.
+    region.feed(Scaled(4, "more are back", preemptible=True))
+    region.replicas = 2
+    for key in sorted(region.running):
+        region.worker_ends(key, slice_over=True)
+    while region.pauses:
+        region.pause_ends()
+    assert not region.running, "the platform has not answered"
+    region.asked = None
+    region.feed(Deployed(None))
+    assert region.asked == Scale(4)
+    region.deployed()
+    assert len(region.running) == 4
+
+
+def test_a_move_that_fails_is_made_again_before_anybody_is_called() -> None:
+    region = _training(4)
+    region.deploys_at_once = False
+    _moved(region, 4, preemptible=True)
+    for _ in range(3):
+        assert region.asked == Scale(4)
+        assert not region.running
+        region.not_deployed("GATEWAY_UNAVAILABLE")
+        region.pause_ends()
+    region.deployed()
+    assert len(region.running) == 4
 
 
 def test_a_partition_that_is_almost_done_is_not_scaled() -> None:
