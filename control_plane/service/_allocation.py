@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+import structlog
+
 from control_plane.core import Begun, Planned, ScaleAsked, Waits
 from control_plane.pki import utc_now
 from control_plane.service._draft import Draft, JobEntry
@@ -39,6 +41,7 @@ from scheduler.deadline import Gang, Held, Kinds, Offer, allot, allot_kinds, off
 
 __all__ = ["Allocation", "Decision", "begin"]
 
+_log = structlog.get_logger("geofed.allocation")
 
 _REST = 10.0
 """Times as long as a look has taken passes at least until the next."""
@@ -179,7 +182,14 @@ class Allocation:
         if watched.tuning is None:
             staffed = staffed_of(entry.plan, planned_workers(entry.plan), draft.regions, {})
             watched.tuning = Tuning.of(entry.spec, entry.plan, entry.state, staffed)
-        answer = watched.tuning.heard(entry.state, draft.at) if watched.tuning is not None else None
+        try:
+            answer = watched.tuning.heard(entry.state, draft.at) if watched.tuning is not None else None
+        except Exception as error:  # noqa: BLE001 - what a user's metric does to one tuner must not end a region's session
+            assert watched.tuning is not None
+            _log.exception("a tuner failed", job=job)
+            text, data = watched.tuning.fails(error, sum(workers_now(entry).values()))
+            draft.record("job.tuning", text, job=job, data=data)
+            return
         if answer is None or not answer[1].changed or not is_elastic(entry):
             return
         assert watched.tuning is not None

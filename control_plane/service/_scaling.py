@@ -127,7 +127,8 @@ class Tuning:
     """That one worker makes, by region."""
     goal: Goal
     terms: Terms
-    tuner: ScalingTuner | PublishedTuner
+    tuner: ScalingTuner | PublishedTuner | None
+    """None: it has failed, and nobody is asked any more."""
     _at: float | None = None
     _usd: float = 0.0
     _evaluated: int = 0
@@ -159,11 +160,23 @@ class Tuning:
         return dealt(workers, self.pool)
 
     def heard(self, state: JobState, at: float) -> tuple[Observation, Decision] | None:
-        """What is new since the last time, as the tuner was told it, and its answer; None: nothing."""
+        """What is new since the last time, as the tuner was told it, and its answer; None: nothing, or its tuner has
+        failed.
+
+        Raises what the tuner does: whoever asks calls `fails` then.
+        """
+        if self.tuner is None:
+            return None
         told = self.observation(state, at)
         if told is None or not len(self.pool) <= told.workers <= sum(self.pool.values()):
             return None
         return told, self.tuner.observe(told)
+
+    def fails(self, error: Exception, workers: int) -> tuple[str, dict[str, object]]:
+        """The tuner broke on what it was told: the job goes on with what it wanted last. For an event, as `told`."""
+        self.tuner = None
+        reason = f"the tuner has failed ({type(error).__name__}) and is not asked any more"
+        return _worded(self._evaluated, Decision(workers, False, reason), workers, None)
 
     def observation(self, state: JobState, at: float) -> Observation | None:
         """All regions have measured a round again.
@@ -199,13 +212,17 @@ class Tuning:
 
 def told(seen: Observation, decision: Decision) -> tuple[str, dict[str, object]]:
     """For an event: what the tuner would have changed, and why."""
-    text = f"{seen.workers} → {decision.workers} workers after round {seen.step}: {decision.reason}"
+    return _worded(seen.step, decision, seen.workers, seen.loss)
+
+
+def _worded(step: int, decision: Decision, before: int, loss: float | None) -> tuple[str, dict[str, object]]:
+    text = f"{before} → {decision.workers} workers after round {step}: {decision.reason}"
     data: dict[str, object] = {
-        "before": seen.workers,
+        "before": before,
         "workers": decision.workers,
         "reason": decision.reason,
-        "round": seen.step,
-        "loss": seen.loss,
+        "round": step,
+        "loss": loss,
         "seconds_left": decision.seconds_left,
         "usd_left": decision.usd_left,
     }

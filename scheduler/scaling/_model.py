@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LARGEST_LOSS = 1e60
+"""Beyond it, on either side of zero, what a step told is not looked at: curves are fitted to its fourth power."""
+
 
 @dataclass(frozen=True)
 class Observation:
@@ -36,6 +39,11 @@ class Decision:
     seconds_left: tuple[float, float] | None = None
     """To the target with those workers, an interval; None: not known."""
     usd_left: tuple[float, float] | None = None
+
+
+def tells(step: Observation) -> bool:
+    """Whether anything can be learned of its loss: neither of one that is not finite nor of a boundless one."""
+    return abs(step.loss) <= LARGEST_LOSS
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from scheduler.scaling._curve import Curve, Floats, fit, nonnegative
-from scheduler.scaling._model import Decision, Observation
+from scheduler.scaling._model import Decision, Observation, tells
 
 _SLOW_FORM = [(p, 0.0) for p in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)]
 """The reference: f(t) = 1 / (c0 t^c2 + c1) + c3."""
@@ -61,9 +61,12 @@ class PublishedTuner:
     _decided_seconds: float = 0.0
 
     def observe(self, told: Observation) -> Decision:
-        """One more step. Raises ``ValueError`` where steps do not follow each other in time."""
+        """One more step; one whose loss is beyond all bounds counts as not told. Raises ``ValueError`` where steps do
+        not follow each other in time."""
         if self._seen and (told.step <= self._seen[-1].step or told.at_seconds < self._seen[-1].at_seconds):
             raise ValueError("steps are told in the order in which they ended")
+        if not tells(told):
+            return Decision(told.workers, False, "")
         if self._seen and len(self._seen) >= self._removed_at + self._settling:
             self._seconds.append((told.workers, told.at_seconds - self._seen[-1].at_seconds))
         self._seen.append(told)

@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from scheduler.scaling._curve import Floats
-from scheduler.scaling._model import Decision, Goal, Observation, Terms
+from scheduler.scaling._model import Decision, Goal, Observation, Terms, tells
 from scheduler.scaling._outlook import Outlook, outlook, unseen
 
 __all__ = ["ScalingSettings", "ScalingTuner", "learning_rate_factor"]
@@ -91,11 +91,14 @@ class ScalingTuner:
         return chosen
 
     def observe(self, told: Observation) -> Decision:
-        """One more step. Raises ``ValueError`` where steps do not follow each other, or the workers cannot be."""
+        """One more step; one whose loss is beyond all bounds counts as not told. Raises ``ValueError`` where steps do
+        not follow each other, or the workers cannot be."""
         if not self.terms.least <= told.workers <= self.terms.most:
             raise ValueError(f"{told.workers} workers are not among those that may be")
         if self._seen and (told.step <= self._seen[-1].step or told.at_seconds < self._seen[-1].at_seconds):
             raise ValueError("steps are told in the order in which they ended")
+        if not tells(told):
+            return Decision(told.workers, False, "")
         self._learn(told)
         self._rests -= 1
         if self._rests > 0 or len(self._seen) < self.settings.least_observations:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -25,6 +26,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from scheduler import Plan, plan
 from scheduler.deadline import Gang
+from scheduler.scaling import ScalingTuner
 from tests.control_plane.fake_agent import catalogue
 
 JOB = """\
@@ -190,12 +192,48 @@ def test_another_tuner_begins_after_a_restart_with_the_workers_that_there_are(tm
     assert workers_now(life.entry) == held
 
 
+@pytest.mark.parametrize("follows", ["tuned", "mlless"])
+@pytest.mark.parametrize("size", [50, 70, 160, 300])
+def test_no_finite_metric_breaks_the_session_of_an_agent(tmp_path: Path, follows: str, size: int) -> None:
+    life = Wild(tmp_path, f"train.scaling={follows}")
+    life.size = size
+    life.goes_on(60)
+    assert not [event for event in life.events("job.tuning") if "failed" in event.text]
+
+
+def test_a_tuner_that_fails_is_told_once_and_not_asked_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(tmp_path)
+
+    def breaks(*_: object) -> None:
+        raise OverflowError("too large")
+
+    monkeypatch.setattr(ScalingTuner, "observe", breaks)
+    life.goes_on(40)
+    assert [event.text for event in life.events("job.tuning")] == [
+        "12 → 12 workers after round 1: the tuner has failed (OverflowError) and is not asked any more"
+    ]
+    assert life.history == [12]
+
+
+class Wild(Life):
+    """Its metric is of other sizes in each round."""
+
+    size = 0
+    """As a power of ten, at most."""
+
+    @property
+    def loss(self) -> float:
+        return float(10.0 ** random.Random(self.round).randint(self.size - 40, self.size))
+
+
 # What the tuner is told
 
 
 def _tuning(every: int = 1) -> Tuning:
     from scheduler.scaling import Goal as ScalingGoal
-    from scheduler.scaling import ScalingTuner, Terms
+    from scheduler.scaling import Terms
 
     terms = Terms((1.0,) * 12, 1e-5, 1e-6, 3.0, least=2)
     goal = Goal("loss", 0.45, at_least=False, every=every)

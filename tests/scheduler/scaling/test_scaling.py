@@ -267,3 +267,20 @@ def test_it_begins_with_fewer_where_merging_more_takes_longer() -> None:
     job = Job(noise=8.0, compute=0.01, each=0.2, length=100.0)
     assert ScalingTuner(job.terms, Goal(job.target)).begin() < MOST
     assert ScalingTuner(job.terms, Goal(job.target, deadline_seconds=1e3)).begin() == MOST
+
+
+@pytest.mark.parametrize("follows", ["ours", "mlless"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_no_loss_whatever_breaks_a_tuner(follows: str, data: st.DataObject) -> None:
+    job = Job(noise=4.0, compute=1.0, each=0.02, length=60.0)
+    tuner: ScalingTuner | PublishedTuner = PublishedTuner(PublishedSettings(least=2))
+    if follows == "ours":
+        tuner = ScalingTuner(job.terms, Goal(0.5))
+    losses = data.draw(st.lists(st.floats() | st.sampled_from([1e59, 1e99, 1e300, -1e300]), min_size=9, max_size=60))
+    workers = MOST
+    for step, loss in enumerate(losses, start=1):
+        answer = tuner.observe(Observation(step, float(step), loss, workers, step * 1e-3))
+        assert 1 <= answer.workers <= MOST
+        assert abs(loss) <= 1e60 or answer == Decision(workers, False, "")
+        workers = answer.workers
