@@ -437,8 +437,10 @@ class Partition:
             status = await self._ps.configure(action)
             self.feed(Configured(action.attempt, status.round))
         except GeofedError as error:
-            # It is about to end, or has: what follows configures it anew.
             self._around.log(self.job, "agent", f"the parameter server could not be configured: {error}")
+            if action is self._wanted_config:
+                # If it is about to end, what follows configures it anew; else workers may wait for it.
+                self.feed(Setback(error, "configure"))
 
     async def _invoke(self, action: Invoke) -> None:
         around, plan = self._around, self.start.plan

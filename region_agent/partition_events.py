@@ -144,7 +144,8 @@ class Setback:
 
     error: GeofedError
     step: str = ""
-    """"prepare", "publish" and "scale" are done again; what else there is does not matter by itself."""
+    """"prepare", "publish" and "scale" are done again, and "configure" where workers are not called before; what else
+    there is does not matter by itself."""
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,7 @@ class PartitionMachine:
         self._fenced = (0, 0)
         """Attempt that the parameter server knows, and rounds that were completed by then."""
         self._awaits_fence = False
+        """The present attempt's workers are called once the parameter server has said where it stands."""
         self.epoch, self.attempt = epoch, attempt
         self.state = "new"
         self.condition = ""
@@ -207,6 +208,8 @@ class PartitionMachine:
                 return self._after_setback(event.error, "ps-ended", "the parameter server ended")
             case WorkerEnded():
                 return self._worker_ended(event)
+            case Setback() if event.step == "configure" and not self._awaits_fence:
+                return []
             case Setback():
                 self._preparing = self._preparing and event.step != "prepare"
                 self._publishing = self._publishing and event.step != "publish"
@@ -268,7 +271,10 @@ class PartitionMachine:
 
     def _configured(self, event: Configured) -> list[Action]:
         self._fenced = (event.attempt, event.round)
-        return self._maybe_train() if self._awaits_fence and event.attempt == self.attempt else []
+        if not self._awaits_fence or event.attempt != self.attempt:
+            return []
+        self.condition = self._view.condition
+        return self._maybe_train()
 
     def _ps_said(self, view: PsView) -> list[Action]:
         before, self._view = self._view, view
@@ -378,7 +384,7 @@ class PartitionMachine:
             if self._crew.running:
                 self._broken = _Broken(self.attempt, set(self._crew.running), well=True)
             self.attempt += 1
-            self._crew = _Workers()
+            self._crew, self._awaits_fence = _Workers(), False
             actions += [*self._configure(), Restart(self.attempt, _FIRST_PAUSE_SECONDS)]
         return [*actions, self._report()]
 
@@ -446,7 +452,7 @@ class PartitionMachine:
             # It is the parameter server that tells them that their attempt is over.
             server = [] if self._ps_up else [StartPs(self.epoch, self.attempt)]
             return [*server, Restart(self.attempt, _FIRST_PAUSE_SECONDS)]
-        if self.workers:
+        if self.workers and not self._awaits_fence:
             self.condition = self._view.condition
         actions = self._prepare()
         if not self._ps_up:

@@ -24,7 +24,7 @@ from region_agent.config import RegionConfig
 from region_agent.identity import Identity
 from region_agent.partition import Partition, Surroundings
 from region_agent.partition_calls import whole_pipelines
-from region_agent.partition_events import Happened, Stopped
+from region_agent.partition_events import ConfigurePs, Happened, Scaled, Stopped
 from region_agent.region_channel import RegionChannel
 from region_agent.store import AgentStore
 from region_agent.worker.invocation import Invocation, Outcome, Schedule
@@ -270,6 +270,34 @@ def test_a_killed_server_comes_back_under_its_ports_and_the_workers_stay(tmp_pat
         assert scene.server().pid != before.pid
         assert scene.partition.machine.ps_address == address
         assert len(scene.gateway.calls) == 1
+
+    _play(act, tmp_path)
+
+
+def test_workers_come_though_the_server_could_not_be_told_of_their_attempt_at_first(tmp_path: Path) -> None:
+    """It stands still for a while, and does not end."""
+
+    async def act(scene: Scene) -> None:
+        await scene.training()
+        ps = scene.partition._ps
+        assert ps is not None
+        configure, unheard = ps.configure, True
+
+        async def perhaps(wanted: ConfigurePs) -> Any:
+            if unheard:
+                raise GeofedError("UNAVAILABLE", "timed out")
+            return await configure(wanted)
+
+        ps.configure = perhaps  # type: ignore[method-assign]
+        scene.partition.scale(Scaled(2, "a test", batch=8, rate=1.0))
+        scene.gateway.answers.append(Outcome(status="left", code="FENCED", resume_key="left/1", step=1))
+        scene.gateway.hold.set()
+        scene.gateway.hold.clear()
+        await scene.until(lambda: any("UNAVAILABLE: timed out" in report.condition for report in scene.reports))
+        assert len(scene.gateway.calls) == 1
+        unheard = False
+        await scene.until(lambda: len(scene.gateway.calls) == 3)
+        assert [(call.attempt, call.resume_key) for call in scene.gateway.calls[1:]] == [(2, "left/1")] * 2
 
     _play(act, tmp_path)
 

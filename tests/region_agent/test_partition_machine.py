@@ -323,6 +323,12 @@ class AnyOrder(RuleBasedStateMachine):
         self.region.feed(PublishAsked())
 
     @rule(code=_PASSING)
+    def configuring_fails(self, code: str) -> None:
+        if self.region.unanswered and self.region.ps == "up":
+            self.region.unanswered = False
+            self.region.feed(Setback(GeofedError(code, "x"), "configure"))
+
+    @rule(code=_PASSING)
     def publishing_fails(self, code: str) -> None:
         if self.region.publishing:
             self.region.publishing = False
@@ -713,6 +719,27 @@ def test_nobody_is_called_before_the_server_has_told_where_it_stands() -> None:
     assert not region.running
     region.ps_answers()
     assert region.running == {(0, 2), (1, 2)}
+
+
+def test_a_server_that_does_not_say_where_it_stands_is_asked_again() -> None:
+    region = _training(4)
+    unheard = Setback(GeofedError("UNAVAILABLE", "timed out"), "configure")
+    assert region.machine.handle(unheard) == [], "nobody waits for it"
+    region.feed(Scaled(2, "a test", 2 * BATCH, 0.5))
+    for key in sorted(region.running):
+        region.worker_ends(key, slice_over=True)
+    region.pause_ends()
+    for _ in range(20):
+        region.unanswered = False
+        region.feed(unheard)
+        assert region.reports[-1].condition == "UNAVAILABLE: timed out; trying again"
+        region.pause_ends()
+        assert region.unanswered
+        assert region.machine.condition == "UNAVAILABLE: timed out; trying again", "as long as it waits"
+        assert not region.running
+    region.ps_answers()
+    assert region.running == {(0, 2), (1, 2)}
+    assert region.machine.condition == ""
 
 
 def test_a_change_that_never_was_in_force_is_replaced() -> None:
