@@ -237,10 +237,9 @@ class Agent:
     def _charge_interrupted(self) -> None:
         """Invocations that were open when an earlier life of the agent died ran at most until it was last seen."""
         alive = self._store.last_alive()
-        for number, job, begun in self._store.open_invocations():
+        for number, job, begun, kind in self._store.open_invocations():
             row = self._store.partition(job)
             memory_mb = agent_pb2.StartPartition.FromString(row.start).plan.memory_mb if row else 0
-            kind = row is not None and row.preemptible
             amounts = invocation_amounts(max(0.0, alive - begun), memory_mb, preemptible=kind)
             self._store.invocation_ended(number, job, amounts)
 
@@ -359,9 +358,10 @@ class Agent:
         workers = min(command.workers, most_workers(self._config, preemptible=kind))
         # A worker's batch stays as it is.
         batch = command.batch * workers // command.workers if command.workers else 0
-        self._store.took_scale(seq, command.job, workers, batch, command.learning_rate, preemptible=kind)
+        rate, order = command.learning_rate, command.order
+        self._store.took_scale(seq, command.job, workers, batch, rate, preemptible=kind, order=order)
         if command.job in self._partitions:
-            self._partitions[command.job].scale(Scaled(workers, command.reason, batch, command.learning_rate, kind))
+            self._partitions[command.job].scale(Scaled(workers, command.reason, batch, rate, kind, order))
 
     def publish(self, seq: int, command: agent_pb2.PublishModel) -> None:
         self._store.took_publish(seq, command.job)

@@ -127,6 +127,7 @@ class Partition:
             attempt=row.attempt,
             batches=batches,
             preemptible=row.preemptible,
+            order=row.scale_order,
         )
         self._deploying = asyncio.Lock()
         """What was deployed last is what was read last of how it is to be."""
@@ -252,6 +253,7 @@ class Partition:
             self._around.config.channel.prices,
         )
         message.workers, message.preempted = self.machine.workers, self.machine.preempted
+        message.scale_order = self.machine.order
         message.merged_by = self._merged_by
         message.blob_digest = blob_digest
         self._around.report(message, durable)
@@ -449,7 +451,7 @@ class Partition:
             await self._sign_splits(around.config.datasets[self.start.task.dataset])
         body = await self._invocation(action)
         begun = time.time()
-        number = around.store.invocation_begun(self.job, begun)
+        number = around.store.invocation_begun(self.job, begun, preemptible=action.preemptible)
         failure: GeofedError | None = None
         outcome: Outcome | None = None
         try:

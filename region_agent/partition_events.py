@@ -168,6 +168,8 @@ class Scaled:
     """What the learning rate is multiplied by with that batch."""
     preemptible: bool = False
     """On capacity that may be taken away."""
+    order: int = 0
+    """As the control plane counts these."""
 
 
 @dataclass(frozen=True)

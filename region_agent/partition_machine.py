@@ -132,12 +132,15 @@ class PartitionMachine:
         attempt: int = 0,
         batches: BatchPlan | None = None,
         preemptible: bool = False,
+        order: int = 0,
     ) -> None:
         self.region, self.workers = region, workers
         self.preemptible = preemptible
         """The workers are on capacity that may be taken away."""
         self.preempted = False
         """Some were, since the control plane last said how many there shall be."""
+        self.order = order
+        """The last one about their number that it obeys."""
         self._batches = batches or BatchPlan(1, 0)
         self._begun = attempt > 0
         """Steps may have been made."""
@@ -220,6 +223,7 @@ class PartitionMachine:
                 return self._retry(event)
             case Scaled():
                 fewer, self.preempted = self.preempted, False
+                self.order = self.order if self._ends else event.order
                 # Those that are left make the batch of all until it is known what they are to make.
                 return self._scaled(event, anew=fewer and event.batch > 0)
             case Preempted():

@@ -21,11 +21,12 @@ create table if not exists partitions (
     job text primary key, start blob not null, peers blob, attempt integer not null, publish integer not null,
     worker_port integer not null, exchange_port integer not null, token_key text not null, stopped integer not null,
     bulk_port integer not null default 0, workers integer, batch integer, rate real, stretches text,
-    preemptible integer);
+    preemptible integer, scale_order integer);
 create table if not exists reports (seq integer primary key autoincrement, message blob not null);
 create table if not exists meters (
     job text not null, name text not null, value real not null, primary key (job, name));
-create table if not exists invocations (id integer primary key, job text not null, begun real not null);
+create table if not exists invocations (
+    id integer primary key, job text not null, begun real not null, preemptible integer not null default 0);
 """
 
 _KEEP, _DISCARD = 1, 2
@@ -57,6 +58,8 @@ class PartitionRow:
     """Which batch each step has, as JSON."""
     preemptible: bool = False
     """Its workers are on capacity that may be taken away."""
+    scale_order: int = 0
+    """By which they were asked for; 0: by none."""
 
 
 class AgentStore:
@@ -81,10 +84,13 @@ class AgentStore:
             "rate": "real",
             "stretches": "text",
             "preemptible": "integer",
+            "scale_order": "integer",
         }
         for name, kind in later.items():
             if name not in columns:
                 self._db.execute(f"alter table partitions add column {name} {kind}")
+        if "preemptible" not in {name for _, name, *_ in self._db.execute("pragma table_info(invocations)")}:
+            self._db.execute("alter table invocations add column preemptible integer not null default 0")
         if not self.fact("meter"):
             self._db.execute("insert into facts values ('meter', ?)", (str(secrets.randbits(62) + 1),))
 
@@ -160,11 +166,20 @@ class AgentStore:
             _move_cursor(db, seq)
 
     def took_scale(
-        self, seq: int, job: str, workers: int, batch: int = 0, rate: float = 1.0, *, preemptible: bool = False
+        self,
+        seq: int,
+        job: str,
+        workers: int,
+        batch: int = 0,
+        rate: float = 1.0,
+        *,
+        preemptible: bool = False,
+        order: int = 0,
     ) -> None:
         """``batch`` 0: it stays."""
         with self._writing() as db:
-            db.execute("update partitions set workers = ?, preemptible = ? where job = ?", (workers, preemptible, job))
+            change = "update partitions set workers = ?, preemptible = ?, scale_order = ? where job = ?"
+            db.execute(change, (workers, preemptible, order, job))
             if batch:
                 db.execute("update partitions set batch = ?, rate = ? where job = ?", (batch, rate, job))
             _move_cursor(db, seq)
@@ -194,7 +209,7 @@ class AgentStore:
         return rows[0] if rows else None
 
     def open_partitions(self) -> list[PartitionRow]:
-        """Those that the control plane has not stopped."""
+        """Those that the control plane has not stopped, in the order in which they were taken."""
         return self._partition_rows("where stopped = 0")
 
     def stopped_partitions(self) -> list[tuple[PartitionRow, bool]]:
@@ -211,11 +226,11 @@ class AgentStore:
 
     def _partition_rows(self, where: str, *values: object) -> list[PartitionRow]:
         fields = "job, start, peers, attempt, publish, worker_port, exchange_port, bulk_port, token_key, workers"
-        fields += ", batch, rate, coalesce(stretches, '[]'), coalesce(preemptible, 0)"
+        fields += ", batch, rate, coalesce(stretches, '[]'), coalesce(preemptible, 0), coalesce(scale_order, 0)"
         with self._lock:
-            found = self._db.execute(f"select {fields} from partitions {where} order by job", values).fetchall()
+            found = self._db.execute(f"select {fields} from partitions {where} order by rowid", values).fetchall()
         return [
-            PartitionRow(job, start, peers, attempt, bool(publish), *(*rest[:-1], bool(rest[-1])))
+            PartitionRow(job, start, peers, attempt, bool(publish), *(*rest[:-2], bool(rest[-2]), rest[-1]))
             for job, start, peers, attempt, publish, *rest in found
         ]
 
@@ -279,9 +294,11 @@ class AgentStore:
         rows = self._rows("select name, value from meters where job = ?", job)
         return {str(name): float(str(value)) for name, value in rows}
 
-    def invocation_begun(self, job: str, now: float) -> int:
+    def invocation_begun(self, job: str, now: float, *, preemptible: bool = False) -> int:
+        """``preemptible``: on capacity that may be taken away, however the partition goes on."""
+        insert = "insert into invocations (job, begun, preemptible) values (?, ?, ?)"
         with self._writing() as db:
-            return int(db.execute("insert into invocations (job, begun) values (?, ?)", (job, now)).lastrowid or 0)
+            return int(db.execute(insert, (job, now, preemptible)).lastrowid or 0)
 
     def invocation_ended(self, number: int, job: str, amounts: dict[str, float]) -> None:
         """Close an invocation and charge it, in one transaction."""
@@ -292,10 +309,10 @@ class AgentStore:
 
         self._write_or_owe(write)
 
-    def open_invocations(self) -> list[tuple[int, str, float]]:
-        """Invocations that an earlier life of the agent has not seen end."""
-        rows = self._rows("select id, job, begun from invocations")
-        return [(int(str(number)), str(job), float(str(begun))) for number, job, begun in rows]
+    def open_invocations(self) -> list[tuple[int, str, float, bool]]:
+        """Invocations that an earlier life of the agent has not seen end, and whether they were preemptible."""
+        rows = self._rows("select id, job, begun, preemptible from invocations")
+        return [(int(str(number)), str(job), float(str(begun)), bool(kind)) for number, job, begun, kind in rows]
 
     def alive(self, now: float) -> None:
         """Note that the agent runs; what was open when it died is charged up to here."""

@@ -212,6 +212,8 @@ class SendScale:
     workers: int
     reason: str
     preemptible: bool = False
+    order: int = 0
+    """Counts these commands for a partition."""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ from control_plane.core._state import ENDED_PARTITION, Failure, JobPhase, JobSta
 MAX_PUBLISHES = 5
 """How often the model is asked for before the job fails: each time it did not arrive whole."""
 _STARTED = ("starting", "running", "finishing")
+_WITHOUT_WORKERS = ("finished", "published", "failed", "refused", "stopped")
+"""States of a partition whose number of workers means nothing any more."""
 
 
 class JobMachine:
@@ -94,10 +96,17 @@ class JobMachine:
             self._start(part)
 
     def _start(self, part: Partition) -> None:
-        self._put(replace(part, state="assigned"))
+        part = replace(part, state="assigned")
+        self._put(part)
         self._out.append(SendStart(part.region, part.epoch, resumed=part.ran))
         if part.workers is not None:
-            self._out.append(SendScale(part.region, part.epoch, part.workers, "", part.preemptible))
+            self._order(part, part.workers, "")
+
+    def _order(self, part: Partition, workers: int, reason: str) -> None:
+        """Have a region go on with so many workers; what it reports names the order that it obeys."""
+        part = replace(part, workers=workers, scale_order=part.scale_order + 1)
+        self._put(part)
+        self._out.append(SendScale(part.region, part.epoch, workers, reason, part.preemptible, part.scale_order))
 
     # --- what the agents say
 
@@ -117,8 +126,7 @@ class JobMachine:
                 ran=part.ran or bool(event.report.ps_address),
             )
         )
-        if event.report.preempted:
-            self._preempted(event)
+        self._look_at_workers(event)
         if self.state.phase == "cancelling":
             self._cancelled_if_all_ended(event.at)
             return
@@ -135,14 +143,27 @@ class JobMachine:
         else:
             self._finish_if_all_done(event.at)
 
-    def _preempted(self, event: Reported) -> None:
-        """Workers were taken away: what is left goes on, until the job is told otherwise."""
-        part, left = self.state.partition(event.region), event.report.workers
-        if part is None or not part.preemptible or part.workers is None or left >= part.workers:
+    def _look_at_workers(self, event: Reported) -> None:
+        """Where it has fewer than it was told to have: what is left goes on, until the job is told otherwise.
+
+        What crosses an order is no word of what became of it.
+        """
+        part, report = self.state.partition(event.region), event.report
+        if part is None or part.workers is None or report.workers >= part.workers or part.state in _WITHOUT_WORKERS:
             return
-        text = f"{event.region}: {part.workers - left} of {part.workers} preemptible workers were taken away"
-        self._record("partition.preempted", text, event.region, {"before": part.workers, "workers": left})
-        self._put(replace(part, workers=left, preempted=True))
+        obeys, left = report.scale_order == part.scale_order > 0, report.workers
+        # An older agent names no order, and says nothing of those that stay.
+        if not obeys and not (report.scale_order == 0 and report.preempted and part.preemptible):
+            return
+        data = {"before": part.workers, "workers": left}
+        if report.preempted:
+            kind = "preemptible workers" if part.preemptible else "workers"
+            text = f"{event.region}: {part.workers - left} of {part.workers} {kind} were taken away"
+            self._record("partition.preempted", text, event.region, data)
+        else:
+            text = f"{event.region} has {left} of {part.workers} workers that it is to go on with"
+            self._record("partition.short", text, event.region, data)
+        self._put(replace(part, workers=left, preempted=part.preempted or report.preempted))
         if not left:
             self.state = replace(self.state, gave_way=True)
 
@@ -315,8 +336,8 @@ class JobMachine:
                 continue
             if (part.workers, part.preemptible, part.preempted) == (workers, event.preemptible, False):
                 continue
-            self._put(replace(part, workers=workers, preemptible=event.preemptible, preempted=False))
-            self._out.append(SendScale(region, part.epoch, workers, event.reason, event.preemptible))
+            part = replace(part, preemptible=event.preemptible, preempted=False)
+            self._order(part, workers, event.reason)
             kind = "preemptible workers" if event.preemptible else "workers"
             text = _because(f"{region} is to go on with {workers} {kind}", event.reason)
             data = {"workers": workers, "reason": event.reason, "preemptible": event.preemptible}

@@ -81,6 +81,8 @@ class Report:
     """Of its last update; 0: not known."""
     preempted: bool = False
     """It has fewer workers than it was told to have, because some were taken away."""
+    scale_order: int = 0
+    """The last order about its number of workers that it obeys; 0: not told."""
     meter: int = 0
     """Which meter has counted money and bytes; 0: not told."""
 
@@ -135,6 +137,8 @@ class Partition:
     """They are of those that may be taken away."""
     preempted: bool = False
     """Some were, since then."""
+    scale_order: int = 0
+    """Number of the order by which they were asked for."""
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
         routes=message.routes,
         update_bytes=message.update_bytes,
         preempted=message.preempted,
+        scale_order=message.scale_order,
         meter=message.meter,
     )
 
@@ -117,6 +118,7 @@ def command_of(action: JobAction, row: JobRow, spec: JobSpec, plan: Plan) -> age
             batch=batch,
             learning_rate=rate,
             preemptible=action.preemptible,
+            order=action.order,
         )
         return agent_pb2.ToAgent(scale=wanted)
     if isinstance(action, SendPublish):

@@ -650,6 +650,19 @@ def test_workers_that_stay_are_not_taken_away() -> None:
     assert (region.machine.workers, region.machine.preempted) == (4, False)
 
 
+def test_it_says_which_order_it_obeys_and_runs_its_calls_where_that_one_says() -> None:
+    region = _training(2)
+    region.feed(Scaled(2, "cheaper", preemptible=True, order=7))
+    region.feed(Preempted(1))
+    assert (region.machine.order, region.machine.preempted) == (7, True)
+    region.feed(Scaled(2, "more are back", preemptible=True, order=8))
+    assert (region.machine.order, region.machine.preempted) == (8, False)
+    almost = _training(2)
+    almost.worker_ends((0, 1), slice_over=False)
+    almost.feed(Scaled(4, order=1))
+    assert (almost.machine.workers, almost.machine.order) == (2, 0), "it does not obey"
+
+
 def test_those_that_are_left_are_not_replaced_before_they_have_left_what_they_have() -> None:
     region = _training(4)
     _moved(region, 4, preemptible=True)

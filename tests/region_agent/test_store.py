@@ -35,7 +35,7 @@ def test_a_partition_is_there_after_a_restart(path: Path) -> None:
     assert AgentStore(path).command_cursor() == 3
 
 
-def test_the_table_of_an_older_agent_gets_its_new_column(path: Path) -> None:
+def test_the_tables_of_an_older_agent_get_their_new_columns(path: Path) -> None:
     path.parent.mkdir()
     with contextlib.closing(sqlite3.connect(path)) as old:
         old.execute(
@@ -44,14 +44,31 @@ def test_the_table_of_an_older_agent_gets_its_new_column(path: Path) -> None:
             " token_key text not null, stopped integer not null)"
         )
         old.execute("insert into partitions values ('job-1', x'01', null, 4, 0, 10, 20, 'key', 0)")
+        old.execute("create table invocations (id integer primary key, job text not null, begun real not null)")
+        old.execute("insert into invocations values (1, 'job-1', 5.0)")
         old.commit()
     store = AgentStore(path)
     row = store.partition("job-1")
     assert row is not None
     assert (row.worker_port, row.exchange_port, row.bulk_port, row.token_key) == (10, 20, 0, "key")
+    assert store.open_invocations() == [(1, "job-1", 5.0, False)]
     store.took_start(1, "job-2", b"start", "another key")
     store.keep_ports("job-2", 1, 2, 3)
     assert [row.bulk_port for row in AgentStore(path).open_partitions()] == [0, 3]
+
+
+def test_partitions_are_found_in_the_order_in_which_they_were_taken_with_the_last_order_they_had(path: Path) -> None:
+    store = AgentStore(path)
+    for seq, job in enumerate(("job-2", "job-3", "job-1"), start=1):
+        store.took_start(seq, job, b"start", "key")
+    store.took_scale(4, "job-3", 2, preemptible=True, order=5)
+    store.close()
+    rows = AgentStore(path).open_partitions()
+    assert [(row.job, row.preemptible, row.scale_order) for row in rows] == [
+        ("job-2", False, 0),
+        ("job-3", True, 5),
+        ("job-1", False, 0),
+    ]
 
 
 def test_a_repeated_start_keeps_attempt_key_and_ports(path: Path) -> None:
@@ -165,12 +182,14 @@ def test_meters_add_up_over_restarts(
 
 def test_an_open_invocation_is_found_after_a_crash_and_charged_once(path: Path) -> None:
     store = AgentStore(path)
-    ended, open_ = store.invocation_begun("job-1", 100.0), store.invocation_begun("job-1", 101.0)
+    ended, open_ = store.invocation_begun("job-1", 100.0), store.invocation_begun("job-1", 101.0, preemptible=True)
+    store.took_start(1, "job-1", b"start", "key")
+    store.took_scale(2, "job-1", 2, preemptible=False)
     store.invocation_ended(ended, "job-1", {"calls": 1.0})
     store.alive(105.5)
     store.close()
     again = AgentStore(path)
-    assert again.open_invocations() == [(open_, "job-1", 101.0)]
+    assert again.open_invocations() == [(open_, "job-1", 101.0, True)], "the partition has moved since"
     assert again.last_alive() == 105.5
     again.invocation_ended(open_, "job-1", {"calls": 1.0})
     assert again.open_invocations() == []

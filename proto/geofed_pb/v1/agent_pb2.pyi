@@ -287,7 +287,7 @@ class StopPartition(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ..., discard: bool = ...) -> None: ...
 
 class ScalePartition(_message.Message):
-    __slots__ = ("job", "epoch", "workers", "reason", "batch", "preemptible", "learning_rate")
+    __slots__ = ("job", "epoch", "workers", "reason", "batch", "preemptible", "learning_rate", "order")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -295,6 +295,7 @@ class ScalePartition(_message.Message):
     BATCH_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIBLE_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: int
     workers: int
@@ -302,7 +303,8 @@ class ScalePartition(_message.Message):
     batch: int
     preemptible: bool
     learning_rate: float
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., workers: _Optional[int] = ..., reason: _Optional[str] = ..., batch: _Optional[int] = ..., preemptible: bool = ..., learning_rate: _Optional[float] = ...) -> None: ...
+    order: int
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., workers: _Optional[int] = ..., reason: _Optional[str] = ..., batch: _Optional[int] = ..., preemptible: bool = ..., learning_rate: _Optional[float] = ..., order: _Optional[int] = ...) -> None: ...
 
 class ProfileTask(_message.Message):
     __slots__ = ("id", "region", "task", "batch", "seed", "memories_mb", "limit_seconds")
@@ -331,7 +333,7 @@ class PublishModel(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PartitionReport(_message.Message):
-    __slots__ = ("job", "epoch", "state", "condition", "ps_address", "round", "step", "samples", "loss", "metrics", "metrics_samples", "metrics_round", "sent_bytes", "received_bytes", "money", "model_digest", "blob_digest", "error", "workers", "attempt", "samples_per_second", "compute_seconds", "wait_seconds", "applied_updates", "link_rtt_ms", "link_mbps", "link_streams", "links_down", "staleness", "refused", "interval", "codec", "round_samples_per_second", "merge_seconds", "merged_by", "routes", "update_bytes", "preempted", "meter")
+    __slots__ = ("job", "epoch", "state", "condition", "ps_address", "round", "step", "samples", "loss", "metrics", "metrics_samples", "metrics_round", "sent_bytes", "received_bytes", "money", "model_digest", "blob_digest", "error", "workers", "attempt", "samples_per_second", "compute_seconds", "wait_seconds", "applied_updates", "link_rtt_ms", "link_mbps", "link_streams", "links_down", "staleness", "refused", "interval", "codec", "round_samples_per_second", "merge_seconds", "merged_by", "routes", "update_bytes", "preempted", "scale_order", "meter")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -426,6 +428,7 @@ class PartitionReport(_message.Message):
     ROUTES_FIELD_NUMBER: _ClassVar[int]
     UPDATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    SCALE_ORDER_FIELD_NUMBER: _ClassVar[int]
     METER_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: int
@@ -465,8 +468,9 @@ class PartitionReport(_message.Message):
     routes: int
     update_bytes: int
     preempted: bool
+    scale_order: int
     meter: int
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., ps_address: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_samples: _Optional[int] = ..., metrics_round: _Optional[int] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., received_bytes: _Optional[_Mapping[str, int]] = ..., money: _Optional[_Iterable[_Union[_common_pb2.Money, _Mapping]]] = ..., model_digest: _Optional[str] = ..., blob_digest: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., workers: _Optional[int] = ..., attempt: _Optional[int] = ..., samples_per_second: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., applied_updates: _Optional[int] = ..., link_rtt_ms: _Optional[_Mapping[str, float]] = ..., link_mbps: _Optional[_Mapping[str, float]] = ..., link_streams: _Optional[_Mapping[str, int]] = ..., links_down: _Optional[_Iterable[str]] = ..., staleness: _Optional[_Mapping[str, float]] = ..., refused: _Optional[_Mapping[str, int]] = ..., interval: _Optional[int] = ..., codec: _Optional[str] = ..., round_samples_per_second: _Optional[float] = ..., merge_seconds: _Optional[float] = ..., merged_by: _Optional[str] = ..., routes: _Optional[int] = ..., update_bytes: _Optional[int] = ..., preempted: bool = ..., meter: _Optional[int] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., ps_address: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_samples: _Optional[int] = ..., metrics_round: _Optional[int] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., received_bytes: _Optional[_Mapping[str, int]] = ..., money: _Optional[_Iterable[_Union[_common_pb2.Money, _Mapping]]] = ..., model_digest: _Optional[str] = ..., blob_digest: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., workers: _Optional[int] = ..., attempt: _Optional[int] = ..., samples_per_second: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., applied_updates: _Optional[int] = ..., link_rtt_ms: _Optional[_Mapping[str, float]] = ..., link_mbps: _Optional[_Mapping[str, float]] = ..., link_streams: _Optional[_Mapping[str, int]] = ..., links_down: _Optional[_Iterable[str]] = ..., staleness: _Optional[_Mapping[str, float]] = ..., refused: _Optional[_Mapping[str, int]] = ..., interval: _Optional[int] = ..., codec: _Optional[str] = ..., round_samples_per_second: _Optional[float] = ..., merge_seconds: _Optional[float] = ..., merged_by: _Optional[str] = ..., routes: _Optional[int] = ..., update_bytes: _Optional[int] = ..., preempted: bool = ..., scale_order: _Optional[int] = ..., meter: _Optional[int] = ...) -> None: ...
 
 class ProfileReport(_message.Message):
     __slots__ = ("id", "condition", "profile_json", "error")
