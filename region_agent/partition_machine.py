@@ -305,9 +305,10 @@ class PartitionMachine:
     def _invoke_all(self) -> list[Action]:
         stated: list[Action] = []
         if self.workers and self._batches.pending:
-            self._awaits_fence = self._begun and self._fenced[0] != self.attempt
+            awaited, self._awaits_fence = self._awaits_fence, self._begun and self._fenced[0] != self.attempt
             if self._awaits_fence:
-                return []
+                # What it was asked before anybody waited for it may have failed.
+                return [] if awaited else self._configure()
         if self._replicas != self.workers:
             # Not before those who had to leave something have done so; nor is anybody called before it is done.
             self._awaits_deploy = self.attempt

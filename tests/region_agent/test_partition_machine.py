@@ -755,6 +755,18 @@ def test_a_server_that_does_not_say_where_it_stands_is_asked_again() -> None:
     assert region.machine.condition == ""
 
 
+def test_a_server_that_could_not_be_told_before_anybody_waited_for_it_is_asked_once_they_do() -> None:
+    region = Region(1, 1)
+    region.feed(Scaled(2, "a test", 2 * BATCH))
+    region.ps_listens()
+    region.unanswered = False
+    region.feed(Setback(GeofedError("UNAVAILABLE", "timed out"), "configure"))
+    region.prepared()
+    assert region.unanswered
+    region.ps_answers()
+    assert region.running == {(0, 2), (1, 2)}
+
+
 def test_a_change_that_never_was_in_force_is_replaced() -> None:
     region = _training(4)
     _scaled_to(region, 2, 0)
