@@ -30,6 +30,7 @@ from sync.ps.events import Configured
 from sync.ps.exchange import ExchangeService, Links
 from sync.ps.ledger import NO_MODEL
 from sync.ps.link import Tls
+from sync.ps.listening import credentials, listen
 from sync.ps.machine import Setup
 from sync.ps.rejoin import rejoin
 from sync.ps.server import AdminService, WorkerService
@@ -77,8 +78,8 @@ async def serve(config: PsConfig) -> None:
     sync_pb2_grpc.add_ExchangeServicer_to_server(service, exchange)
     sync_pb2_grpc.add_PsAdminServicer_to_server(admin, exchange)
     ports = {
-        "worker": _listen(workers, config.worker_listen, _credentials(identity, mutual=False)),
-        "exchange": _listen(exchange, config.exchange_listen, _credentials(identity, mutual=True)),
+        "worker": listen(workers, config.worker_listen, credentials(identity, mutual=False)),
+        "exchange": listen(exchange, config.exchange_listen, credentials(identity, mutual=True)),
     }
     if config.bulk_port is not None:
         ports["bulk"] = _open_bulk(service, config, identity)
@@ -119,22 +120,6 @@ def _identity(config: PsConfig) -> Tls:
     )
 
 
-def _credentials(identity: Callable[[], Tls], *, mutual: bool) -> grpc.ServerCredentials:
-    """TLS that shows the renewed certificate to everyone who connects after the renewal."""
-    shown: list[Tls] = []
-
-    def load() -> grpc.ServerCertificateConfiguration:
-        shown[:] = [identity()]
-        pair = (shown[0].key_pem, shown[0].certificate_pem)
-        return grpc.ssl_server_certificate_configuration([pair], shown[0].ca_pem if mutual else None)
-
-    def fetch() -> grpc.ServerCertificateConfiguration | None:
-        return load() if identity() != shown[0] else None
-
-    # The stubs leave out that None means "as before".
-    return grpc.dynamic_ssl_server_credentials(load(), fetch, require_client_authentication=mutual)  # type: ignore[arg-type]
-
-
 @contextlib.contextmanager
 def _only_one(state_dir: Path) -> Iterator[None]:
     """Two servers on one state would give the same round two updates."""
@@ -153,13 +138,6 @@ def _open_bulk(service: ExchangeService, config: PsConfig, identity: Callable[[]
         return service.open_bulk(host, port, identity)
     except OSError:
         raise GeofedError("PORT_IN_USE", f"cannot listen on {host}:{port}") from None
-
-
-def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials) -> int:
-    try:
-        return server.add_secure_port(address, credentials)
-    except RuntimeError:
-        raise GeofedError("PORT_IN_USE", f"cannot listen on {address}") from None
 
 
 def _keep_memory() -> None:
