@@ -30,7 +30,7 @@ class FromAgent(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., command_ack: _Optional[_Union[CommandAck, _Mapping]] = ..., partition: _Optional[_Union[PartitionReport, _Mapping]] = ..., happening: _Optional[_Union[Happening, _Mapping]] = ..., logs: _Optional[_Union[LogBatch, _Mapping]] = ..., profile: _Optional[_Union[ProfileReport, _Mapping]] = ..., capacity: _Optional[_Union[CapacityNews, _Mapping]] = ...) -> None: ...
 
 class ToAgent(_message.Message):
-    __slots__ = ("seq", "welcome", "lease", "report_ack", "start", "peers", "stop", "publish", "scale", "profile")
+    __slots__ = ("seq", "welcome", "lease", "report_ack", "start", "peers", "stop", "publish", "scale", "profile", "send_shard")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class ToAgent(_message.Message):
     PUBLISH_FIELD_NUMBER: _ClassVar[int]
     SCALE_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
+    SEND_SHARD_FIELD_NUMBER: _ClassVar[int]
     seq: int
     welcome: Welcome
     lease: LeaseGrant
@@ -51,7 +52,8 @@ class ToAgent(_message.Message):
     publish: PublishModel
     scale: ScalePartition
     profile: ProfileTask
-    def __init__(self, seq: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lease: _Optional[_Union[LeaseGrant, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., start: _Optional[_Union[StartPartition, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., stop: _Optional[_Union[StopPartition, _Mapping]] = ..., publish: _Optional[_Union[PublishModel, _Mapping]] = ..., scale: _Optional[_Union[ScalePartition, _Mapping]] = ..., profile: _Optional[_Union[ProfileTask, _Mapping]] = ...) -> None: ...
+    send_shard: SendShard
+    def __init__(self, seq: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lease: _Optional[_Union[LeaseGrant, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., start: _Optional[_Union[StartPartition, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., stop: _Optional[_Union[StopPartition, _Mapping]] = ..., publish: _Optional[_Union[PublishModel, _Mapping]] = ..., scale: _Optional[_Union[ScalePartition, _Mapping]] = ..., profile: _Optional[_Union[ProfileTask, _Mapping]] = ..., send_shard: _Optional[_Union[SendShard, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("agent_version", "boot_id", "command_cursor", "catalogue_json")
@@ -150,7 +152,7 @@ class LearningRate(_message.Message):
     def __init__(self, schedule: _Optional[str] = ..., warmup: _Optional[float] = ..., floor: _Optional[float] = ...) -> None: ...
 
 class PartitionPlan(_message.Message):
-    __slots__ = ("workers", "batch", "steps_per_round", "rounds", "seed", "memory_mb", "slice_seconds", "collective", "channel", "wan_policy", "codec", "evaluate_every", "wan_settings", "topology", "neighbours", "shares", "merging", "merging_codec", "pipeline")
+    __slots__ = ("workers", "batch", "steps_per_round", "rounds", "seed", "memory_mb", "slice_seconds", "collective", "channel", "wan_policy", "codec", "evaluate_every", "wan_settings", "topology", "neighbours", "shares", "merging", "merging_codec", "pipeline", "shards")
     class WanSettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +193,7 @@ class PartitionPlan(_message.Message):
     MERGING_FIELD_NUMBER: _ClassVar[int]
     MERGING_CODEC_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
     workers: int
     batch: int
     steps_per_round: int
@@ -210,7 +213,16 @@ class PartitionPlan(_message.Message):
     merging: _containers.ScalarMap[str, float]
     merging_codec: str
     pipeline: Pipeline
-    def __init__(self, workers: _Optional[int] = ..., batch: _Optional[int] = ..., steps_per_round: _Optional[int] = ..., rounds: _Optional[int] = ..., seed: _Optional[int] = ..., memory_mb: _Optional[int] = ..., slice_seconds: _Optional[float] = ..., collective: _Optional[str] = ..., channel: _Optional[str] = ..., wan_policy: _Optional[str] = ..., codec: _Optional[str] = ..., evaluate_every: _Optional[int] = ..., wan_settings: _Optional[_Mapping[str, float]] = ..., topology: _Optional[str] = ..., neighbours: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., shares: _Optional[_Mapping[str, float]] = ..., merging: _Optional[_Mapping[str, float]] = ..., merging_codec: _Optional[str] = ..., pipeline: _Optional[_Union[Pipeline, _Mapping]] = ...) -> None: ...
+    shards: _containers.RepeatedCompositeFieldContainer[ShardRef]
+    def __init__(self, workers: _Optional[int] = ..., batch: _Optional[int] = ..., steps_per_round: _Optional[int] = ..., rounds: _Optional[int] = ..., seed: _Optional[int] = ..., memory_mb: _Optional[int] = ..., slice_seconds: _Optional[float] = ..., collective: _Optional[str] = ..., channel: _Optional[str] = ..., wan_policy: _Optional[str] = ..., codec: _Optional[str] = ..., evaluate_every: _Optional[int] = ..., wan_settings: _Optional[_Mapping[str, float]] = ..., topology: _Optional[str] = ..., neighbours: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., shares: _Optional[_Mapping[str, float]] = ..., merging: _Optional[_Mapping[str, float]] = ..., merging_codec: _Optional[str] = ..., pipeline: _Optional[_Union[Pipeline, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[ShardRef, _Mapping]]] = ...) -> None: ...
+
+class ShardRef(_message.Message):
+    __slots__ = ("region", "bytes")
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    region: str
+    bytes: int
+    def __init__(self, region: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class Pipeline(_message.Message):
     __slots__ = ("stages", "degree", "micro_batch", "order", "activation_codec")
@@ -286,6 +298,20 @@ class StopPartition(_message.Message):
     discard: bool
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ..., discard: bool = ...) -> None: ...
 
+class SendShard(_message.Message):
+    __slots__ = ("job", "epoch", "dataset", "to", "address")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DATASET_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: int
+    dataset: str
+    to: str
+    address: str
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., dataset: _Optional[str] = ..., to: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
 class ScalePartition(_message.Message):
     __slots__ = ("job", "epoch", "workers", "reason", "batch", "preemptible", "learning_rate", "order")
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -333,7 +359,7 @@ class PublishModel(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PartitionReport(_message.Message):
-    __slots__ = ("job", "epoch", "state", "condition", "ps_address", "round", "step", "samples", "loss", "metrics", "metrics_samples", "metrics_round", "sent_bytes", "received_bytes", "money", "model_digest", "blob_digest", "error", "workers", "attempt", "samples_per_second", "compute_seconds", "wait_seconds", "applied_updates", "link_rtt_ms", "link_mbps", "link_streams", "links_down", "staleness", "refused", "interval", "codec", "round_samples_per_second", "merge_seconds", "merged_by", "routes", "update_bytes", "preempted", "scale_order", "meter")
+    __slots__ = ("job", "epoch", "state", "condition", "ps_address", "round", "step", "samples", "loss", "metrics", "metrics_samples", "metrics_round", "sent_bytes", "received_bytes", "money", "model_digest", "blob_digest", "error", "workers", "attempt", "samples_per_second", "compute_seconds", "wait_seconds", "applied_updates", "link_rtt_ms", "link_mbps", "link_streams", "links_down", "staleness", "refused", "interval", "codec", "round_samples_per_second", "merge_seconds", "merged_by", "routes", "update_bytes", "preempted", "scale_order", "shard_address", "shards_here", "meter")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -429,6 +455,8 @@ class PartitionReport(_message.Message):
     UPDATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     SCALE_ORDER_FIELD_NUMBER: _ClassVar[int]
+    SHARD_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_HERE_FIELD_NUMBER: _ClassVar[int]
     METER_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: int
@@ -469,8 +497,10 @@ class PartitionReport(_message.Message):
     update_bytes: int
     preempted: bool
     scale_order: int
+    shard_address: str
+    shards_here: bool
     meter: int
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., ps_address: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_samples: _Optional[int] = ..., metrics_round: _Optional[int] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., received_bytes: _Optional[_Mapping[str, int]] = ..., money: _Optional[_Iterable[_Union[_common_pb2.Money, _Mapping]]] = ..., model_digest: _Optional[str] = ..., blob_digest: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., workers: _Optional[int] = ..., attempt: _Optional[int] = ..., samples_per_second: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., applied_updates: _Optional[int] = ..., link_rtt_ms: _Optional[_Mapping[str, float]] = ..., link_mbps: _Optional[_Mapping[str, float]] = ..., link_streams: _Optional[_Mapping[str, int]] = ..., links_down: _Optional[_Iterable[str]] = ..., staleness: _Optional[_Mapping[str, float]] = ..., refused: _Optional[_Mapping[str, int]] = ..., interval: _Optional[int] = ..., codec: _Optional[str] = ..., round_samples_per_second: _Optional[float] = ..., merge_seconds: _Optional[float] = ..., merged_by: _Optional[str] = ..., routes: _Optional[int] = ..., update_bytes: _Optional[int] = ..., preempted: bool = ..., scale_order: _Optional[int] = ..., meter: _Optional[int] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., ps_address: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_samples: _Optional[int] = ..., metrics_round: _Optional[int] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., received_bytes: _Optional[_Mapping[str, int]] = ..., money: _Optional[_Iterable[_Union[_common_pb2.Money, _Mapping]]] = ..., model_digest: _Optional[str] = ..., blob_digest: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., workers: _Optional[int] = ..., attempt: _Optional[int] = ..., samples_per_second: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., applied_updates: _Optional[int] = ..., link_rtt_ms: _Optional[_Mapping[str, float]] = ..., link_mbps: _Optional[_Mapping[str, float]] = ..., link_streams: _Optional[_Mapping[str, int]] = ..., links_down: _Optional[_Iterable[str]] = ..., staleness: _Optional[_Mapping[str, float]] = ..., refused: _Optional[_Mapping[str, int]] = ..., interval: _Optional[int] = ..., codec: _Optional[str] = ..., round_samples_per_second: _Optional[float] = ..., merge_seconds: _Optional[float] = ..., merged_by: _Optional[str] = ..., routes: _Optional[int] = ..., update_bytes: _Optional[int] = ..., preempted: bool = ..., scale_order: _Optional[int] = ..., shard_address: _Optional[str] = ..., shards_here: bool = ..., meter: _Optional[int] = ...) -> None: ...
 
 class ProfileReport(_message.Message):
     __slots__ = ("id", "condition", "profile_json", "error")

@@ -80,7 +80,7 @@ class JobRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("id", "name", "state", "condition", "created_at", "started_at", "finished_at", "spec_json", "plan_json", "result_json", "error", "partitions", "rounds", "links", "deadline_at", "user")
+    __slots__ = ("id", "name", "state", "condition", "created_at", "started_at", "finished_at", "spec_json", "plan_json", "result_json", "error", "partitions", "rounds", "links", "deadline_at", "user", "copies")
     ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +97,7 @@ class Job(_message.Message):
     LINKS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_AT_FIELD_NUMBER: _ClassVar[int]
     USER_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     id: str
     name: str
     state: str
@@ -113,7 +114,26 @@ class Job(_message.Message):
     links: _containers.RepeatedCompositeFieldContainer[WanLink]
     deadline_at: float
     user: str
-    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., created_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., spec_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., result_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStatus, _Mapping]]] = ..., rounds: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WanLink, _Mapping]]] = ..., deadline_at: _Optional[float] = ..., user: _Optional[str] = ...) -> None: ...
+    copies: _containers.RepeatedCompositeFieldContainer[ShardCopy]
+    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., created_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., spec_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., result_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStatus, _Mapping]]] = ..., rounds: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WanLink, _Mapping]]] = ..., deadline_at: _Optional[float] = ..., user: _Optional[str] = ..., copies: _Optional[_Iterable[_Union[ShardCopy, _Mapping]]] = ...) -> None: ...
+
+class ShardCopy(_message.Message):
+    __slots__ = ("source", "destination", "state", "condition", "bytes", "sent_bytes", "money")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CONDITION_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MONEY_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    destination: str
+    state: str
+    condition: str
+    bytes: int
+    sent_bytes: int
+    money: _containers.RepeatedCompositeFieldContainer[_common_pb2.Money]
+    def __init__(self, source: _Optional[str] = ..., destination: _Optional[str] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., money: _Optional[_Iterable[_Union[_common_pb2.Money, _Mapping]]] = ...) -> None: ...
 
 class WanLink(_message.Message):
     __slots__ = ("source", "destination", "state", "rtt_ms", "goodput_mbps", "streams", "codec", "interval", "sent_bytes", "received_bytes", "staleness", "refused")

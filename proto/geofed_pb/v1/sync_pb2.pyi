@@ -39,7 +39,7 @@ class FetchRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., checkpoint: bool = ..., region: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class UpdateManifest(_message.Message):
-    __slots__ = ("job", "region", "epoch", "sequence", "digest", "total_bytes", "weight", "seen", "last", "stretch", "settled", "ends")
+    __slots__ = ("job", "region", "epoch", "sequence", "digest", "total_bytes", "weight", "seen", "last", "stretch", "settled", "ends", "first", "takes_sums")
     class SeenEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,8 @@ class UpdateManifest(_message.Message):
     STRETCH_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     ENDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    TAKES_SUMS_FIELD_NUMBER: _ClassVar[int]
     job: str
     region: str
     epoch: int
@@ -71,10 +73,12 @@ class UpdateManifest(_message.Message):
     stretch: int
     settled: int
     ends: int
-    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., weight: _Optional[float] = ..., seen: _Optional[_Mapping[str, int]] = ..., last: bool = ..., stretch: _Optional[int] = ..., settled: _Optional[int] = ..., ends: _Optional[int] = ...) -> None: ...
+    first: int
+    takes_sums: bool
+    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., weight: _Optional[float] = ..., seen: _Optional[_Mapping[str, int]] = ..., last: bool = ..., stretch: _Optional[int] = ..., settled: _Optional[int] = ..., ends: _Optional[int] = ..., first: _Optional[int] = ..., takes_sums: bool = ...) -> None: ...
 
 class OfferReply(_message.Message):
-    __slots__ = ("verdict", "have_bytes", "have", "bulk_port", "ticket")
+    __slots__ = ("verdict", "have_bytes", "have", "bulk_port", "ticket", "next")
     class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         VERDICT_UNSPECIFIED: _ClassVar[OfferReply.Verdict]
@@ -92,12 +96,14 @@ class OfferReply(_message.Message):
     HAVE_FIELD_NUMBER: _ClassVar[int]
     BULK_PORT_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
     verdict: OfferReply.Verdict
     have_bytes: int
     have: _containers.RepeatedCompositeFieldContainer[Range]
     bulk_port: int
     ticket: bytes
-    def __init__(self, verdict: _Optional[_Union[OfferReply.Verdict, str]] = ..., have_bytes: _Optional[int] = ..., have: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., bulk_port: _Optional[int] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+    next: int
+    def __init__(self, verdict: _Optional[_Union[OfferReply.Verdict, str]] = ..., have_bytes: _Optional[int] = ..., have: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., bulk_port: _Optional[int] = ..., ticket: _Optional[bytes] = ..., next: _Optional[int] = ...) -> None: ...
 
 class Range(_message.Message):
     __slots__ = ("begin", "end")
@@ -148,6 +154,24 @@ class UpdateChunk(_message.Message):
     offset: int
     data: bytes
     def __init__(self, manifest: _Optional[_Union[UpdateManifest, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class IntroduceRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class Introduction(_message.Message):
+    __slots__ = ("region", "cloud", "list_digest", "have_through")
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    CLOUD_FIELD_NUMBER: _ClassVar[int]
+    LIST_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    HAVE_THROUGH_FIELD_NUMBER: _ClassVar[int]
+    region: str
+    cloud: str
+    list_digest: str
+    have_through: int
+    def __init__(self, region: _Optional[str] = ..., cloud: _Optional[str] = ..., list_digest: _Optional[str] = ..., have_through: _Optional[int] = ...) -> None: ...
 
 class PsConfig(_message.Message):
     __slots__ = ("epoch", "attempt", "peers", "stop", "neighbours", "routes", "former", "finish")

@@ -282,6 +282,85 @@ class Exchange(object):
             _registered_method=True)
 
 
+class ShardPortStub(object):
+    """Agent → the agent that takes its shard; beside Exchange, which brings the bytes: first the list of files, as sequence
+    1, then each file, from 2 on.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Introduce = channel.unary_unary(
+                '/geofed.v1.ShardPort/Introduce',
+                request_serializer=geofed__pb_dot_v1_dot_sync__pb2.IntroduceRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_sync__pb2.Introduction.FromString,
+                _registered_method=True)
+
+
+class ShardPortServicer(object):
+    """Agent → the agent that takes its shard; beside Exchange, which brings the bytes: first the list of files, as sequence
+    1, then each file, from 2 on.
+    """
+
+    def Introduce(self, request, context):
+        """"Who are you?" Asked before anything of a shard is told.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ShardPortServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Introduce': grpc.unary_unary_rpc_method_handler(
+                    servicer.Introduce,
+                    request_deserializer=geofed__pb_dot_v1_dot_sync__pb2.IntroduceRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_sync__pb2.Introduction.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'geofed.v1.ShardPort', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('geofed.v1.ShardPort', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class ShardPort(object):
+    """Agent → the agent that takes its shard; beside Exchange, which brings the bytes: first the list of files, as sequence
+    1, then each file, from 2 on.
+    """
+
+    @staticmethod
+    def Introduce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.ShardPort/Introduce',
+            geofed__pb_dot_v1_dot_sync__pb2.IntroduceRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_sync__pb2.Introduction.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class PsAdminStub(object):
     """Agent → its own parameter server.
     """
