@@ -5,6 +5,7 @@ from scheduler._link import LinkTable, Path, link_table
 from scheduler._model import (
     Alternative,
     Capacity,
+    Copy,
     Cost,
     Dataset,
     Declined,
@@ -37,6 +38,7 @@ from scheduler._topology import (
 __all__ = [
     "Alternative",
     "Capacity",
+    "Copy",
     "Cost",
     "Dataset",
     "Declined",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 
 from scheduler._codec import CODEC_BYTES_PER_SECOND, update_bytes
 from scheduler._link import LinkTable, line_bytes, link_table, pace
-from scheduler._model import Cost, Estimate, Partition, Plan, Range, Region, Snapshot
+from scheduler._model import Copy, Cost, Estimate, Partition, Plan, Prices, Range, Region, Snapshot
 from scheduler._topology import Topology, evaluate_topology
 
 PRIOR_SAMPLES_PER_SECOND = 1000.0
@@ -19,6 +20,8 @@ PRIOR_START_SECONDS = 5.0
 MERGE_SECONDS = 0.004
 """One step's merge among the workers of a partition, for a small model on one machine."""
 
+_SIZES_KNOWN = (0.9, 1.15)
+"""How far bytes may stray from what is expected where the sizes of what is sent are known."""
 _SPREAD = {"measured": (0.75, 1.4), "stated": (0.5, 2.0), "prior": (0.2, 5.0)}
 """How far time may stray from what is expected, by what the expectation rests on."""
 
@@ -33,6 +36,7 @@ def estimate(plan: Plan, snapshot: Snapshot) -> Estimate:
 
     A round takes as long as its slowest region: compute, then the exchange over the plan's neighbours, where every
     region waits for the updates of all others; in the background the longer of both, and one exchange at the end.
+    Shards that are processed elsewhere travel first, each over a link of its own, while nobody works.
     """
     regions = {region.name: region for region in snapshot.regions}
     taking_part = [regions[part.region] for part in plan.partitions]
@@ -53,23 +57,26 @@ def estimate(plan: Plan, snapshot: Snapshot) -> Estimate:
     rounds = plan.rounds * (compute + exchange)
     if plan.background:
         rounds = plan.rounds * max(compute, exchange) + exchange
-    seconds = start + contact + rounds
+    copying = max((copy.seconds for copy in plan.copies), default=0.0)
+    seconds = start + copying + contact + rounds
     link_bytes = {link: plan.rounds * sent for link, sent in topology.bytes_per_round_by_link.items()}
     for to, (_, source) in way.items():
         link_bytes[f"{source}>{to}"] += int(line_bytes(first))
+    spent = _Spent(seconds, start, copying)
     items = tuple(
-        cost for part in plan.partitions for cost in _bill(part, plan, regions[part.region], seconds, start, link_bytes)
+        cost for part in plan.partitions for cost in _bill(part, plan, regions[part.region], spent, link_bytes)
     )
     usd = sum(cost.usd for cost in items)
     low, high = _SPREAD[basis]
     total_bytes = float(sum(link_bytes.values()))
-    size_low, size_high = (0.9, 1.15) if snapshot.model_bytes else (0.01, 100.0)
+    size_low, size_high = _SIZES_KNOWN if snapshot.model_bytes else (0.01, 100.0)
+    copied, paid = _copies(plan.copies, regions)
     return Estimate(
         seconds=Range(seconds * low, seconds, seconds * high),
-        wan_bytes=Range(total_bytes * size_low, total_bytes, total_bytes * size_high),
-        usd=Range(usd * min(low, size_low), usd, usd * high),
-        items=items,
-        link_bytes=link_bytes,
+        wan_bytes=_with(total_bytes, size_low, size_high, float(sum(copied.values()))),
+        usd=_with(usd, min(low, size_low), high, sum(cost.usd for cost in paid)),
+        items=(*items, *paid),
+        link_bytes={link: link_bytes.get(link, 0) + copied.get(link, 0) for link in {**link_bytes, **copied}},
         basis=basis,
     )
 
@@ -157,19 +164,57 @@ def _ways_from(source: str, topology: Topology, table: LinkTable, update_bytes: 
     return reached
 
 
-def _bill(
-    part: Partition, plan: Plan, region: Region, seconds: float, start: float, link_bytes: dict[str, int]
-) -> list[Cost]:
-    prices = region.prices
-    if prices is None:
+def _with(amount: float, low: float, high: float, copied: float) -> Range:
+    """A sum whose one part is as sure as the sizes of files are."""
+    sure_low, sure_high = _SIZES_KNOWN
+    return Range(amount * low + copied * sure_low, amount + copied, amount * high + copied * sure_high)
+
+
+def _copies(copies: Sequence[Copy], regions: Mapping[str, Region]) -> tuple[dict[str, int], list[Cost]]:
+    """Bytes by link, and what they cost their sources."""
+    sent, paid = dict[str, int](), list[Cost]()
+    for copy in copies:
+        size = int(line_bytes(copy.bytes))
+        sent[f"{copy.source}>{copy.destination}"] = size
+        prices = _prices(regions[copy.source])
+        usd = size / 1e9 * prices.egress(copy.destination)
+        paid.append(Cost(copy.source, f"egress to {copy.destination}", size / 1e9, "GB", usd, prices.source))
+    return sent, paid
+
+
+def _prices(region: Region) -> Prices:
+    if region.prices is None:
         raise ValueError(f"region {region.name} has no prices")
-    busy = max(0.0, seconds - start)
+    return region.prices
+
+
+@dataclass(frozen=True)
+class _Spent:
+    """Seconds that are billed."""
+
+    seconds: float
+    """Of the whole job."""
+    start: float
+    copying: float
+    """Of them, until the last shard has come."""
+
+    def server(self, part: Partition) -> float:
+        """Those who wait for no shard begin once all have come."""
+        return self.seconds - (0.0 if part.shards else self.copying)
+
+    @property
+    def busy(self) -> float:
+        return max(0.0, self.seconds - self.start - self.copying)
+
+
+def _bill(part: Partition, plan: Plan, region: Region, spent: _Spent, link_bytes: dict[str, int]) -> list[Cost]:
+    prices, busy = _prices(region), spent.busy
     gb_seconds = part.workers * part.memory_mb / 1024 * busy
     calls = part.workers * max(1, -int(-busy // plan.slice_seconds))
     costs = [
         ("function-seconds", gb_seconds, "GB-s", prices.function_usd_per_gb_second),
         ("function-calls", float(calls), "1", prices.function_usd_per_request),
-        ("parameter-server", seconds / 3600, "h", prices.server_usd_per_hour),
+        ("parameter-server", spent.server(part) / 3600, "h", prices.server_usd_per_hour),
     ]
     bill = [
         Cost(region.name, item, quantity, unit, quantity * price, prices.source)

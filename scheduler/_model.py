@@ -50,6 +50,8 @@ class Split:
     """One part of a dataset in one region."""
 
     samples: int
+    bytes: int | None = None
+    """None: not told, so that it cannot be processed elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ class Dataset:
     name: str
     splits: dict[str, Split]
     """By split name; "train" must be there for a region to train on it."""
-    residency: str = "region"
-    """"region": the data never leaves; "cloud" and "anywhere" are wider."""
+    residency: str | tuple[str, ...] = "region"
+    """"region": the data never leaves; "cloud", "anywhere", or the names of the regions that may have it too."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ class Region:
     """The links that begin here, as the operator states or the agent measured them."""
     channel: str = "file"
     """What its workers exchange tensors through: "file", "redis" or "s3"."""
+    takes_shards: bool = False
+    """Whether it processes shards of other regions."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,8 @@ class Demand:
     use: tuple[str, ...] = ()
     """Regions to use; empty: all that hold data."""
     avoid: tuple[str, ...] = ()
+    residency: str | tuple[str, ...] = "region"
+    """How far the job lets raw data go, where their owner does: as of a dataset."""
     parallelism: str = "auto"
     """"data": every worker holds the whole model; "pipeline"; "auto": data, unless no function is large enough."""
     stages: int | None = None
@@ -216,6 +222,8 @@ class Partition:
     """Of one step, as a profile of the task foretells it; None: a prior is used."""
     pipeline: PipelineShape | None = None
     """None: every worker holds the whole model."""
+    shards: tuple[str, ...] = ()
+    """Regions whose shards are trained on here, sorted; empty: its own only."""
 
     @property
     def replicas(self) -> int:
@@ -256,6 +264,20 @@ class Estimate:
     """Expected bytes by directed link, "source>destination"."""
     basis: str
     """"measured": from earlier runs of the task; "stated": from the operators' figures; "prior": a guess."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A region's shard that another one processes; it travels once, whole, before training begins."""
+
+    source: str
+    destination: str
+    bytes: int
+    """Of all splits."""
+    seconds: float
+    """Expected, over the link as stated."""
+    usd: float
+    """Expected, for egress."""
 
 
 @dataclass(frozen=True)
@@ -313,6 +335,9 @@ class Plan:
     """Regions that exchange directly, as sorted pairs; what the others need is passed on. Empty: all pairs."""
     exchange_seconds: float = 0.0
     """Expected, of one round: from the end of its compute until every region has every update, coding included."""
+
+    copies: tuple[Copy, ...] = ()
+    """Shards that are processed elsewhere, sorted by source; their regions have no partition."""
 
     def neighbours_of(self, region: str) -> tuple[str, ...]:
         """The regions that one exchanges with directly, sorted."""

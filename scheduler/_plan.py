@@ -1,4 +1,4 @@
-"""One job's plan by data location: a partition runs where its shard is, and nowhere else."""
+"""One job's plan by data location: a partition runs where its shard is, or where residency lets the shard go."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from scheduler._elastic import MUCH_THE_SAME, Option, Staffing, Weighed, options, taken
 from scheduler._estimate import estimate, step_seconds, worker_speed
 from scheduler._model import Alternative, Declined, Demand, Estimate, Partition, Plan, Range, Reason, Region, Snapshot
+from scheduler._moves import Placed, best_moves, train_samples
 from scheduler._pipelined import Staged, staged, unstaged
 from scheduler._tuned import Tuned, merging_of, tuned
 from scheduler._wan import choose_wan
@@ -23,11 +24,21 @@ DEFAULT_MEMORY_MB = 1024
 def plan(snapshot: Snapshot, demand: Demand) -> Plan | Declined:
     """Choose regions, workers and steps for a demand.
 
-    Every region that is live, allowed and holds a training shard takes part, since its data may be used nowhere
-    else. Of all ways to staff them within what is free (`_elastic`), the one is taken that costs least, or ends first,
+    Every region that is live, allowed and holds a training shard takes part, or hands its shard to another one that
+    processes it: where the shard's owner and the demand let it go, and staying is impossible or clearly worse
+    (`_moves`).
+    """
+    return best_moves(snapshot, demand, _plan_placed)
+
+
+def _plan_placed(placed: Placed, demand: Demand) -> Plan | Declined:
+    """The plan for shards that lie where they are processed.
+
+    Of all ways to staff the regions within what is free (`_elastic`), the one is taken that costs least, or ends first,
     among those that keep deadline and budget; steps per round follow from the workers, so that all regions pass over
     their data equally often.
     """
+    snapshot = placed.snapshot
     candidates, reasons = _candidates(snapshot, demand)
     if reasons:
         return Declined(tuple(reasons))
@@ -46,7 +57,7 @@ def plan(snapshot: Snapshot, demand: Demand) -> Plan | Declined:
     ]
     if reasons:
         return Declined(tuple(reasons))
-    first = _planned(candidates, partitions, snapshot, demand)
+    first = _planned(candidates, partitions, placed, demand)
     if isinstance(first, Declined):
         return first
     alike = {way: _alike(way, first, candidates, snapshot, demand) for way in ways}
@@ -59,7 +70,7 @@ def plan(snapshot: Snapshot, demand: Demand) -> Plan | Declined:
     )
     chosen = alike[best.option]
     if best.option is not ways[0]:
-        own = _planned(candidates, _partitions(candidates, best.option, snapshot, demand), snapshot, demand)
+        own = _planned(candidates, _partitions(candidates, best.option, snapshot, demand), placed, demand)
         # What it would exchange by itself may be cheaper, and too slow for what can be promised.
         if isinstance(own, Plan) and (_within(own, demand) or not _within(chosen, demand)):
             chosen = own
@@ -95,17 +106,17 @@ def _unnamed(workers: Mapping[str, int], candidates: list[Region]) -> tuple[Reas
     )
 
 
-def _planned(
-    candidates: list[Region], partitions: list[Partition], snapshot: Snapshot, demand: Demand
-) -> Plan | Declined:
+def _planned(candidates: list[Region], partitions: list[Partition], placed: Placed, demand: Demand) -> Plan | Declined:
     """The whole plan for regions that are staffed so."""
+    snapshot = placed.snapshot
     partitions, rounds, interval = _steps(partitions, demand)
     wan = choose_wan(candidates, partitions, snapshot, demand, rounds)
     if isinstance(wan, Declined):
         return wan
     taken_by_all = merging_of(partitions, candidates, snapshot, demand)
     chosen = Plan(
-        partitions=tuple(partitions),
+        partitions=tuple(replace(part, shards=placed.shards.get(part.region, ())) for part in partitions),
+        copies=placed.copies,
         rounds=rounds,
         interval=interval,
         collective=demand.collective or (taken_by_all.collective if taken_by_all else "auto"),
@@ -122,7 +133,7 @@ def _planned(
         seed=demand.seed,
         evaluate_every=demand.evaluate_every,
         estimate=_NOTHING,
-        residency=_residency(snapshot, demand),
+        residency={},
         alternatives=wan.alternatives,
     )
     return replace(chosen, estimate=estimate(chosen, snapshot))
@@ -132,9 +143,10 @@ def _alike(way: Option, like: Plan, candidates: list[Region], snapshot: Snapshot
     """The plan that exchanges like another one, and has other workers."""
     partitions, rounds, interval = _steps(_partitions(candidates, way, snapshot, demand), demand)
     taken_by_all = merging_of(partitions, candidates, snapshot, demand)
+    shards = {part.region: part.shards for part in like.partitions}
     other = replace(
         like,
-        partitions=tuple(partitions),
+        partitions=tuple(replace(part, shards=shards[part.region]) for part in partitions),
         rounds=rounds,
         interval=interval,
         collective=demand.collective or (taken_by_all.collective if taken_by_all else "auto"),
@@ -208,8 +220,12 @@ def _candidates(snapshot: Snapshot, demand: Demand) -> tuple[list[Region], list[
         for name, region in sorted(known.items())
         if name not in demand.avoid and (not demand.use or name in demand.use)
     ]
-    holders = [region for region in wanted if _shard_samples(region, demand.dataset) > 0]
-    without = sorted({region.name for region in wanted} - {region.name for region in holders})
+    holders = [region for region in wanted if train_samples(region, demand.dataset) > 0]
+    without = sorted(
+        region.name
+        for region in wanted
+        if region not in holders and (demand.residency == "region" or not region.takes_shards)
+    )
     if demand.use and without:
         reasons += [
             Reason(
@@ -240,32 +256,8 @@ def _candidates(snapshot: Snapshot, demand: Demand) -> tuple[list[Region], list[
     return holders, reasons
 
 
-def _shard_samples(region: Region, dataset: str) -> int:
-    for held in region.datasets:
-        if held.name == dataset and "train" in held.splits:
-            return held.splits["train"].samples
-    return 0
-
-
-def _residency(snapshot: Snapshot, demand: Demand) -> dict[str, str]:
-    """What becomes of each shard, also of those that take no part."""
-    verdicts = {}
-    for region in sorted(snapshot.regions, key=lambda region: region.name):
-        rule = next((held.residency for held in region.datasets if held.name == demand.dataset), None)
-        if rule is None:
-            continue
-        left_out = region.name in demand.avoid or (demand.use and region.name not in demand.use)
-        if left_out:
-            verdicts[region.name] = "not used: the job file leaves the region out"
-        elif not _shard_samples(region, demand.dataset):
-            verdicts[region.name] = "not used: it has no training split"
-        else:
-            verdicts[region.name] = f"stays in {region.name} (rule: {rule})"
-    return verdicts
-
-
 def _staffing(region: Region, snapshot: Snapshot, demand: Demand) -> Staffing:
-    samples = _shard_samples(region, demand.dataset)
+    samples = train_samples(region, demand.dataset)
     free = region.capacity.workers - snapshot.busy_workers.get(region.name, 0)
     enough = max(1, samples // demand.batch)
     speed, cut = worker_speed(region, snapshot), staged(region, snapshot, demand)
@@ -277,7 +269,7 @@ def _staffing(region: Region, snapshot: Snapshot, demand: Demand) -> Staffing:
 def _partitions(regions: list[Region], way: Option, snapshot: Snapshot, demand: Demand) -> list[Partition]:
     found = []
     for region, workers in zip(regions, way.workers, strict=True):
-        samples, cut = _shard_samples(region, demand.dataset), staged(region, snapshot, demand)
+        samples, cut = train_samples(region, demand.dataset), staged(region, snapshot, demand)
         if cut is not None:
             found.append(_in_stages(region, samples, cut, workers, demand))
             continue
@@ -321,7 +313,7 @@ def _unfit(region: Region, part: Partition, snapshot: Snapshot, demand: Demand) 
             Reason(
                 "INADMISSIBLE",
                 f"region {name} has {free} of {capacity.workers} workers free, {part.workers} are needed",
-                "wait for a job to end, or lower train.workers",
+                "wait for a job to end, or lower train.workers" if capacity.workers else _ONLY_HOLDS_DATA,
             )
         )
     if part.memory_mb > capacity.memory_mb:
@@ -406,4 +398,5 @@ _STAFFED = {
     "matched": "load-power matching, as fast as the slowest region can",
     "greedy": "every worker that is free",
 }
+_ONLY_HOLDS_DATA = "it only holds data: keep it out with regions.avoid"
 _NOTHING = Estimate(Range(0, 0, 0), Range(0, 0, 0), Range(0, 0, 0), (), {}, "prior")

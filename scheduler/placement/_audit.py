@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from scheduler._residency import may_be
 from scheduler.placement._model import GB, Device, Federation, Job, Outcome, Placement, Shard
 
 NEAR = 1e-6
@@ -75,12 +76,8 @@ def _sent(federation: Federation, source: str, destination: str, size: int, seco
 
 
 def _may(federation: Federation, shard: Shard, region: str) -> bool:
-    if region == shard.region or shard.residency == "anywhere":
-        return True
-    if shard.residency == "cloud":
-        places = federation.index[region], federation.index[shard.region]
-        return federation.regions[places[0]].cloud == federation.regions[places[1]].cloud
-    return isinstance(shard.residency, frozenset) and region in shard.residency
+    clouds = [federation.regions[federation.index[name]].cloud for name in (region, shard.region)]
+    return may_be(shard.residency, shard.region, region, same_cloud=clouds[0] == clouds[1])
 
 
 def _device(federation: Federation, region: str, name: str) -> Device:

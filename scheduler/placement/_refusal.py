@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from scheduler._model import Reason
+from scheduler._residency import rule_text
 from scheduler.placement._cheapest import cheapest
 from scheduler.placement._model import Job, Refusal
 from scheduler.placement._sites import Floats, Need, Sites, need_of
@@ -79,12 +80,8 @@ def _homeless(sites: Sites, need: Need, place: int) -> Reason:
     return Reason(
         "INADMISSIBLE",
         f"{text} and a link that brings it there in time",
-        f"ask for less memory, widen its residency ({_rule(shard.residency)}), or set a later deadline",
+        f"ask for less memory, widen its residency ({rule_text(shard.residency)}), or set a later deadline",
     )
-
-
-def _rule(residency: str | frozenset[str]) -> str:
-    return residency if isinstance(residency, str) else ", ".join(sorted(residency))
 
 
 def _device(sites: Sites, site: int) -> str:

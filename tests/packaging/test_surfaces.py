@@ -45,6 +45,7 @@ SURFACES = {
     "scheduler": {
         "Alternative",
         "Capacity",
+        "Copy",
         "Cost",
         "Dataset",
         "Declined",

@@ -1,0 +1,360 @@
+"""Shards that are processed elsewhere: where they may go, what that takes, and whether it is worth it.
+
+Data move only where their owner and the job allow it, and only where they must or where that saves clearly more than
+predictions stray. What a plan with moved shards takes is asked of the planner itself, the copies counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from scheduler._link import link_table, pace
+from scheduler._model import (
+    Alternative,
+    Capacity,
+    Copy,
+    Dataset,
+    Declined,
+    Demand,
+    Plan,
+    Reason,
+    Region,
+    Snapshot,
+    Split,
+)
+from scheduler._residency import may_be, rule_text
+
+__all__ = ["Placed", "best_moves", "train_samples"]
+
+WORTH = 0.1
+"""Share of the money, or of the time, that moving data must save: raw data are not sent around for less."""
+MOST_PLACES = 3
+"""Regions that are tried for one shard: the best by a rough sum of money, and by one of time."""
+MOST_PLANS, LEAST_PLANS, MOST_REGIONS_PLANNED = 60, 12, 500
+"""Plans that are asked for: so many at most, and fewer over many regions, since each then takes longer."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A federation in which every shard lies where it is processed."""
+
+    snapshot: Snapshot
+    copies: tuple[Copy, ...] = ()
+    shards: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of the regions that process shards of others: the regions whose shards they process, their own included."""
+
+
+_Moves = Mapping[str, str]
+"""The region in which a shard is processed, by the region that holds it; those that stay are left out."""
+_Answer = Callable[[Placed, Demand], Plan | Declined]
+_Asked = Callable[[_Moves], Plan | Declined]
+_Tried = Mapping[tuple[tuple[str, str], ...], Plan | Declined]
+
+
+def train_samples(region: Region, dataset: str) -> int:
+    """In the training split that a region holds."""
+    held = _held(region, dataset)
+    return held.splits["train"].samples if held is not None and "train" in held.splits else 0
+
+
+def best_moves(snapshot: Snapshot, demand: Demand, answer: _Answer) -> Plan | Declined:
+    """The plan with all data at home, or one that is clearly better with some of them elsewhere.
+
+    From the best of some ways to begin with, one shard after the other is put where it is best, until that helps no
+    more. Chains are no way: where shards go to, the own one stays.
+    """
+    at_home = answer(Placed(snapshot), demand)
+    places = _places(snapshot, demand)
+    if not places:
+        return _told(at_home, {}, snapshot, demand) if isinstance(at_home, Plan) else _hinted(at_home, snapshot, demand)
+    tried: dict[tuple[tuple[str, str], ...], Plan | Declined] = {(): at_home}
+    most = min(MOST_PLANS, max(LEAST_PLANS, MOST_REGIONS_PLANNED // len(snapshot.regions)))
+
+    def asked(moves: _Moves) -> Plan | Declined:
+        key = tuple(sorted(moves.items()))
+        if key not in tried:
+            placed = _placed(snapshot, demand, moves) if len(tried) < most else None
+            tried[key] = answer(placed, demand) if placed is not None else Declined(())
+        return tried[key]
+
+    best = _climbed(_first(snapshot, demand, places), places, asked, demand)
+    found = None if best is None else asked(best)
+    if not isinstance(found, Plan) or not best:
+        if isinstance(at_home, Plan):
+            return _told(at_home, tried, snapshot, demand)
+        return at_home
+    if isinstance(at_home, Plan) and _worth(found, demand) > (1 - WORTH) * _worth(at_home, demand):
+        return _told(at_home, tried, snapshot, demand)
+    why = _compared(at_home, found) if isinstance(at_home, Plan) else "; ".join(r.text for r in at_home.reasons)
+    took = _took(at_home) if isinstance(at_home, Plan) else "not possible"
+    stayed = Alternative(f"all data stay where they are: {took}", why)
+    told = _told(found, {}, snapshot, demand)
+    return replace(told, alternatives=(stayed, *told.alternatives))
+
+
+# The search
+
+
+def _climbed(
+    first: Sequence[_Moves],
+    places: Mapping[str, Sequence[str]],
+    asked: Callable[[_Moves], Plan | Declined],
+    demand: Demand,
+) -> dict[str, str] | None:
+    """The best moves that one change at a time leads to; None where nothing is admissible."""
+    best: tuple[tuple[float, ...], dict[str, str]] | None = None
+
+    def weigh(moves: _Moves) -> bool:
+        nonlocal best
+        found = asked(moves)
+        if not isinstance(found, Plan):
+            return False
+        value = _value(found, demand)
+        if best is not None and value >= best[0]:
+            return False
+        best = value, dict(moves)
+        return True
+
+    for moves in first:
+        weigh(moves)
+    helped = True
+    while helped:
+        helped = False
+        present = best[1] if best is not None else dict(first[0])
+        for shard, regions in places.items():
+            for region in (shard, *regions):
+                moves = {**present, shard: region}
+                if region == shard:
+                    del moves[shard]
+                if not set(moves.values()) & set(moves) and weigh(moves):
+                    helped = True
+    return best[1] if best is not None else None
+
+
+def _first(snapshot: Snapshot, demand: Demand, places: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
+    """What must move, moved to the first place for it; and all that may, to one region, the one that most promises
+    most to first."""
+    must: dict[str, str] = {}
+    for region in snapshot.regions:
+        free = region.capacity.workers - snapshot.busy_workers.get(region.name, 0)
+        if free < 1 and region.name in places:
+            must[region.name] = places[region.name][0]
+    must = {shard: region for shard, region in must.items() if region not in must}
+    gathered = []
+    votes = Counter(regions[0] for regions in places.values())
+    for place in sorted({region for regions in places.values() for region in regions}, key=lambda r: (-votes[r], r)):
+        to_it = {shard: place for shard, regions in places.items() if place in regions and shard != place}
+        rest = {shard: region for shard, region in must.items() if shard not in to_it and shard != place}
+        moves = {**rest, **to_it}
+        if not set(moves.values()) & set(moves):
+            gathered.append(moves)
+    return [must, *gathered]
+
+
+def _value(plan: Plan, demand: Demand) -> tuple[float, ...]:
+    usd, seconds = plan.estimate.usd.expected, plan.estimate.seconds.expected
+    return (seconds, usd) if demand.minimise == "time" else (usd, seconds)
+
+
+def _worth(plan: Plan, demand: Demand) -> float:
+    return _value(plan, demand)[0]
+
+
+# Where shards may go
+
+
+def _held(region: Region, dataset: str) -> Dataset | None:
+    return next((held for held in region.datasets if held.name == dataset), None)
+
+
+def _left_out(region: str, demand: Demand) -> bool:
+    return region in demand.avoid or bool(demand.use and region not in demand.use)
+
+
+def _places(snapshot: Snapshot, demand: Demand) -> dict[str, tuple[str, ...]]:
+    """The regions that are tried for each shard that may move, the most promising first."""
+    if demand.residency == "region":
+        return {}
+    found = {}
+    for region in sorted(snapshot.regions, key=lambda region: region.name):
+        if _left_out(region.name, demand) or not train_samples(region, demand.dataset):
+            continue
+        able = [other for other in snapshot.regions if _may_take(region, other, snapshot, demand)]
+        if able:
+            found[region.name] = _promising(region, able, snapshot, demand)
+    return found
+
+
+def _may_take(home: Region, other: Region, snapshot: Snapshot, demand: Demand) -> bool:
+    """Whether another region may process a region's shard, by all rules, and has what it takes."""
+    held = _held(home, demand.dataset)
+    if held is None or home.name == other.name or home.prices is None or other.prices is None:
+        return False
+    same_cloud = home.cloud == other.cloud
+    allowed = all(
+        may_be(rule, home.name, other.name, same_cloud=same_cloud) for rule in (held.residency, demand.residency)
+    )
+    able = other.takes_shards and other.capacity.workers > snapshot.busy_workers.get(other.name, 0)
+    fits = demand.channel in (None, other.channel) and not _left_out(other.name, demand)
+    return allowed and able and fits and _shard_bytes(held) is not None and bool(_way(home, other))
+
+
+def _way(home: Region, other: Region) -> bool:
+    return (home.name, other.name) in link_table((home, other))
+
+
+def _shard_bytes(held: Dataset) -> int | None:
+    sizes = [split.bytes for split in held.splits.values()]
+    return None if any(size is None for size in sizes) else sum(size or 0 for size in sizes)
+
+
+def _promising(home: Region, able: Sequence[Region], snapshot: Snapshot, demand: Demand) -> tuple[str, ...]:
+    """By a rough sum for the shard alone, of money and of time."""
+
+    def rough(other: Region) -> tuple[float, float]:
+        copy = _copy(home, other, demand)
+        speed = _speed(other, [home], snapshot) or 1.0
+        work = train_samples(home, demand.dataset) * (demand.epochs or 1.0) / speed
+        assert other.prices is not None
+        free = other.capacity.workers - snapshot.busy_workers.get(other.name, 0)
+        return copy.usd + work * other.prices.function_usd_per_gb_second, copy.seconds + work / free
+
+    sums = {other.name: rough(other) for other in able}
+    cheapest = sorted(sums, key=lambda name: (sums[name][0], name))[:MOST_PLACES]
+    fastest = sorted(sums, key=lambda name: (sums[name][1], name))[:MOST_PLACES]
+    first, then = (fastest, cheapest) if demand.minimise == "time" else (cheapest, fastest)
+    return tuple(dict.fromkeys([*first, *then]))
+
+
+def _copy(home: Region, other: Region, demand: Demand) -> Copy:
+    held = _held(home, demand.dataset)
+    size = (_shard_bytes(held) if held is not None else None) or 0
+    path = link_table((home, other))[home.name, other.name]
+    return Copy(home.name, other.name, size, pace(path, size).total_seconds, size / 1e9 * path.usd_per_gb)
+
+
+# Shards where they are processed
+
+
+def _placed(snapshot: Snapshot, demand: Demand, moves: _Moves) -> Placed:
+    """As if the shards lay there from the start."""
+    known = {region.name: region for region in snapshot.regions}
+    copies = tuple(_copy(known[source], known[to], demand) for source, to in sorted(moves.items()))
+    shards, regions = {}, []
+    for region in snapshot.regions:
+        coming = [known[copy.source] for copy in copies if copy.destination == region.name]
+        own = train_samples(region, demand.dataset)
+        others = tuple(held for held in region.datasets if held.name != demand.dataset)
+        if coming:
+            shards[region.name] = tuple(sorted([*(one.name for one in coming), *([region.name] if own else [])]))
+            samples = own + sum(train_samples(one, demand.dataset) for one in coming)
+            there = Dataset(demand.dataset, {"train": Split(samples)})
+            capacity = _capacity(region, coming, snapshot)
+            regions.append(replace(region, datasets=(*others, there), capacity=capacity))
+        elif region.name in moves:
+            regions.append(replace(region, datasets=others))
+        else:
+            regions.append(region)
+    return Placed(replace(snapshot, regions=tuple(regions)), copies, shards)
+
+
+def _capacity(region: Region, coming: Sequence[Region], snapshot: Snapshot) -> Capacity:
+    if region.name in snapshot.speeds:
+        return region.capacity
+    return replace(region.capacity, samples_per_second=_speed(region, coming, snapshot))
+
+
+def _speed(region: Region, coming: Sequence[Region], snapshot: Snapshot) -> float | None:
+    """Samples/s of a worker where a shard goes to. What is not known there is taken from home: a guess must not make
+    another region look faster."""
+    if region.name in snapshot.speeds:
+        return snapshot.speeds[region.name]
+    stated = region.capacity.samples_per_second
+    for home in coming:
+        measured, at_home = snapshot.speeds.get(home.name), home.capacity.samples_per_second
+        if measured is not None:
+            return measured * stated / at_home if stated and at_home else min(measured, stated or measured)
+        if at_home is not None and stated is None:
+            return at_home
+    return stated
+
+
+# What is told
+
+
+def _told(plan: Plan, tried: _Tried, snapshot: Snapshot, demand: Demand) -> Plan:
+    """With a verdict for each shard, and the best of what was tried and not taken."""
+    others = [(key, found) for key, found in tried.items() if key and isinstance(found, Plan)]
+    if others:
+        key, found = min(others, key=lambda other: _value(other[1], demand))
+        where = ", ".join(f"the shard of {source} in {to}" for source, to in key)
+        less = Alternative(
+            f"{where}: {_took(found)}", f"{_compared(found, plan)}; data move for {WORTH:.0%} less, or more"
+        )
+        plan = replace(plan, alternatives=(*plan.alternatives, less))
+    return replace(plan, residency=_verdicts(plan, snapshot, demand))
+
+
+def _took(plan: Plan) -> str:
+    return f"{plan.estimate.seconds.expected:.0f} s and ${plan.estimate.usd.expected:.4f}"
+
+
+def _compared(one: Plan, other: Plan) -> str:
+    """How one stands to the one that is taken."""
+    figures = [("usd", "dearer", "cheaper"), ("seconds", "slower", "faster")]
+    words = []
+    for name, more, less in figures:
+        mine, taken = (getattr(plan.estimate, name).expected for plan in (one, other))
+        if taken and abs(mine / taken - 1) > 0.0005:
+            words.append(f"{abs(mine / taken - 1):.1%} {more if mine > taken else less}")
+    return " and ".join(words) or "takes the same"
+
+
+def _verdicts(plan: Plan, snapshot: Snapshot, demand: Demand) -> dict[str, str]:
+    """What becomes of each shard, also of those that take no part."""
+    copies = {copy.source: copy for copy in plan.copies}
+    verdicts = {}
+    for region in sorted(snapshot.regions, key=lambda region: region.name):
+        held = _held(region, demand.dataset)
+        if held is None:
+            continue
+        if _left_out(region.name, demand):
+            verdicts[region.name] = "not used: the job file leaves the region out"
+        elif not train_samples(region, demand.dataset):
+            verdicts[region.name] = "not used: it has no training split"
+        elif region.name in copies:
+            copy = copies[region.name]
+            verdicts[region.name] = (
+                f"is processed in {copy.destination} (rule: {rule_text(held.residency)}): {copy.bytes:,} bytes are "
+                f"copied there first, about {copy.seconds:.1f} s and ${copy.usd:.2g}"
+            )
+        else:
+            verdicts[region.name] = f"stays in {region.name} (rule: {_rule(region, held, snapshot, demand)})"
+    return verdicts
+
+
+def _rule(region: Region, held: Dataset, snapshot: Snapshot, demand: Demand) -> str:
+    """The rule that keeps a shard at home, or why it stays though it might go."""
+    told = rule_text(held.residency)
+    if held.residency == "region":
+        return told
+    if demand.residency == "region":
+        return f"{told}; of the job: region"
+    if _shard_bytes(held) is None:
+        return f"{told}; its size is not known, or it is in an object store"
+    if not any(_may_take(region, other, snapshot, demand) for other in snapshot.regions):
+        return f"{told}; no other region may and can process it"
+    return f"{told}; elsewhere it would not save {WORTH:.0%}"
+
+
+def _hinted(declined: Declined, snapshot: Snapshot, demand: Demand) -> Declined:
+    """With the word that a wider residency of the job would help, where the data's owners allow it."""
+    if demand.residency != "region" or not (places := _places(snapshot, replace(demand, residency="anywhere"))):
+        return declined
+    where = "; ".join(f"that of {shard} in {', '.join(regions)}" for shard, regions in places.items())
+    hint = f", or set data.residency: anywhere: by their owners' rules shards may be processed elsewhere ({where})"
+    return Declined(
+        tuple(Reason(r.code, r.text, r.remedy + hint) if r.code == "INADMISSIBLE" else r for r in declined.reasons)
+    )

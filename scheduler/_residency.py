@@ -1,0 +1,21 @@
+"""Where a shard may be processed: what its owner says, and a job."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+__all__ = ["may_be", "rule_text"]
+
+
+def may_be(rule: str | Collection[str], home: str, other: str, *, same_cloud: bool) -> bool:
+    """``rule``: "region", "cloud", "anywhere", or the names of regions; its own always may have it."""
+    if home == other or rule == "anywhere":
+        return True
+    if isinstance(rule, str):
+        return rule == "cloud" and same_cloud
+    return other in rule
+
+
+def rule_text(rule: str | Collection[str]) -> str:
+    """For people."""
+    return rule if isinstance(rule, str) else ", ".join(sorted(rule))
