@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from region_agent.config import ChannelPricesConfig, PricesConfig
 
-__all__ = ["Item", "bill", "invocation_amounts"]
+__all__ = ["Item", "bill", "egress", "invocation_amounts"]
 
 _MS_PER_S = 1000
 
@@ -43,12 +43,23 @@ def bill(meters: dict[str, float], prices: PricesConfig, channel: ChannelPricesC
         # Where it is not told any more what they cost, they count as others: never as nothing.
         price = prices.function_usd_per_gb_second if price is None else price
         lines.insert(1, ("preemptible-function-seconds", preemptible, "GB-s", price))
-    for name, value in sorted(meters.items()):
-        if name.startswith("sent_bytes:"):
-            to = name.removeprefix("sent_bytes:")
-            lines.append((f"egress to {to}", value / 1e9, "GB", prices.egress_to.get(to, prices.egress_usd_per_gb)))
     told = [Item(item, quantity, unit, quantity * price, prices.source) for item, quantity, unit, price in lines]
-    return told + (_bill_channel(meters, channel) if channel is not None else [])
+    return told + egress(meters, prices) + (_bill_channel(meters, channel) if channel is not None else [])
+
+
+def egress(meters: dict[str, float], prices: PricesConfig) -> list[Item]:
+    """What went to other regions, by region."""
+    sent = {name.removeprefix("sent_bytes:"): n for name, n in sorted(meters.items()) if name.startswith("sent_bytes:")}
+    return [
+        Item(
+            f"egress to {to}",
+            count / 1e9,
+            "GB",
+            count / 1e9 * prices.egress_to.get(to, prices.egress_usd_per_gb),
+            prices.source,
+        )
+        for to, count in sent.items()
+    ]
 
 
 def _bill_channel(meters: dict[str, float], prices: ChannelPricesConfig) -> list[Item]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -27,6 +28,7 @@ __all__ = [
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Port = Annotated[int, Field(ge=1, le=65535)]
+RegionName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
 
 
 _Resolved = TypeVar("_Resolved", bound="_Section")
@@ -45,13 +47,14 @@ class _Section(BaseModel):
 class Metadata(_Section):
     """Who the region is."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
+    name: RegionName
 
 
 class CapacityConfig(_Section):
     """What may run here at one time."""
 
-    workers: Annotated[int, Field(ge=1, le=1024)]
+    workers: Annotated[int, Field(ge=0, le=1024)]
+    """0: the region only holds data, which others may process where its residency allows that."""
     memory_mb: Annotated[int, Field(ge=128)] = 2048
     samples_per_second: Positive | None = None
     """Of one worker, if the operator knows it."""
@@ -84,7 +87,8 @@ class SplitConfig(_Section):
 class DatasetConfig(_Section):
     """A shard that this region holds."""
 
-    residency: Literal["region", "cloud", "anywhere"] = "region"
+    residency: Literal["region", "cloud", "anywhere"] | tuple[RegionName, ...] = "region"
+    """Where the shard may be processed: in this region, in any region of its cloud, anywhere, or in those named too."""
     store: str = ""
     """Name in `stores`, for s3:// addresses."""
     splits: dict[str, SplitConfig]
@@ -183,6 +187,8 @@ class PolicyConfig(_Section):
     max_workers_per_job: int | None = None
     ship_logs: bool = True
     """Whether lines that job code writes may leave the region."""
+    accept_shards: bool = True
+    """Whether other regions' shards may be processed here, where their own residency allows it."""
 
 
 class ServerConfig(_Section):
@@ -242,11 +248,21 @@ class RegionConfig(_Section):
     def name(self) -> str:
         return self.metadata.name
 
-    def catalogue(self, preemptible: int | None = None) -> dict[str, Any]:
+    @property
+    def takes_shards(self) -> bool:
+        """Whether other regions' shards can be processed here: functions must be able to read the agent's files."""
+        policy = self.policy
+        return policy.accept_jobs and policy.accept_shards and isinstance(self.gateway, EmbeddedGateway)
+
+    def catalogue(
+        self, preemptible: int | None = None, sizes: Mapping[str, Mapping[str, int]] | None = None
+    ) -> dict[str, Any]:
         """What the control plane is told, in the form that its scheduler reads; paths stay here.
 
-        ``preemptible``: workers that are there now of those that may be taken away; None: all.
+        ``preemptible``: workers that are there now of those that may be taken away; None: all. ``sizes``: bytes of
+        splits by dataset, of those that may be processed elsewhere.
         """
+        sizes = sizes or {}
         prices = self.prices.model_dump(exclude={"preemptible_usd_per_gb_second"}) if self.prices else None
         capacity = self.capacity.model_dump()
         if preemptible is not None:
@@ -257,11 +273,15 @@ class RegionConfig(_Section):
             "capacity": capacity,
             "channel": self.channel.kind,
             "prices": prices,
+            "takes_shards": self.takes_shards,
             "datasets": [
                 {
                     "name": name,
                     "residency": held.residency,
-                    "splits": {split: {"samples": part.samples} for split, part in held.splits.items()},
+                    "splits": {
+                        split: {"samples": part.samples, "bytes": sizes.get(name, {}).get(split)}
+                        for split, part in held.splits.items()
+                    },
                 }
                 for name, held in sorted(self.datasets.items())
             ],

@@ -28,10 +28,14 @@ from region_agent.hub import Hub
 from region_agent.identity import Identity
 from region_agent.partition import Partition, Surroundings
 from region_agent.partition_events import Happened, PublishAsked, Scaled, Stopped
-from region_agent.policy import check_partition, most_workers
+from region_agent.partition_shards import SHARDS
+from region_agent.policy import check_partition, check_sending, most_workers
 from region_agent.profiling import Profiler
 from region_agent.ps_process import PsProcess
 from region_agent.region_channel import RegionChannel
+from region_agent.shard_list import shard_bytes
+from region_agent.shard_sending import Hands, Sending
+from region_agent.shard_taking import forget_shards
 from region_agent.store import AgentStore, PartitionRow
 from sync.framing import digest_of
 from sync.ps.storage import disk_full_is_told, write_durably
@@ -78,10 +82,14 @@ class Agent:
         self._hub = Hub(
             self._identity,
             self._store,
-            lambda: json.dumps(config.catalogue(self._preemptible)),
+            lambda: json.dumps(config.catalogue(self._preemptible, self._sizes)),
             version("geofed"),
         )
         self._partitions: dict[str, Partition] = {}
+        self._sendings: dict[str, Sending] = {}
+        """This region's shards on their way to others, by job."""
+        self._sizes: dict[str, dict[str, int]] = {}
+        """Bytes of the splits that may be processed elsewhere, by dataset."""
         self._gateway: EmbeddedGatewayProcess | None = None
         self._around: Surroundings | None = None
         self._profiler: Profiler | None = None
@@ -93,6 +101,7 @@ class Agent:
     async def run(self) -> None:
         """Work until `stopped` is set."""
         self._charge_interrupted()
+        await asyncio.to_thread(self._look_at_shards)
         client = await self._open_gateway()
         self._around = self._surroundings(client)
         self._profiler = Profiler(self._around, self._hub.tell_profile)
@@ -104,6 +113,8 @@ class Agent:
                 self._take_up(agent_pb2.StartPartition.FromString(row.start))
             for row, discard in self._store.stopped_partitions():
                 self._end(self._partition_of(row), "stopped before the agent started again", discard)
+            for message, sent in self._store.sendings():
+                self._hand_over(agent_pb2.SendShard.FromString(message), sent=sent)
             stopping = asyncio.create_task(self.stopped.wait())
             done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
@@ -119,6 +130,7 @@ class Agent:
                 task.cancel()
             await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
             await asyncio.gather(*(partition.close() for partition in self._partitions.values()))
+            await asyncio.gather(*(sending.close() for sending in self._sendings.values()))
             await self._profiler.close()
             await client.aclose()
             if self._gateway is not None:
@@ -169,7 +181,8 @@ class Agent:
                 else None
             )
             return GatewayClient(gateway.url, auth=auth, verify=gateway.ca_file, namespace=gateway.namespace)
-        folders = self._data_folders()
+        # Workers read other regions' shards from there.
+        folders = [*self._data_folders(), str((self._state_dir / SHARDS).resolve())]
         if isinstance(self._config.channel, FileChannelConfig):
             channel = self._channel_folder()
             channel.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -191,6 +204,15 @@ class Agent:
             if not part.uri.startswith("s3://")
         ]
         return sorted({str(path if path.is_dir() else path.parent) for path in paths})
+
+    def _look_at_shards(self) -> None:
+        """How large those are that may go elsewhere; and what of others' is here for no job. Blocking."""
+        shards = self._state_dir / SHARDS
+        shards.mkdir(parents=True, exist_ok=True, mode=0o700)
+        forget_shards(shards, lambda job: self._store.partition(job) is not None)
+        for name, held in self._config.datasets.items():
+            if held.residency != "region":
+                self._sizes[name] = shard_bytes(held)
 
     async def _watch_gateway(self, gateway: EmbeddedGatewayProcess) -> None:
         await gateway.ended()
@@ -342,7 +364,7 @@ class Agent:
             raise GeofedError("INTERNAL", "a command before the agent was ready")
         return Partition(self._around, command)
 
-    def _refuse(self, command: agent_pb2.StartPartition, error: GeofedError) -> None:
+    def _refuse(self, command: agent_pb2.StartPartition | agent_pb2.SendShard, error: GeofedError) -> None:
         report = agent_pb2.PartitionReport(
             job=command.job, epoch=command.epoch, state="refused", condition=error.message, error=to_proto(error)
         )
@@ -368,11 +390,49 @@ class Agent:
         if command.job in self._partitions:
             self._partitions[command.job].feed(PublishAsked())
 
+    def send_shard(self, seq: int, command: agent_pb2.SendShard) -> None:
+        try:
+            check_sending(self._config, command, None)
+            if command.job in self._partitions:
+                raise GeofedError("CONFIG_INVALID", f"a partition of {command.job} runs here, on the same shard")
+        except GeofedError as error:
+            self._store.took(seq)
+            self._refuse(command, error)
+            return
+        self._store.took_sending(seq, command.job, command.SerializeToString())
+        before = self._sendings.pop(command.job, None)
+        if before is not None:
+            self._close(before)
+        self._hand_over(command)
+
+    def _hand_over(self, command: agent_pb2.SendShard, *, sent: bool = False) -> None:
+        hands = Hands(
+            self._config,
+            self._store,
+            self._identity.tls,
+            self._state_dir / "sending",
+            lambda message, durable: self._hub.report(message, durable=durable),
+            self._happened,
+        )
+        sending = self._sendings[command.job] = Sending(hands, command, sent=sent)
+        sending.begin()
+
+    def _close(self, sending: Sending) -> None:
+        closing = asyncio.create_task(sending.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
     def profile(self, command: agent_pb2.ProfileTask) -> None:
         if self._profiler is not None:
             self._profiler.ask(command)
 
     def stop(self, seq: int, command: agent_pb2.StopPartition) -> None:
+        sending = self._sendings.pop(command.job, None)
+        if sending is not None:
+            sending.stopped()
+            self._store.took_end_of_sending(seq, command.job)
+            self._close(sending)
+            return
         self._store.took_stop(seq, command.job, discard=command.discard)
         partition = self._partitions.pop(command.job, None)
         if partition is None:

@@ -39,6 +39,7 @@ class Commands(Protocol):
     def stop(self, seq: int, command: agent_pb2.StopPartition) -> None: ...
     def scale(self, seq: int, command: agent_pb2.ScalePartition) -> None: ...
     def publish(self, seq: int, command: agent_pb2.PublishModel) -> None: ...
+    def send_shard(self, seq: int, command: agent_pb2.SendShard) -> None: ...
     def profile(self, command: agent_pb2.ProfileTask) -> None:
         """Not stored: whoever waits for it asks again."""
 
@@ -200,6 +201,8 @@ class Hub:
                 commands.scale(message.seq, message.scale)
             case "publish":
                 commands.publish(message.seq, message.publish)
+            case "send_shard":
+                commands.send_shard(message.seq, message.send_shard)
             case "profile":
                 commands.profile(message.profile)
 

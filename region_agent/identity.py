@@ -17,6 +17,7 @@ from cryptography.x509.oid import NameOID
 
 from geofed_pb.errors import GeofedError
 from sync.ps.storage import write_durably
+from sync.transport.sockets import Tls
 
 __all__ = ["Identity", "Invitation", "make_request", "read_invitation"]
 
@@ -108,6 +109,10 @@ class Identity:
             text = "this region has not joined a federation"
             hint = "get an invitation with `control-plane region invite NAME`, then `region-agent join`"
             raise GeofedError("UNAUTHENTICATED", text, hint=hint) from None
+
+    def tls(self) -> Tls:
+        """As it is in the files now: it is renewed while others use it."""
+        return Tls(self.ca_file.read_bytes(), self.certificate_file.read_bytes(), self.key_file.read_bytes())
 
     @property
     def certificate(self) -> x509.Certificate:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, sync_pb2
 from region_agent.billing import invocation_amounts
-from region_agent.config import DatasetConfig, OpenFaasGateway, RegionConfig
+from region_agent.config import OpenFaasGateway, RegionConfig
 from region_agent.gateway import FunctionSpec, GatewayClient, fixed_scale_labels, timeout_env
 from region_agent.identity import Identity
 from region_agent.partition_calls import (
@@ -67,11 +67,12 @@ from region_agent.partition_events import (
 from region_agent.partition_machine import PartitionMachine
 from region_agent.partition_news import News
 from region_agent.partition_report import PartitionMeter, report_of, view_of
+from region_agent.partition_shards import SHARDS, PartitionShards
 from region_agent.ps_process import PsProcess
 from region_agent.region_channel import RegionChannel
-from region_agent.shards import SIGNATURE_LIFE, shard_files
+from region_agent.shards import SIGNATURE_LIFE
 from region_agent.store import AgentStore
-from region_agent.worker.invocation import Outcome
+from region_agent.worker.invocation import Outcome, ShardFile
 from sync.channel import fence_key
 from sync.ps.config import PsConfig
 
@@ -145,7 +146,15 @@ class Partition:
         """A parameter server has run here before: that it finds nothing then means that its state was lost."""
         self._ps_runs = False
         """From before it is started until it is gone; `_ps` is there only while it listens."""
-        self._splits: dict[str, Any] = {}
+        self._shards = PartitionShards(
+            around.config,
+            around.identity.tls,
+            start,
+            around.state_dir / SHARDS / start.job,
+            lambda durable: self._report(durable=durable),
+            lambda action: around.happened(start.job, action),
+        )
+        self._splits: dict[str, tuple[ShardFile, ...]] = {}
         self._signed_at = 0.0
         """Of the addresses in the splits, which are good for a limited time."""
         self._status = sync_pb2.PsStatus()
@@ -252,6 +261,8 @@ class Partition:
             self._around.config.prices,
             self._around.config.channel.prices,
         )
+        message.condition = message.condition or self._shards.condition
+        message.shard_address, message.shards_here = self._shards.address, self._shards.here
         message.workers, message.preempted = self.machine.workers, self.machine.preempted
         message.scale_order = self.machine.order
         message.merged_by = self._merged_by
@@ -263,10 +274,8 @@ class Partition:
     async def _prepare(self) -> None:
         plan, task = self.start.plan, self.start.task
         around = self._around
-        dataset = around.config.datasets.get(task.dataset)
-        if dataset is None:
-            raise GeofedError("SHARD_UNREADABLE", f"this region has no shard of {task.dataset}")
-        await self._sign_splits(dataset)
+        await self._shards.take(self._run)
+        await self._sign_splits()
         bundle = await around.fetch_bundle(task.bundle_digest)
         around.channel.require(plan.channel or "auto")
         await asyncio.to_thread(self._prepare_channel, bundle)
@@ -338,8 +347,8 @@ class Partition:
             self.meter.channel_used(channel.usage)
             channel.close()
 
-    async def _sign_splits(self, dataset: DatasetConfig) -> None:
-        self._splits = await asyncio.to_thread(shard_files, dataset, self._around.config.stores)
+    async def _sign_splits(self) -> None:
+        self._splits = await asyncio.to_thread(self._shards.splits)
         self._signed_at = time.monotonic()
 
     async def _follow_logs(self) -> None:
@@ -448,7 +457,7 @@ class Partition:
         around, plan = self._around, self.start.plan
         around.store.keep_attempt(self.job, action.attempt)
         if time.monotonic() - self._signed_at > SIGNATURE_LIFE.total_seconds() / 2:
-            await self._sign_splits(around.config.datasets[self.start.task.dataset])
+            await self._sign_splits()
         body = await self._invocation(action)
         begun = time.time()
         number = around.store.invocation_begun(self.job, begun, preemptible=action.preemptible)
@@ -523,7 +532,8 @@ class Partition:
         with contextlib.suppress(GeofedError):
             await asyncio.to_thread(self._around.channel.discard, self.job)
         if action.discard:
-            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+            for folder in (self._folder, self._shards.folder):
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _delete_function(self) -> None:
         """However long the gateway is away: a function that is left behind would cost money for ever."""

@@ -10,10 +10,11 @@ from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from sync.ps.tokens import LONGEST_LIFE
 
-__all__ = ["check_partition", "most_workers"]
+__all__ = ["check_partition", "check_sending", "most_workers"]
 
 _JOB = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_REGION = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 _LONGEST_SLICE = LONGEST_LIFE - timedelta(minutes=5)
 """A worker goes on for a while after its slice: to the end of its step, and while it waits for an answer."""
 
@@ -34,7 +35,14 @@ def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> 
         raise GeofedError("FORBIDDEN", f"region {config.name} takes no jobs", hint="its policy.acceptJobs is false")
     if command.region != config.name:
         raise GeofedError("RESIDENCY_VIOLATION", f"a partition of {command.region} was sent to {config.name}")
-    if dataset is None or "train" not in dataset.splits:
+    foreign = [ref.region for ref in plan.shards if ref.region != config.name]
+    if foreign and not config.takes_shards:
+        text = f"region {config.name} processes no shards of other regions"
+        raise GeofedError("FORBIDDEN", text, hint="policy.acceptShards, or a gateway whose functions see no file of it")
+    if not all(_REGION.fullmatch(name) for name in foreign) or len(set(foreign)) < len(foreign):
+        raise GeofedError("CONFIG_INVALID", "a shard of what is no region, or twice the same")
+    own = not plan.shards or len(foreign) < len(plan.shards)
+    if own and (dataset is None or "train" not in dataset.splits):
         raise GeofedError("SHARD_UNREADABLE", f"region {config.name} holds no training split of {command.task.dataset}")
     most = most_workers(config)
     if plan.workers > most:
@@ -45,3 +53,24 @@ def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> 
     if plan.memory_mb > config.capacity.memory_mb:
         text = f"region {config.name} gives a function {config.capacity.memory_mb} MB, {plan.memory_mb} were planned"
         raise GeofedError("FORBIDDEN", text)
+
+
+def check_sending(config: RegionConfig, order: agent_pb2.SendShard, cloud: str | None) -> None:
+    """Whether this region's shard may go where it is asked for. ``cloud``: of the other region, by its own word; None:
+    it has not been asked yet.
+
+    Raises ``GeofedError``: RESIDENCY_VIOLATION, SHARD_UNREADABLE where there is none, CONFIG_INVALID.
+    """
+    if not _JOB.fullmatch(order.job) or not _REGION.fullmatch(order.to):
+        raise GeofedError("CONFIG_INVALID", f"{order.job!r} is no job, or {order.to!r} no region")
+    held = config.datasets.get(order.dataset)
+    if held is None or "train" not in held.splits:
+        raise GeofedError("SHARD_UNREADABLE", f"region {config.name} holds no training split of {order.dataset}")
+    rule = held.residency
+    by_cloud = rule == "cloud" and cloud in (None, config.cloud)
+    named = not isinstance(rule, str) and order.to in rule
+    if not (rule == "anywhere" or by_cloud or named) or order.to == config.name:
+        text = f"the shard of {order.dataset} in {config.name} may not go to {order.to}"
+        text += f", of cloud {cloud}" if rule == "cloud" and cloud else ""
+        said = rule if isinstance(rule, str) else f"[{', '.join(rule)}]"
+        raise GeofedError("RESIDENCY_VIOLATION", text, hint=f"its residency in the file of {config.name} is {said}")

@@ -48,7 +48,8 @@ class PsProcess:
         write_durably(self._config_file, [self._config.model_dump_json().encode()])
         os.chmod(self._config_file, 0o600)
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "sync.ps", "--config", str(self._config_file), "--die-with-parent",
+            sys.executable, "-m", "sync.ps", "--config", str(self._config_file),
+            "--die-with-parent", str(os.getpid()),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
             env=_environment(),
         )  # fmt: skip

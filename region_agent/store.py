@@ -22,6 +22,7 @@ create table if not exists partitions (
     worker_port integer not null, exchange_port integer not null, token_key text not null, stopped integer not null,
     bulk_port integer not null default 0, workers integer, batch integer, rate real, stretches text,
     preemptible integer, scale_order integer);
+create table if not exists sendings (job text primary key, message blob not null, sent integer not null default 0);
 create table if not exists reports (seq integer primary key autoincrement, message blob not null);
 create table if not exists meters (
     job text not null, name text not null, value real not null, primary key (job, name));
@@ -193,6 +194,28 @@ class AgentStore:
         with self._writing() as db:
             db.execute("update partitions set stopped = ? where job = ?", (_DISCARD if discard else _KEEP, job))
             _move_cursor(db, seq)
+
+    def took_sending(self, seq: int, job: str, message: bytes) -> None:
+        """``message``: SendShard; a later one takes the place of the one before."""
+        with self._writing() as db:
+            db.execute("insert or replace into sendings (job, message) values (?, ?)", (job, message))
+            _move_cursor(db, seq)
+
+    def took_end_of_sending(self, seq: int, job: str) -> None:
+        """What it has cost has been reported."""
+        with self._writing() as db:
+            db.execute("delete from sendings where job = ?", (job,))
+            db.execute("delete from meters where job = ?", (job,))
+            _move_cursor(db, seq)
+
+    def keep_sent(self, job: str) -> None:
+        """The other region has all of it."""
+        self._write_or_owe(lambda db: db.execute("update sendings set sent = 1 where job = ?", (job,)))
+
+    def sendings(self) -> list[tuple[bytes, bool]]:
+        """The shards that other regions were to get, as SendShard messages, and whether they have them."""
+        rows = self._rows("select message, sent from sendings")
+        return [(bytes(message), bool(sent)) for message, sent in rows if isinstance(message, bytes)]
 
     def took(self, seq: int) -> None:
         """A command that changes nothing here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import time
 import zlib
@@ -19,7 +20,7 @@ from geofed_pb.errors import GeofedError
 from region_agent.worker.batches import Batches
 from region_agent.worker.invocation import ShardFile
 
-__all__ = ["EVALUATION_BATCH", "BatchStream", "evaluation_batches", "fetch_split", "move", "share_of"]
+__all__ = ["EVALUATION_BATCH", "BatchStream", "evaluation_batches", "fetch_split", "joined", "move", "share_of"]
 
 EVALUATION_BATCH = 256
 _FETCH_CHUNK = 1 << 20
@@ -36,6 +37,41 @@ def fetch_split(files: tuple[ShardFile, ...], into: Path) -> str:
         return str(paths[0])
     roots = {Path(file.path).parents[len(Path(file.name).parts) - 1] for file in files if file.path}
     return str(roots.pop() if len(roots) == 1 else into)
+
+
+def joined(shards: Sequence[Any]) -> Any:
+    """Several shards as one dataset, one after the other; a single one as it is."""
+    return shards[0] if len(shards) == 1 else _Joined(shards)
+
+
+class _Joined:
+    """Like `torch.utils.data.ConcatDataset`, but takes a whole batch of a shard at once where that can."""
+
+    def __init__(self, shards: Sequence[Any]) -> None:
+        self._shards = shards
+        self._ends = list(itertools.accumulate(len(shard) for shard in shards))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        shard = bisect.bisect_right(self._ends, index)
+        return self._shards[shard][index - (self._ends[shard - 1] if shard else 0)]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        places: dict[int, list[int]] = {}
+        for place, index in enumerate(indices):
+            places.setdefault(bisect.bisect_right(self._ends, index), []).append(place)
+        items: list[Any] = [None] * len(indices)
+        for number, mine in places.items():
+            shard, first = self._shards[number], self._ends[number - 1] if number else 0
+            for place, item in zip(mine, _items(shard, [indices[place] - first for place in mine]), strict=True):
+                items[place] = item
+        return items
+
+
+def _items(data: Any, indices: list[int]) -> Any:
+    return data.__getitems__(indices) if hasattr(data, "__getitems__") else [data[index] for index in indices]
 
 
 def _fetch(file: ShardFile, into: Path) -> Path:
@@ -146,8 +182,7 @@ def evaluation_batches(
 
 
 def _collate(data: Any, indices: list[int]) -> Any:
-    items = data.__getitems__(indices) if hasattr(data, "__getitems__") else [data[index] for index in indices]
-    return default_collate(items)
+    return default_collate(_items(data, indices))
 
 
 def move(batch: Any, device: torch.device) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from geofed_pb.errors import GeofedError
-from region_agent.worker.data import fetch_split
+from region_agent.worker.data import fetch_split, joined
 from region_agent.worker.holding import Holding, WholeModel
 from region_agent.worker.invocation import Invocation, Outcome, read_invocation
 from region_agent.worker.loop import WorkerLoop
@@ -108,8 +109,11 @@ def _data(invocation: Invocation | ProfileCall, task: Task) -> dict[str, Any]:
     for split, files in invocation.splits.items():
         mark = (invocation.job, invocation.bundle_key, [(file.name, file.path, file.size) for file in files])
         if _loaded.get(split, (None, None))[0] != mark:
-            path = fetch_split(files, _scratch() / "data" / split)
-            _loaded[split] = (mark, task.dataset(path, split))
+            shards = [
+                task.dataset(fetch_split(tuple(of_one), _scratch() / "data" / split / shard), split)
+                for shard, of_one in itertools.groupby(files, lambda file: file.shard)
+            ]
+            _loaded[split] = (mark, joined(shards))
         data[split] = _loaded[split][1]
     if "train" not in data:
         raise GeofedError("SHARD_UNREADABLE", "the region holds no training split")

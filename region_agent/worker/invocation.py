@@ -24,6 +24,8 @@ class ShardFile(BaseModel):
     url: str = ""
     """Presigned: it is good for this object only, and for a short time."""
     size: int | None = None
+    shard: str = ""
+    """The region whose shard it is of; empty: this region's own."""
 
 
 class Schedule(BaseModel):

@@ -157,10 +157,17 @@ def main() -> int:
     _keep_memory()
     parser = argparse.ArgumentParser(prog="python -m sync.ps", description="parameter server of one partition")
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--die-with-parent", action="store_true", help="end when the starting process ends")
+    parser.add_argument(
+        "--die-with-parent",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="PID",
+        help="end when the starting process ends; its number, since it may be gone by now",
+    )
     arguments = parser.parse_args()
-    if arguments.die_with_parent:
-        parent = os.getppid()
+    if arguments.die_with_parent is not None:
+        parent = arguments.die_with_parent or os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             return 1

@@ -47,6 +47,60 @@ def test_a_whole_file(tmp_path: Path) -> None:
     assert config.datasets["far"].splits["train"].uri == "s3://bucket/train/"
 
 
+def test_what_may_be_processed_elsewhere_is_told_with_its_size(tmp_path: Path) -> None:
+    for rule, told in (("cloud", "cloud"), ("[west, north]", ("west", "north"))):
+        text = WHOLE.replace("  digits:\n", f"  digits:\n    residency: {rule}\n")
+        config = _load(tmp_path, text)
+        assert config.datasets["digits"].residency == told
+        digits, far = config.catalogue(sizes={"digits": {"train": 7}})["datasets"]
+        assert digits["splits"] == {"train": {"samples": 10, "bytes": 7}, "test": {"samples": 2, "bytes": None}}
+        assert far["residency"] == "region"
+    with pytest.raises(GeofedError, match="residency"):
+        _load(tmp_path, WHOLE.replace("  digits:\n", "  digits:\n    residency: [../west]\n"))
+    with pytest.raises(GeofedError, match="residency"):
+        _load(tmp_path, WHOLE.replace("  digits:\n", "  digits:\n    residency: nowhere\n"))
+
+
+def test_shards_are_taken_where_functions_see_them(tmp_path: Path) -> None:
+    assert _load(tmp_path, WHOLE).catalogue()["takes_shards"]
+    for old, new in (
+        ("policy: {", "policy: {acceptShards: false, "),
+        ("policy: {", "policy: {acceptJobs: false, "),
+        ("policy: {", "gateway: {kind: openfaas, url: 'http://g', image: i}\npolicy: {"),
+    ):
+        config = _load(tmp_path, WHOLE.replace(old, new))
+        assert not config.catalogue()["takes_shards"]
+        command = _command()
+        command.plan.shards.add(region="west", bytes=1)
+        with pytest.raises(GeofedError) as raised:
+            check_partition(config, command)
+        assert raised.value.code == "FORBIDDEN"
+
+
+@pytest.mark.parametrize(
+    ("shards", "dataset", "code"),
+    [
+        (["west"], "digits", ""),
+        (["west"], "other", ""),
+        (["east", "west"], "digits", ""),
+        (["east", "west"], "other", "SHARD_UNREADABLE"),
+        (["west", "west"], "digits", "CONFIG_INVALID"),
+        (["../west"], "digits", "CONFIG_INVALID"),
+        (["/"], "digits", "CONFIG_INVALID"),
+    ],
+)
+def test_other_regions_shards_are_taken_in_order(tmp_path: Path, shards: list[str], dataset: str, code: str) -> None:
+    command = _command(task__dataset=dataset)
+    for name in shards:
+        command.plan.shards.add(region=name)
+    if not code:
+        check_partition(_load(tmp_path, WHOLE), command)
+        return
+    with pytest.raises(GeofedError) as raised:
+        check_partition(_load(tmp_path, WHOLE), command)
+    assert raised.value.code == code
+
+
 PRICES = """\
 prices: {source: t, asOf: 2026-11, functionUsdPerGbSecond: 0.1, functionUsdPerRequest: 0, serverUsdPerHour: 1,
          egressUsdPerGb: 1%s}
@@ -97,7 +151,7 @@ def test_paths_are_taken_from_the_files_folder(tmp_path: Path) -> None:
     ("old", "new", "says"),
     [
         ("cloud: aws", "cloud: ''", "region.yaml:4: cloud: String should have at least 1 character"),
-        ("workers: 4", "workers: 0", "region.yaml:5: capacity.workers: Input should be greater than or equal to 1"),
+        ("workers: 4", "workers: -1", "region.yaml:5: capacity.workers: Input should be greater than or equal to 0"),
         ("samples: 10", "sample: 10", "region.yaml:9: datasets.digits.splits.train.sample: Extra inputs"),
         ("samples: 10", "sample: 10", "region.yaml:9: datasets.digits.splits.train.samples: Field required"),
         ("name: east", "name: ../east", "region.yaml:3: metadata.name: String should match pattern"),
@@ -119,7 +173,7 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path, old: str, new: str, sa
 
 def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(GeofedError) as raised:
-        _load(tmp_path, WHOLE.replace("workers: 4", "workers: 0").replace("cloud: aws", "clout: aws"))
+        _load(tmp_path, WHOLE.replace("workers: 4", "workers: -1").replace("cloud: aws", "clout: aws"))
     assert len(raised.value.message.splitlines()) == 3
 
 

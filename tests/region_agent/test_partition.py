@@ -338,9 +338,9 @@ def test_old_addresses_of_shards_are_signed_anew(tmp_path: Path, monkeypatch: py
         signed: list[float] = []
         original = scene.partition._sign_splits
 
-        async def sign(dataset: Any) -> None:
+        async def sign() -> None:
             signed.append(time.monotonic())
-            await original(dataset)
+            await original()
             # As if it had been long ago.
             scene.partition._signed_at -= 1900
 

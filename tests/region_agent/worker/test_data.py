@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from geofed_pb.errors import GeofedError
 from region_agent.worker import data as module
 from region_agent.worker.batches import Batches
-from region_agent.worker.data import BatchStream, evaluation_batches, fetch_split
+from region_agent.worker.data import BatchStream, evaluation_batches, fetch_split, joined
 from region_agent.worker.invocation import ShardFile, Stretch
 
 _SIZES = st.tuples(st.integers(1, 60), st.integers(1, 4), st.integers(1, 9))
@@ -237,3 +237,43 @@ def test_a_missing_local_file_is_told(tmp_path: Path) -> None:
         fetch_split((ShardFile(name="a", path=str(tmp_path / "a")),), tmp_path)
     with pytest.raises(GeofedError, match="no files"):
         fetch_split((), tmp_path)
+
+
+class _Whole:
+    """Takes a batch at once, and nothing else."""
+
+    def __init__(self, values: list[int]) -> None:
+        self._values = values
+        self.calls = 0
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        self.calls += 1
+        return [self._values[index] for index in indices]
+
+
+@given(st.lists(st.integers(0, 20), min_size=2, max_size=5), st.data())
+def test_several_shards_are_one_dataset_in_their_order(sizes: list[int], data: st.DataObject) -> None:
+    values = list(range(sum(sizes)))
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    parts = [values[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    shards = [_Whole(part) if number % 2 else part for number, part in enumerate(parts)]
+    whole = joined(shards)
+    assert len(whole) == len(values)
+    if values:
+        asked = data.draw(st.lists(st.sampled_from(values)))
+        assert whole.__getitems__(asked) == asked
+        assert all(shard.calls <= 1 for shard in shards if isinstance(shard, _Whole))
+        plain = [index for index in asked if isinstance(shards[_of(starts, sizes, index)], list)]
+        assert [whole[index] for index in plain] == plain
+
+
+def _of(starts: list[int], sizes: list[int], index: int) -> int:
+    return next(n for n, start in enumerate(starts) if start <= index < start + sizes[n])
+
+
+def test_a_single_shard_is_as_it_is() -> None:
+    only = [1, 2]
+    assert joined([only]) is only

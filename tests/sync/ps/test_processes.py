@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +41,14 @@ def _end(servers: list[Server], workers: list[NumpyWorker], rounds: int = 2) -> 
     for place, status in enumerate(told):
         assert status.applied_updates == rounds * (len(servers) - 1) + (place > 0)
     assert all(np.array_equal(worker.finals[0], workers[0].finals[0]) for worker in workers)
+
+
+def test_a_server_whose_agent_is_gone_before_it_is_awake_ends() -> None:
+    """Else nobody would end it, and the agent's next life would find the state taken."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    server = [sys.executable, "-m", "sync.ps", "--config", "/nowhere", "--die-with-parent", str(gone.pid)]
+    assert subprocess.run(server, capture_output=True, timeout=60, check=False).returncode == 1
 
 
 def test_three_regions_average_their_models(servers: Servers, workers: Workers) -> None:

@@ -1,0 +1,124 @@
+"""The shards that a partition is trained on: the region's own, and those that other regions hand over for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import agent_pb2
+from region_agent.config import RegionConfig
+from region_agent.partition_events import Happened
+from region_agent.shard_taking import Shelf, ShelfPort, open_port
+from region_agent.shards import shard_files
+from region_agent.worker.invocation import ShardFile
+from sync.transport.sockets import Tls
+
+__all__ = ["SHARDS", "PartitionShards"]
+
+SHARDS = "shards"
+"""Folder in the state directory for other regions' shards, by job. Workers see it."""
+_TOLD_SECONDS = 1.0
+_LINGER_SECONDS = 5.0
+"""For which the last acknowledgements of shards may be asked for again."""
+
+
+class PartitionShards:
+    """What a plan says that is processed here, and how far it is."""
+
+    def __init__(
+        self,
+        config: RegionConfig,
+        identity: Callable[[], Tls],
+        start: agent_pb2.StartPartition,
+        folder: Path,
+        tell: Callable[[bool], None],
+        happened: Callable[[Happened], None],
+    ) -> None:
+        """``tell`` has the control plane told how the partition stands, durably or not."""
+        self._config, self._identity, self._start = config, identity, start
+        self._tell, self._happened = tell, happened
+        self.folder = folder
+        """Of the shards of others; it goes with the job."""
+        self.address = ""
+        """Where shards are taken, while they are waited for."""
+        self.here = False
+        """All that are processed here."""
+        shards = start.plan.shards
+        self._own = not shards or any(ref.region == config.name for ref in shards)
+        self._foreign = [ref for ref in shards if ref.region != config.name]
+        self._shelves: list[Shelf] = []
+
+    @property
+    def condition(self) -> str:
+        """What it waits for, in words."""
+        if not self.address:
+            return ""
+        lacking = [shelf for shelf in self._shelves if not shelf.complete]
+        return "; ".join(f"waits for the shard of {shelf.source}: {shelf.progress}" for shelf in lacking)
+
+    async def take(self, run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+        """Wait until the shards of others are here; ``run`` does something beside.
+
+        Raises ``GeofedError``: PORT_IN_USE, DISK_FULL, FRAME_INVALID, LIMIT_EXCEEDED.
+        """
+        dataset = self._start.task.dataset
+        self._shelves = [Shelf(self.folder / ref.region, ref.region, dataset, ref.bytes) for ref in self._foreign]
+        if all(shelf.complete for shelf in self._shelves):
+            self.here = True
+            return
+        port = ShelfPort(self._start.job, self._config.name, self._config.cloud, self._shelves)
+        opened, whole = contextlib.AsyncExitStack(), False
+        try:
+            self.address = await opened.enter_async_context(open_port(port, self._config, self._identity))
+            self._tell(True)
+            await self._complete(port)
+            whole = True
+        finally:
+            self.address = ""
+            if not whole:
+                await opened.aclose()
+        self.here = True
+        run(_closed_later(opened))
+        self._tell(True)
+        for shelf in self._shelves:
+            self._happened(_received(self._config.name, shelf))
+
+    async def _complete(self, port: ShelfPort) -> None:
+        waiting = asyncio.create_task(port.complete())
+        try:
+            while not (await asyncio.wait({waiting}, timeout=_TOLD_SECONDS))[0]:
+                self._tell(False)
+            waiting.result()
+        finally:
+            waiting.cancel()
+
+    def splits(self) -> dict[str, tuple[ShardFile, ...]]:
+        """The files of each split, shard by shard. Blocking; raises ``GeofedError("SHARD_UNREADABLE")``."""
+        found: dict[str, tuple[ShardFile, ...]] = {}
+        if self._own:
+            dataset = self._config.datasets.get(self._start.task.dataset)
+            if dataset is None:
+                raise GeofedError("SHARD_UNREADABLE", f"this region has no shard of {self._start.task.dataset}")
+            found = shard_files(dataset, self._config.stores)
+        for shelf in self._shelves:
+            for split, files in shelf.laid_out().items():
+                found[split] = (*found.get(split, ()), *files)
+        return found
+
+
+def _received(region: str, shelf: Shelf) -> Happened:
+    assert shelf.list is not None
+    size = shelf.list.total_bytes
+    data = {"from": shelf.source, "digest": shelf.list.digest, "bytes": size, "files": len(shelf.list.files)}
+    return Happened("shard.received", f"{region}: the shard of {shelf.source} is here, {size:,} bytes", data)
+
+
+async def _closed_later(opened: contextlib.AsyncExitStack) -> None:
+    try:
+        await asyncio.sleep(_LINGER_SECONDS)
+    finally:
+        await opened.aclose()

@@ -1,0 +1,159 @@
+"""What a shard consists of: the list of its files with their digests, which stands for the whole."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from geofed_pb.errors import GeofedError
+from region_agent.config import DatasetConfig
+from region_agent.shards import shard_files
+from sync.framing import digest_of
+
+__all__ = ["LARGEST_LIST_BYTES", "Listed", "ListedFile", "ShardList", "is_local", "listed", "read_list", "shard_bytes"]
+
+LARGEST_LIST_BYTES = 32 << 20
+_READ_BYTES = 1 << 20
+_SPLIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+class ListedFile(BaseModel):
+    """One file of a shard."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    split: str
+    name: str
+    """Relative to the split."""
+    folder: bool
+    """Whether the split is a folder, and this one of its files."""
+    size: int = Field(ge=0)
+    digest: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
+
+    @field_validator("split")
+    @classmethod
+    def _is_a_name(cls, value: str) -> str:
+        if not _SPLIT.fullmatch(value):
+            raise ValueError("no name for a split")
+        return value
+
+    @field_validator("name")
+    @classmethod
+    def _stays_inside(cls, value: str) -> str:
+        path = PurePosixPath(value)
+        if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in value or str(path) != value:
+            raise ValueError("no name for a file of a shard")
+        return value
+
+
+class ShardList(BaseModel):
+    """All files of a shard, in the order in which they travel."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dataset: str
+    files: tuple[ListedFile, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _each_once(self) -> ShardList:
+        if len({(file.split, file.name) for file in self.files}) < len(self.files):
+            raise ValueError("a file stands twice")
+        alone = [file.split for file in self.files if not file.folder]
+        if len(set(alone)) < len(alone) or any(file.folder and file.split in alone for file in self.files):
+            raise ValueError("a split is one file or one folder")
+        return self
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def to_bytes(self) -> bytes:
+        return self.model_dump_json().encode()
+
+    @property
+    def digest(self) -> str:
+        """Of the list, and by it of the shard."""
+        return digest_of([self.to_bytes()])
+
+
+def read_list(data: bytes) -> ShardList:
+    """Raises ``GeofedError("FRAME_INVALID")``."""
+    try:
+        return ShardList.model_validate_json(data)
+    except ValidationError as error:
+        told = error.errors(include_url=False)[0]["msg"]
+        raise GeofedError("FRAME_INVALID", f"what came is no list of a shard's files: {told}") from None
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A shard of this region with where its files lie."""
+
+    shard: ShardList
+    paths: tuple[Path, ...]
+    """In the order of its files."""
+    marks: tuple[tuple[int, int], ...]
+    """Size and time of the last change of each, when it was read."""
+
+    def path(self, index: int) -> Path:
+        """Raises ``GeofedError("SHARD_UNREADABLE")`` where the file is not as it was read."""
+        if _mark(self.paths[index]) != self.marks[index]:
+            raise GeofedError("SHARD_UNREADABLE", f"{self.paths[index]} has changed while it was being handed over")
+        return self.paths[index]
+
+
+def listed(name: str, dataset: DatasetConfig) -> Listed:
+    """Read a shard through and list it. Blocking; raises ``GeofedError("SHARD_UNREADABLE")``."""
+    if not is_local(dataset):
+        text = f"the shard of {name} is in an object store, and only files and folders are handed to other regions"
+        raise GeofedError("SHARD_UNREADABLE", text, hint="give it `residency: region` in the region's file")
+    files, paths, marks = [], [], []
+    for split, found in sorted(shard_files(dataset, {}).items()):
+        for file in found:
+            path = Path(file.path)
+            mark = _mark(path)
+            entry = ListedFile(split=split, name=file.name, folder=file.folder, size=mark[0], digest=_digest(path))
+            files.append(entry)
+            paths.append(path)
+            marks.append(mark)
+    return Listed(ShardList(dataset=name, files=tuple(files)), tuple(paths), tuple(marks))
+
+
+def is_local(dataset: DatasetConfig) -> bool:
+    """Whether its files lie on this machine."""
+    return not any(part.uri.startswith("s3://") for part in dataset.splits.values())
+
+
+def shard_bytes(dataset: DatasetConfig) -> dict[str, int]:
+    """Bytes of each split; empty where they cannot be told, or are in an object store. Blocking."""
+    if not is_local(dataset):
+        return {}
+    try:
+        found = shard_files(dataset, {})
+        return {split: sum(os.stat(file.path).st_size for file in files) for split, files in found.items()}
+    except (GeofedError, OSError):
+        return {}
+
+
+def _mark(path: Path) -> tuple[int, int]:
+    try:
+        told = path.stat()
+    except OSError as error:
+        raise GeofedError("SHARD_UNREADABLE", f"{path}: {error.strerror}") from None
+    return told.st_size, told.st_mtime_ns
+
+
+def _digest(path: Path) -> str:
+    found = hashlib.sha256()
+    try:
+        with path.open("rb", buffering=0) as file:
+            while piece := file.read(_READ_BYTES):
+                found.update(piece)
+    except OSError as error:
+        raise GeofedError("SHARD_UNREADABLE", f"{path}: {error.strerror}") from None
+    return "sha256:" + found.hexdigest()

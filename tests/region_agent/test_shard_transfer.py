@@ -1,0 +1,372 @@
+"""A shard's way from one agent to another: whole, resumed, verified, and only where its owner lets it go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from support.pki import Authority
+from support.relay import Relay
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import channel, error_of, region_name
+from geofed_pb.v1 import agent_pb2, sync_pb2, sync_pb2_grpc
+from region_agent.config import RegionConfig, load_config
+from region_agent.partition_events import Happened
+from region_agent.shard_list import ListedFile, ShardList, read_list
+from region_agent.shard_sending import Hands, Sending
+from region_agent.shard_taking import Shelf, ShelfPort, forget_shards, open_port
+from region_agent.store import AgentStore
+from sync.framing import digest_of
+
+MIB = 1 << 20
+JOB = "job-1"
+AUTHORITY = Authority()
+IDENTITIES = {name: AUTHORITY.region(name) for name in ("east", "west", "north")}
+FILES = {"train/a/big.bin": 12 * MIB, "train/a/b/small.bin": 1000, "train/empty": 0, "train/more.bin": 300_000}
+
+
+def _config(folder: Path, name: str, cloud: str = "one", residency: str = "anywhere") -> RegionConfig:
+    path = folder / f"{name}.yaml"
+    path.write_text(f"""\
+apiVersion: geofed/v1
+kind: Region
+metadata: {{name: {name}}}
+cloud: {cloud}
+capacity: {{workers: 1}}
+prices: {{source: t, asOf: 2026-11, functionUsdPerGbSecond: 0.1, functionUsdPerRequest: 0, serverUsdPerHour: 1,
+         egressUsdPerGb: 0.5}}
+server: {{exchangeHost: 127.0.0.1}}
+datasets:
+  digits:
+    residency: {residency}
+    splits:
+      train: {{uri: data/train/, samples: 10}}
+      test: {{uri: data/test.bin, samples: 2}}
+""")
+    return load_config(path)
+
+
+@dataclass
+class Source:
+    """The region that holds the shard, as its agent would run it."""
+
+    folder: Path
+    config: RegionConfig
+    reports: list[agent_pb2.PartitionReport] = field(default_factory=list)
+    events: list[Happened] = field(default_factory=list)
+    sending: Sending | None = None
+
+    def __post_init__(self) -> None:
+        self.store = AgentStore(self.folder / "agent.db")
+
+    def send(self, address: str, to: str = "west", *, sent: bool = False) -> Sending:
+        hands = Hands(
+            self.config,
+            self.store,
+            lambda: IDENTITIES["east"],
+            self.folder / "sending",
+            lambda message, durable: self.reports.append(message),
+            lambda job, happened: self.events.append(happened),
+        )
+        order = agent_pb2.SendShard(job=JOB, epoch=1, dataset="digits", to=to, address=address)
+        self.sending = Sending(hands, order, sent=sent)
+        self.sending.begin()
+        return self.sending
+
+    async def until(self, *states: str, seconds: float = 60.0) -> str:
+        async with asyncio.timeout(seconds):
+            while self.reports[-1].state not in states:  # noqa: ASYNC110 - seen as the control plane sees it
+                await asyncio.sleep(0.02)
+        return self.reports[-1].state
+
+    @property
+    def sent_bytes(self) -> int:
+        return int(self.store.meters(JOB).get("sent_bytes:west", 0))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Source:
+    folder = tmp_path / "east"
+    for name, size in FILES.items():
+        path = folder / "data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(os.urandom(size))
+    (folder / "data" / "test.bin").write_bytes(b"test" * 100)
+    return Source(folder, _config(folder, "east"))
+
+
+@dataclass
+class Taker:
+    """The region that processes it."""
+
+    shelf: Shelf
+    port: ShelfPort
+    address: str
+
+
+@contextlib.asynccontextmanager
+async def taking(folder: Path, *, cloud: str = "one", planned: int = 13 * MIB) -> AsyncIterator[Taker]:
+    folder.mkdir(exist_ok=True)
+    config = _config(folder, "west", cloud)
+    shelf = Shelf(folder / "shards" / JOB / "east", "east", "digits", planned)
+    port = ShelfPort(JOB, "west", cloud, [shelf])
+    async with open_port(port, config, lambda: IDENTITIES["west"]) as address:
+        yield Taker(shelf, port, address)
+
+
+def runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    def call(source: Source, tmp_path: Path) -> None:
+        async def within() -> None:
+            try:
+                await test(source, tmp_path / "west")
+            finally:
+                if source.sending is not None:
+                    await source.sending.close()
+
+        asyncio.run(within())
+
+    call.__name__, call.__doc__ = test.__name__, test.__doc__
+    return call
+
+
+async def _cut(relay: Relay) -> None:
+    async with asyncio.timeout(60):
+        while not relay.cuts:  # noqa: ASYNC110 - a thread cuts
+            await asyncio.sleep(0.02)
+
+
+def check_same(source: Source, shelf: Shelf) -> None:
+    """What lies there is what lies here, split by split."""
+    splits = shelf.laid_out()
+    assert set(splits) == {"train", "test"}
+    train = {file.name: Path(file.path).read_bytes() for file in splits["train"]}
+    expected = {name.removeprefix("train/"): (source.folder / "data" / name).read_bytes() for name in FILES}
+    assert train == expected
+    (test,) = splits["test"]
+    assert not test.folder
+    assert Path(test.path).read_bytes() == (source.folder / "data" / "test.bin").read_bytes()
+    assert all(file.shard == "east" for files in splits.values() for file in files)
+
+
+@runs
+async def test_a_shard_arrives_as_it_is_and_what_it_cost_is_counted(source: Source, west: Path) -> None:
+    async with taking(west) as taker:
+        source.send(taker.address)
+        await asyncio.wait_for(taker.port.complete(), 60)
+        assert await source.until("sent") == "sent"
+        check_same(source, taker.shelf)
+    total = sum(FILES.values()) + 400
+    last = source.reports[-1]
+    assert total < last.sent_bytes["west"] < total * 1.05 + 10_000
+    (money,) = last.money
+    assert (money.item, money.unit) == ("egress to west", "GB")
+    assert money.usd == pytest.approx(last.sent_bytes["west"] / 1e9 * 0.5)
+    assert [event.kind for event in source.events] == ["shard.sending", "shard.sent"]
+    assert source.events[-1].data["digest"] == taker.shelf.list.digest if taker.shelf.list else None
+
+
+@runs
+async def test_a_cut_costs_little_more_than_what_was_on_its_way(source: Source, west: Path) -> None:
+    with Relay() as relay:
+        async with taking(west) as taker:
+            assert taker.port.bulk is not None
+            relay.to, relay.cut_after = ("127.0.0.1", taker.port.bulk.port), 5 * MIB
+            taker.port.bulk.port = int(relay.address.rpartition(":")[2])
+            source.send(taker.address)
+            await asyncio.wait_for(taker.port.complete(), 60)
+            await source.until("sent")
+            assert relay.cuts == 1
+            check_same(source, taker.shelf)
+    # Two streams, a chunk of up to 4 MiB in the kernel's buffers of each.
+    assert source.sent_bytes < sum(FILES.values()) + 9 * MIB
+
+
+@runs
+async def test_both_agents_may_die_in_the_middle(source: Source, west: Path) -> None:
+    """What has come stays, and only what lacks is sent by the next life of both."""
+    with Relay() as relay:
+        relay.stays_cut, relay.cut_after = True, 7 * MIB
+        async with taking(west) as taker:
+            assert taker.port.bulk is not None
+            relay.to = ("127.0.0.1", taker.port.bulk.port)
+            taker.port.bulk.port = int(relay.address.rpartition(":")[2])
+            sending = source.send(taker.address)
+            await _cut(relay)
+            await sending.close()
+            assert not taker.shelf.complete
+        arrived = sum(path.stat().st_size for path in west.rglob("*") if path.is_file())
+        assert arrived > 3 * MIB
+        before = source.sent_bytes
+        async with taking(west) as taker:
+            source.send(taker.address)
+            await asyncio.wait_for(taker.port.complete(), 60)
+            await source.until("sent")
+            check_same(source, taker.shelf)
+    assert before > 3 * MIB
+    assert source.sent_bytes - before < sum(FILES.values()) - 3 * MIB
+
+
+@runs
+async def test_what_is_there_whole_is_not_sent_again(source: Source, west: Path) -> None:
+    async with taking(west) as taker:
+        source.send(taker.address)
+        await source.until("sent")
+        check_same(source, taker.shelf)
+    before = source.sent_bytes
+    async with taking(west) as taker:
+        assert taker.shelf.complete
+        source.reports.clear()
+        source.send(taker.address)
+        await source.until("sent")
+    assert source.sent_bytes == before
+    source.reports.clear()
+    source.send("127.0.0.1:1", sent=True)
+    assert await source.until("sent") == "sent", "the next life of the agent knows that it is done"
+
+
+@pytest.mark.parametrize(
+    ("residency", "cloud", "code"),
+    [
+        ("region", "one", "RESIDENCY_VIOLATION"),
+        ("cloud", "two", "RESIDENCY_VIOLATION"),
+        ("[north]", "one", "RESIDENCY_VIOLATION"),
+        ("[]", "one", "RESIDENCY_VIOLATION"),
+        ("cloud", "one", ""),
+        ("[north, west]", "two", ""),
+    ],
+)
+def test_the_owner_decides_where_it_may_go(
+    source: Source, tmp_path: Path, residency: str, cloud: str, code: str
+) -> None:
+    """Whatever was asked; of its cloud the other region speaks for itself."""
+
+    async def within() -> None:
+        source.config = _config(source.folder, "east", residency=residency)
+        async with taking(tmp_path / "west", cloud=cloud) as taker:
+            sending = source.send(taker.address)
+            state = await source.until("sent", "refused")
+            await sending.close()
+        assert state == ("refused" if code else "sent")
+        assert source.reports[-1].error.code == code
+        if code:
+            assert source.sent_bytes == 0
+            assert taker.shelf.list is None, "not even the names of its files are told"
+
+    asyncio.run(within())
+
+
+@runs
+async def test_another_region_at_the_address_gets_nothing(source: Source, west: Path) -> None:
+    """The order names north, but west answers: its certificate gives it away."""
+    async with taking(west) as taker:
+        source.send(taker.address, to="north")
+        await asyncio.sleep(1.5)
+        assert taker.shelf.list is None
+    assert source.reports[-1].state == "sending"
+    assert "trying again" in source.reports[-1].condition
+
+
+@runs
+async def test_only_the_source_may_bring_its_shard(source: Source, west: Path) -> None:
+    async with taking(west) as taker:
+        for who, job in (("north", JOB), ("east", "job-2")):
+            tls = IDENTITIES[who]
+            async with channel(
+                taker.address,
+                ca_pem=tls.ca_pem,
+                name=region_name("west"),
+                certificate_pem=tls.certificate_pem,
+                key_pem=tls.key_pem,
+            ) as line:
+                offer = sync_pb2.UpdateManifest(
+                    job=job, region=who, epoch=1, sequence=1, digest="sha256:" + "0" * 64, total_bytes=10
+                )
+                for call in (
+                    sync_pb2_grpc.ShardPortStub(line).Introduce(sync_pb2.IntroduceRequest(job=job)),
+                    sync_pb2_grpc.ExchangeStub(line).Offer(offer),
+                ):
+                    with pytest.raises(grpc.RpcError) as raised:
+                        await call
+                    assert error_of(raised.value).code == "FORBIDDEN"
+
+
+@runs
+async def test_a_file_that_changes_on_the_way_is_read_anew(source: Source, west: Path) -> None:
+    with Relay() as relay:
+        relay.stays_cut, relay.cut_after = True, 3 * MIB
+        async with taking(west) as taker:
+            assert taker.port.bulk is not None
+            port, taker.port.bulk.port = taker.port.bulk.port, int(relay.address.rpartition(":")[2])
+            relay.to = ("127.0.0.1", port)
+            source.send(taker.address)
+            await _cut(relay)
+            (source.folder / "data" / "train/a/big.bin").write_bytes(os.urandom(2 * MIB))
+            taker.port.bulk.port = port
+            await asyncio.wait_for(taker.port.complete(), 60)
+            await source.until("sent")
+            check_same(source, taker.shelf)
+
+
+@runs
+async def test_a_shard_that_has_grown_beyond_measure_is_not_taken(source: Source, west: Path) -> None:
+    (source.folder / "data" / "train/more.bin").write_bytes(bytes(80 * MIB))
+    async with taking(west, planned=MIB) as taker:
+        source.send(taker.address)
+        with pytest.raises(GeofedError) as raised:
+            await asyncio.wait_for(taker.port.complete(), 60)
+        assert raised.value.code == "LIMIT_EXCEEDED"
+    assert source.sent_bytes < MIB
+
+
+def _file(**changed: Any) -> dict[str, Any]:
+    entry = {"split": "train", "name": "a", "folder": True, "size": 1, "digest": digest_of([b"x"])}
+    return {**entry, **changed}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [],
+        [_file(name="../a")],
+        [_file(name="/a")],
+        [_file(name="a/../../b")],
+        [_file(name="")],
+        [_file(name="a\0b")],
+        [_file(name="./a")],
+        [_file(split="../x")],
+        [_file(split="")],
+        [_file(size=-1)],
+        [_file(digest="sha256:../../x")],
+        [_file(), _file()],
+        [_file(folder=False), _file(name="b", folder=False)],
+        [_file(folder=False), _file(name="b")],
+        [_file(more=1)],
+    ],
+)
+def test_a_list_that_leads_elsewhere_is_refused(files: list[dict[str, Any]]) -> None:
+    with pytest.raises(GeofedError) as raised:
+        read_list(json.dumps({"dataset": "digits", "files": files}).encode())
+    assert raised.value.code == "FRAME_INVALID"
+
+
+def test_a_list_is_what_it_was() -> None:
+    told = ShardList(dataset="digits", files=(ListedFile(**_file()), ListedFile(**_file(name="b/c"))))
+    assert read_list(told.to_bytes()) == told
+    assert read_list(told.to_bytes()).digest == told.digest
+
+
+def test_shards_of_jobs_that_are_no_more_are_removed(tmp_path: Path) -> None:
+    for job in ("gone", "there"):
+        (tmp_path / job / "east").mkdir(parents=True)
+    forget_shards(tmp_path, lambda job: job == "there")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    forget_shards(tmp_path / "nowhere", lambda job: False)
