@@ -111,6 +111,12 @@ def _box(part: Data, plan: Data, x: float, y: float) -> list[str]:
         'stroke="#4338ca"/>',
         _text(x, top + 20, part["region"], 'font-weight="bold"'),
         _text(x, top + 37, workers, small),
-        _text(x, top + 53, f"{part['samples']:,} samples stay here", small),
+        _text(x, top + 53, f"{part['samples']:,} samples {_whence(part)}", small),
         _text(x, top + 69, f"{usd_text(usd)}" + (f", sends {bytes_text(sent)}" if sent else ""), small),
     ]
+
+
+def _whence(part: Data) -> str:
+    """Plans of before do not say."""
+    others = [region for region in part.get("shards", ()) if region != part["region"]]
+    return f"of {', '.join(part['shards'])}" if others else "stay here"

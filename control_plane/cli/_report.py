@@ -65,7 +65,7 @@ def partition_table(view: Data) -> str:
 def status_text(view: Data) -> str:
     """A job as it stands; with its account where it has ended."""
     result = [result_text(view)] if view["result"] else []
-    return "\n\n".join([job_head(view), *(result or [partition_table(view)])])
+    return "\n\n".join([job_head(view), *(result or [partition_table(view), *shard_table(view["shards"])])])
 
 
 def description_text(view: Data) -> str:
@@ -78,14 +78,33 @@ def description_text(view: Data) -> str:
     if view["result"]:
         parts.append("RESULT\n" + result_text(view))
     else:
-        parts.append("NOW\n" + partition_table(view))
+        parts.append("NOW\n" + "\n\n".join([partition_table(view), *shard_table(view["shards"])]))
         links = {f"{p['region']}>{other}": sent for p in view["partitions"] for other, sent in p["sent_bytes"].items()}
+        links |= {f"{s['source']}>{s['destination']}": s["sent_bytes"] for s in view["shards"]}
         if links:
             parts.append("WAN BYTES SO FAR\n" + link_table(links, (view["plan"] or {}).get("estimate", {})))
         money = [{"region": part["region"], **charge} for part in view["partitions"] for charge in part["money"]]
+        money += [{"region": shard["source"], **charge} for shard in view["shards"] for charge in shard["money"]]
         if money:
             parts.append("MONEY SO FAR\n" + money_table(money))
     return "\n\n".join(parts)
+
+
+def shard_table(shards: list[Data]) -> list[str]:
+    """Shards that are processed elsewhere, as they stand; nothing where there are none."""
+    rows = [
+        [
+            shard["source"],
+            shard["destination"],
+            shard["state"],
+            bytes_text(shard["bytes"]),
+            bytes_text(shard["sent_bytes"]),
+            usd_text(shard["usd"]),
+            shard["condition"],
+        ]
+        for shard in shards
+    ]
+    return [columns(["SHARD OF", "PROCESSED IN", "STATE", "SIZE", "WAN SENT", "USD", "CONDITION"], rows)] * bool(rows)
 
 
 def _collective(plan: Data) -> str:
@@ -139,11 +158,27 @@ def plan_text(plan: Data) -> str:
         if part.get("pipeline")
     ]
     data = columns(["SHARD IN", "VERDICT"], [[region, verdict] for region, verdict in plan["residency"].items()])
-    parts = [head, regions, *stages, data, link_table(estimate["link_bytes"], {}), money_table(estimate["items"])]
+    parts = [head, regions, *stages, data, _copies_table(plan.get("copies", []))]
+    parts += [link_table(estimate["link_bytes"], {}), money_table(estimate["items"])]
     if plan.get("alternatives"):
         weighed = [f"{other['text']}: {other['why_not']}" for other in plan["alternatives"]]
         parts.append("also weighed:\n" + "\n".join(weighed))
     return "\n\n".join(part for part in parts if part)
+
+
+def _copies_table(copies: list[Data]) -> str:
+    """Shards that are to be processed elsewhere, each with its way there."""
+    rows = [
+        [
+            copy["source"],
+            copy["destination"],
+            f"{copy['bytes']:,}",
+            seconds_text(copy["seconds"]),
+            usd_text(copy["usd"]),
+        ]
+        for copy in copies
+    ]
+    return columns(["SHARD OF", "PROCESSED IN", "BYTES", "TIME", "USD"], rows) if rows else ""
 
 
 def _exchange(plan: Data) -> str:

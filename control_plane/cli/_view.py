@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from geofed_pb.v1 import control_pb2
+    from geofed_pb.v1 import common_pb2, control_pb2
 
 Data = dict[str, Any]
 ENDED = ("succeeded", "failed", "cancelled")
@@ -36,8 +36,10 @@ def job_view(job: control_pb2.Job) -> Data:
         "deadline_at": time_text(job.deadline_at),
         "slack_seconds": _slack(job),
         "rounds": job.rounds,
-        "usd": sum(charge.usd for part in job.partitions for charge in part.money),
+        "usd": sum(charge.usd for part in job.partitions for charge in part.money)
+        + sum(charge.usd for copy in job.copies for charge in copy.money),
         "partitions": [_partition_view(part) for part in job.partitions],
+        "shards": [_copy_view(copy) for copy in job.copies],
         "links": [_link_view(link) for link in job.links],
         "spec": _loaded(job.spec_json),
         "plan": _loaded(job.plan_json),
@@ -80,14 +82,29 @@ def _partition_view(part: control_pb2.PartitionStatus) -> Data:
         "preemptible": part.preemptible,
         "samples_per_second": part.samples_per_second,
         "sent_bytes": dict(part.sent_bytes),
-        "money": [
-            {"item": m.item, "quantity": m.quantity, "unit": m.unit, "usd": m.usd, "source": m.source}
-            for m in part.money
-        ],
+        "money": [_charge_view(charge) for charge in part.money],
         "usd": sum(charge.usd for charge in part.money),
         "condition": part.condition,
         "last_contact": time_text(part.last_contact),
     }
+
+
+def _copy_view(copy: control_pb2.ShardCopy) -> Data:
+    """A shard that is processed elsewhere."""
+    return {
+        "source": copy.source,
+        "destination": copy.destination,
+        "state": copy.state,
+        "condition": copy.condition,
+        "bytes": copy.bytes,
+        "sent_bytes": copy.sent_bytes,
+        "money": [_charge_view(charge) for charge in copy.money],
+        "usd": sum(charge.usd for charge in copy.money),
+    }
+
+
+def _charge_view(m: common_pb2.Money) -> Data:
+    return {"item": m.item, "quantity": m.quantity, "unit": m.unit, "usd": m.usd, "source": m.source}
 
 
 def _link_view(link: control_pb2.WanLink) -> Data:

@@ -10,7 +10,7 @@ from control_plane.cli._connect import ask_control_plane
 from control_plane.cli._options import ContextFile, Output
 from control_plane.cli._output import columns, emit, fields, say
 from control_plane.cli._settings import Format
-from control_plane.cli._view import Data, region_view, time_text, usd_text
+from control_plane.cli._view import Data, bytes_text, region_view, time_text, usd_text
 from geofed_pb.errors import GeofedError
 
 if TYPE_CHECKING:
@@ -108,17 +108,26 @@ def _region_text(view: Data) -> str:
     ]
     if view["datasets"]:
         rows = [
-            [held["name"], split, part["samples"], held["residency"]]
+            [held["name"], split, part["samples"], _size(part), _residency(held["residency"])]
             for held in view["datasets"]
             for split, part in held["splits"].items()
         ]
-        parts.append(columns(["DATASET", "SPLIT", "SAMPLES", "RESIDENCY"], rows))
+        parts.append(columns(["DATASET", "SPLIT", "SAMPLES", "SIZE", "RESIDENCY"], rows))
     if view["links"]:
         rows = [[link["destination"], f"{link['rtt_ms']:g}", f"{link['mbps']:g}"] for link in view["links"]]
         parts.append(columns(["LINK TO", "RTT MS", "MBIT/S"], rows))
     if prices:
         parts.append(_prices_table(prices))
     return "\n\n".join(parts)
+
+
+def _size(part: Data) -> str:
+    """Told only of what may be processed elsewhere."""
+    return bytes_text(part["bytes"]) if part.get("bytes") is not None else "-"
+
+
+def _residency(rule: str | list[str]) -> str:
+    return rule if isinstance(rule, str) else ", ".join(rule)
 
 
 def _prices_table(prices: Data) -> str:

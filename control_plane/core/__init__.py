@@ -29,6 +29,7 @@ from control_plane.core._events import (
     SendPeers,
     SendPublish,
     SendScale,
+    SendShard,
     SendStart,
     SendStop,
     TellJobs,
@@ -39,7 +40,7 @@ from control_plane.core._goal import federated_metrics
 from control_plane.core._job import MAX_PUBLISHES, JobMachine, condition_of
 from control_plane.core._links import WanLink, wan_links
 from control_plane.core._region import RegionMachine, RegionState
-from control_plane.core._state import TERMINAL, Charge, Failure, Goal, JobState, Pairs, Partition, Peer, Report
+from control_plane.core._state import TERMINAL, Charge, Copy, Failure, Goal, JobState, Pairs, Partition, Peer, Report
 
 __all__ = [
     "MAX_PUBLISHES",
@@ -48,6 +49,7 @@ __all__ = [
     "CancelAsked",
     "Charge",
     "Connected",
+    "Copy",
     "Disconnected",
     "EndSession",
     "Failure",
@@ -78,6 +80,7 @@ __all__ = [
     "SendPeers",
     "SendPublish",
     "SendScale",
+    "SendShard",
     "SendStart",
     "SendStop",
     "TellJobs",

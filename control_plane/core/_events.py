@@ -235,6 +235,16 @@ class SendPublish:
 
 
 @dataclass(frozen=True)
+class SendShard:
+    """Have the region hand its shard to another one."""
+
+    region: str
+    epoch: int
+    destination: str
+    address: str
+
+
+@dataclass(frozen=True)
 class Record:
     """Write an event into the job's history."""
 
@@ -259,5 +269,5 @@ class TellJobs:
     event: RegionLive | RegionUnreachable | RegionLost
 
 
-JobAction = SendStart | SendPeers | SendScale | SendStop | SendPublish | Record
+JobAction = SendStart | SendPeers | SendScale | SendStop | SendPublish | SendShard | Record
 RegionAction = EndSession | TellJobs | Record

@@ -45,7 +45,8 @@ def metrics_without_goal(state: JobState) -> list[str] | None:
 
 
 def _spent(state: JobState, reports: list[Report]) -> Reached | None:
-    usd = sum(charge.usd for report in reports for charge in report.money)
+    handed = [copy.report for copy in state.copies if copy.report is not None]
+    usd = sum(charge.usd for report in (*reports, *handed) for charge in report.money)
     if state.budget_usd is None or usd < state.budget_usd:
         return None
     text = f"the budget of {state.budget_usd:.4f} USD is spent"

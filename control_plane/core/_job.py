@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+from control_plane.core._copies import copies_ended, copying, held_back, orders, reported, with_copy, without_told
 from control_plane.core._events import (
     Begun,
     CancelAsked,
@@ -35,11 +36,12 @@ from control_plane.core._events import (
 )
 from control_plane.core._goal import metrics_without_goal, reached
 from control_plane.core._meters import with_all_meters
-from control_plane.core._state import ENDED_PARTITION, Failure, JobPhase, JobState, Link, Partition, Peer, Report
+from control_plane.core._state import ENDED_PARTITION, Copy, Failure, JobPhase, JobState, Link, Partition, Peer, Report
 
 MAX_PUBLISHES = 5
 """How often the model is asked for before the job fails: each time it did not arrive whole."""
 _STARTED = ("starting", "running", "finishing")
+_EVERYWHERE = "starting in all regions"
 _WITHOUT_WORKERS = ("finished", "published", "failed", "refused", "stopped")
 """States of a partition whose number of workers means nothing any more."""
 
@@ -79,6 +81,10 @@ class JobMachine:
             return
         names = [part.region for part in self.state.partitions]
         self._enter("planned", f"planned over {_listed(names)}", {"regions": names})
+        for copy in self.state.copies:
+            text = f"the shard of {copy.source} is to be processed in {copy.destination}: {copy.bytes:,} bytes"
+            data = {"from": copy.source, "to": copy.destination, "bytes": copy.bytes}
+            self._record("shard.moves", text, copy.source, data)
 
     def _waits(self, event: Waits) -> None:
         if self.state.phase != "queued" or self.state.waits_for == event.what_for:
@@ -91,9 +97,27 @@ class JobMachine:
     def _begun(self, event: Begun) -> None:
         if self.state.phase != "planned":
             return
-        self._enter("starting", "starting in all regions")
-        for part in self.state.partitions:
+        first = [part for part in self.state.partitions if not held_back(self.state, part)]
+        names = _listed([part.region for part in first])
+        self._enter("starting", f"starting in {names}, the others after it" if self._waits_for_shards else _EVERYWHERE)
+        for part in first:
             self._start(part)
+
+    @property
+    def _waits_for_shards(self) -> bool:
+        return bool(self.state.copies) and not self.state.copied
+
+    def _go_on_with_copies(self) -> None:
+        """Tell the regions that hold shards where they are wanted; once all have come the others begin."""
+        self.state, told = orders(self.state)
+        self._out += told
+        if not self._waits_for_shards or copying(self.state):
+            return
+        self.state = replace(self.state, copied=True)
+        self._record("shard.moved", "all shards are where they are processed", "")
+        for part in self.state.partitions:
+            if part.state == "pending" and part.link != "lost":
+                self._start(part)
 
     def _start(self, part: Partition) -> None:
         part = replace(part, state="assigned")
@@ -110,7 +134,27 @@ class JobMachine:
 
     # --- what the agents say
 
+    def _copy_reported(self, copy: Copy, event: Reported) -> None:
+        """What a region says whose shard is processed elsewhere."""
+        if self.state.phase in ("queued", "planned"):
+            return
+        last, report = copy.report, event.report
+        if last is None or report.state != last.state:
+            text = f"the shard of {copy.source}: {report.state}" + (
+                f" ({report.condition})" if report.condition else ""
+            )
+            self._record("shard.state", text, copy.source, {"state": report.state, "to": copy.destination})
+        self.state = reported(self.state, copy, event)
+        if self.state.phase == "cancelling":
+            self._cancelled_if_all_ended(event.at)
+        elif report.state in ("failed", "refused"):
+            self._fail(event.at, _failure_of(copy.source, report, "the shard's way elsewhere"))
+
     def _reported(self, event: Reported) -> None:
+        copy = self.state.copy_from(event.region)
+        if copy is not None:
+            self._copy_reported(copy, event)
+            return
         part = self.state.partition(event.region)
         if part is None or event.report.epoch != part.epoch or self.state.phase in ("queued", "planned"):
             return
@@ -133,6 +177,7 @@ class JobMachine:
         if event.report.state in ("failed", "refused"):
             self._fail(event.at, _failure_of(event.region, event.report))
             return
+        self._go_on_with_copies()
         self._settle_ways()
         self._end_early()
         self._tell_peers()
@@ -344,7 +389,8 @@ class JobMachine:
             self._record("partition.scaling", text, region, data)
 
     def _cancelled_if_all_ended(self, at: float) -> None:
-        if all(part.link == "lost" or part.state in ENDED_PARTITION for part in self.state.partitions):
+        ended = all(part.link == "lost" or part.state in ENDED_PARTITION for part in self.state.partitions)
+        if ended and copies_ended(self.state):
             self._end(at, "cancelled", _because("cancelled", self.state.reason))
 
     def _fail(self, at: float, failure: Failure) -> None:
@@ -355,6 +401,8 @@ class JobMachine:
     def _stop_all(self, reason: str) -> None:
         for part in self.state.partitions:
             self._out.append(SendStop(part.region, part.epoch, reason, discard=True))
+        for copy in self.state.copies:
+            self._out.append(SendStop(copy.source, copy.epoch, reason, discard=True))
 
     def _end(self, at: float, phase: JobPhase, text: str, data: dict[str, Any] | None = None) -> None:
         self.state = replace(self.state, finished_at=at)
@@ -363,7 +411,9 @@ class JobMachine:
     # --- regions come and go
 
     def _region_live(self, event: RegionLive) -> None:
-        part = self.state.partition(event.region)
+        copy, part = self.state.copy_from(event.region), self.state.partition(event.region)
+        if copy is not None:
+            self._source_live(copy, event)
         if part is None:
             return
         before, part = part, self._relink(part, "live", event.at)
@@ -376,8 +426,26 @@ class JobMachine:
         elif before.link != "live" and self.state.phase == "finishing":
             self._ask_for_model()
 
+    def _source_live(self, copy: Copy, event: RegionLive) -> None:
+        """What it holds durably it goes on from; what it may have forgotten it is told again."""
+        self._relink_source(copy, "live", event.at)
+        if event.restarted and self.state.phase == "cancelling":
+            self._out.append(SendStop(copy.source, copy.epoch, self.state.reason or "cancelled", discard=True))
+        elif event.restarted:
+            self.state = without_told(self.state, copy.source)
+            self._go_on_with_copies()
+
+    def _relink_source(self, copy: Copy, link: Link, at: float) -> None:
+        if copy.link != link:
+            self.state = with_copy(self.state, replace(copy, link=link, since=at))
+            words = "reachable again" if link == "live" else link
+            self._record(f"region.{link}", f"region {copy.source} is {words}", copy.source, {"before": copy.link})
+
     def _restart(self, part: Partition) -> None:
         """The agent gets its orders anew; what it holds durably, it goes on from."""
+        if held_back(self.state, part):
+            return
+        self.state = without_told(self.state, part.region)
         if self.state.publisher == part.region:
             self.state = replace(self.state, publisher="")
         self._record(
@@ -389,12 +457,18 @@ class JobMachine:
         self._start(replace(part, told=()))
 
     def _region_unreachable(self, event: RegionUnreachable) -> None:
-        part = self.state.partition(event.region)
+        copy, part = self.state.copy_from(event.region), self.state.partition(event.region)
+        if copy is not None and copy.link == "live":
+            self._relink_source(copy, "unreachable", event.at)
         if part is not None and part.link == "live":
             self._relink(part, "unreachable", event.at)
 
     def _region_lost(self, event: RegionLost) -> None:
-        part = self.state.partition(event.region)
+        copy, part = self.state.copy_from(event.region), self.state.partition(event.region)
+        if copy is not None:
+            self._relink_source(copy, "lost", event.at)
+            if self.state.phase == "cancelling":
+                self._cancelled_if_all_ended(event.at)
         if part is None or part.link == "lost":
             return
         part = self._relink(part, "lost", event.at)
@@ -416,9 +490,9 @@ class JobMachine:
     def _tick(self, event: Tick) -> None:
         if self.state.phase not in _STARTED or self.state.publisher:
             return
-        for part in self.state.partitions:
-            if part.link == "lost" and event.at - part.since > self.state.lost_limit_seconds:
-                text = f"region {part.region} was lost for longer than {self.state.lost_limit_seconds:.0f} s"
+        for name, link, since in _links(self.state):
+            if link == "lost" and event.at - since > self.state.lost_limit_seconds:
+                text = f"region {name} was lost for longer than {self.state.lost_limit_seconds:.0f} s"
                 self._fail(event.at, Failure("REGION_LOST", text))
                 return
 
@@ -450,22 +524,43 @@ def condition_of(state: JobState) -> str:
     """What a job waits for, in words; empty when it waits for nothing."""
     if state.terminal:
         return ""
-    away = [part for part in state.partitions if part.link != "live"]
+    waits_for_shards = bool(state.copies) and not state.copied
+    away = [(name, link, since) for name, link, since in _links(state) if link != "live"]
     if away and state.phase in (*_STARTED, "cancelling"):
-        return "waiting: " + "; ".join(f"region {part.region} {part.link} since {_clock(part.since)}" for part in away)
+        return "waiting: " + "; ".join(f"region {name} {link} since {_clock(since)}" for name, link, since in away)
     if state.phase == "queued":
         return f"waiting: {state.waits_for or 'for a plan'}"
+    if state.phase == "starting" and waits_for_shards:
+        return f"waiting: {_shards_on_their_way(state)}"
     if state.phase == "starting":
         unready = [part.region for part in state.partitions if not part.address]
         return f"waiting: for {_listed(unready)} to get ready" if unready else ""
     if state.phase == "cancelling":
         going = [part.region for part in state.partitions if part.state not in ENDED_PARTITION]
+        going += [copy.source for copy in state.copies if copy.report and copy.state not in ENDED_PARTITION]
         return f"waiting: for {_listed(going)} to stop"
     if state.phase == "finishing":
         return f"waiting: for {state.publisher} to hand the model in" if state.publisher else ""
     said = [f"{p.region}: {p.report.condition}" for p in state.partitions if p.report and p.report.condition]
     ending = [f"ending before its plan: {state.ends_early}"] if state.ends_early else []
     return "; ".join([*ending, *said])
+
+
+def _links(state: JobState) -> list[tuple[str, Link, float]]:
+    """Of the regions that a job cannot go on without: name, link and since when it is so."""
+    found = [(part.region, part.link, part.since) for part in state.partitions]
+    if not state.copied:
+        found += [(copy.source, copy.link, copy.since) for copy in state.copies]
+    return found
+
+
+def _shards_on_their_way(state: JobState) -> str:
+    told = []
+    for copy in state.copies:
+        text = f"for the shard of {copy.source} to be in {copy.destination}"
+        said = copy.report.condition if copy.report is not None else ""
+        told.append(f"{text}: {said}" if said else text)
+    return "; ".join(told)
 
 
 def _no_step_back(report: Report, last: Report | None) -> Report:
@@ -488,10 +583,10 @@ def _no_step_back(report: Report, last: Report | None) -> Report:
     )
 
 
-def _failure_of(region: str, report: Report) -> Failure:
+def _failure_of(region: str, report: Report, what: str = "the partition") -> Failure:
     if report.error is None:
-        return Failure("INTERNAL", f"region {region} {report.state} its partition without saying why")
-    verb = "refuses the partition" if report.state == "refused" else "failed"
+        return Failure("INTERNAL", f"region {region} {report.state} {what} without saying why")
+    verb = f"refuses {what}" if report.state == "refused" else "failed"
     return replace(report.error, message=f"region {region} {verb}: {report.error.message}")
 
 

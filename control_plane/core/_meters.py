@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from control_plane.core._state import Charge, Counted, Partition, Report
+from control_plane.core._state import Charge, Copy, Counted, Partition, Report
 
 __all__ = ["with_all_meters"]
 
 
-def with_all_meters(part: Partition, report: Report) -> tuple[Counted, Report]:
+def with_all_meters(part: Partition | Copy, report: Report) -> tuple[Counted, Report]:
     """A new report with what earlier meters have counted, and that.
 
     Sums of a report are those of one meter since it began. Another meter than before means that the old one is lost;

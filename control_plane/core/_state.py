@@ -85,6 +85,10 @@ class Report:
     """The last order about its number of workers that it obeys; 0: not told."""
     meter: int = 0
     """Which meter has counted money and bytes; 0: not told."""
+    shard_address: str = ""
+    """Where its agent takes other regions' shards; empty: it waits for none."""
+    shards_here: bool = False
+    """All shards that it is trained on."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,29 @@ class Partition:
 
 
 @dataclass(frozen=True)
+class Copy:
+    """A region's shard that another region processes."""
+
+    source: str
+    destination: str
+    bytes: int
+    """As the source has told."""
+    epoch: int = 1
+    state: str = "pending"
+    """"pending", then what the source's reports say: "sending", "sent", "refused", "failed", "stopped"."""
+    report: Report | None = None
+    """The last one of the source; its figures are cumulative."""
+    counted_before: Counted = field(default_factory=Counted)
+    """By earlier meters of the source."""
+    told: str = ""
+    """The address that the source was told last."""
+    link: Link = "live"
+    """Of the source."""
+    since: float = 0.0
+    """When `link` became what it is."""
+
+
+@dataclass(frozen=True)
 class Goal:
     """A metric that is good enough to end with."""
 
@@ -164,6 +191,10 @@ class JobState:
     phase: JobPhase = "queued"
     partitions: tuple[Partition, ...] = ()
     """Sorted by region."""
+    copies: tuple[Copy, ...] = ()
+    """Sorted by source; no source has a partition."""
+    copied: bool = False
+    """All shards that are processed elsewhere have come."""
     started_at: float = 0.0
     """First training step; 0: not yet."""
     finished_at: float = 0.0
@@ -207,6 +238,10 @@ class JobState:
     def partition(self, region: str) -> Partition | None:
         """The partition of a region, if it takes part."""
         return next((part for part in self.partitions if part.region == region), None)
+
+    def copy_from(self, region: str) -> Copy | None:
+        """The shard that a region hands over, if it does."""
+        return next((copy for copy in self.copies if copy.source == region), None)
 
     @property
     def terminal(self) -> bool:

@@ -213,7 +213,9 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
 
     def _takes_part(self, job: str, region: str) -> bool:
         entry = self._federation.jobs.get(job)
-        return entry is None or entry.state.partition(region) is not None
+        if entry is None:
+            return True
+        return entry.state.partition(region) is not None or entry.state.copy_from(region) is not None
 
 
 def _parsed(text: str) -> object:

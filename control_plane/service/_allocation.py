@@ -314,7 +314,15 @@ def begin(draft: Draft, entry: JobEntry, workers: Mapping[str, int], *, preempti
         )
         for part in entry.state.partitions
     )
-    draft.add_job(replace(entry, state=replace(entry.state, partitions=parts)))
+    copies = tuple(
+        replace(
+            copy,
+            since=draft.at,
+            link="live" if draft.regions[copy.source].state.phase == "live" else "unreachable",
+        )
+        for copy in entry.state.copies
+    )
+    draft.add_job(replace(entry, state=replace(entry.state, partitions=parts, copies=copies)))
     draft.tell_job(entry.row.id, Planned(draft.at))
     draft.tell_job(entry.row.id, Begun(draft.at))
 
@@ -441,7 +449,8 @@ def _change(entry: JobEntry, watched: Watched, draft: Draft) -> Restaffing | Non
         replace(region, free=region.workers + (0 if queued else max(0, free.get(region.region, 0))))
         for region in staffed
     ]
-    paid = sum(charge.usd for report in reports for charge in report.money)
+    handed = [copy.report for copy in entry.state.copies if copy.report is not None]
+    paid = sum(charge.usd for report in (*reports, *handed) for charge in report.money)
     ends = entry.state.deadline_at
     return restaff(
         bounded,

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
-from control_plane.core import Goal, JobState, Partition
+from control_plane.core import Copy, Goal, JobState, Partition
 from control_plane.pki import utc_now
 from control_plane.service._draft import JobEntry, RegionEntry
 from control_plane.service._tuning import merge_from_json, profile_from_json
@@ -58,7 +58,7 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], runs: 
         busy_workers=busy,
         speeds=speeds,
         model_bytes=next((run.model_bytes for run in runs if run.model_bytes), None),
-        start_seconds=runs[0].start_seconds if runs else None,
+        start_seconds=next((run.start_seconds for run in runs if run.start_seconds > 0), None),
         profiles=profiles,
         merges={region: merges_of(runs, region) for region in profiles},
     )
@@ -97,12 +97,12 @@ def plan_json(answer: Plan | Declined, waits_for: str = "", warnings: Sequence[s
 def warnings_of(chosen: Plan, regions: Mapping[str, RegionEntry], at: float) -> tuple[str, ...]:
     """Prices that a plan rests on and that may not hold any more."""
     told = []
-    for part in chosen.partitions:
-        entry = regions.get(part.region)
+    for region in (*(part.region for part in chosen.partitions), *(copy.source for copy in chosen.copies)):
+        entry = regions.get(region)
         prices = entry.catalogue.prices if entry is not None and entry.catalogue is not None else None
         days = _days_since(prices.as_of, at) if prices is not None else None
         if prices is not None and days is not None and days > STALE_DAYS:
-            told.append(f"the prices of {part.region} are {days:.0f} days old (as of {prices.as_of}, {prices.source})")
+            told.append(f"the prices of {region} are {days:.0f} days old (as of {prices.as_of}, {prices.source})")
     return tuple(told)
 
 
@@ -140,6 +140,16 @@ def first_state(
         lost_limit_seconds=spec.limits.lost_region.total_seconds(),
         created_at=at,
         exact=not plan.background,
+        copies=tuple(
+            Copy(
+                copy.source,
+                copy.destination,
+                copy.bytes,
+                link="unreachable" if regions[copy.source].state.phase != "live" else "live",
+                since=at,
+            )
+            for copy in plan.copies
+        ),
         partitions=tuple(
             replace(part, since=at, link="unreachable" if regions[part.region].state.phase != "live" else "live")
             for part in parts

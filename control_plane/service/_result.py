@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from control_plane.core import JobState, Partition, Report, federated_metrics
+from control_plane.core import Copy, JobState, Partition, Report, federated_metrics
 from control_plane.store import JobRow, RunRow
 from scheduler import Partition as Planned
 from scheduler import Plan, step_seconds
@@ -16,9 +16,11 @@ from scheduler.tuning import COLLECTIVES, MergePoint
 def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
     """The result and manifest of a job that has ended. Every figure of the regions is from their own meters."""
     reports = {part.region: part.report for part in state.partitions if part.report is not None}
-    money = [{"region": name, **asdict(charge)} for name, report in reports.items() for charge in report.money]
+    handed = {copy.source: copy.report for copy in state.copies if copy.report is not None}
+    told = {**reports, **handed}
+    money = [{"region": name, **asdict(charge)} for name, report in told.items() for charge in report.money]
     usd = sum(item["usd"] for item in money)
-    links = {f"{name}>{other}": count for name, report in reports.items() for other, count in report.sent_bytes.items()}
+    links = {f"{name}>{other}": count for name, report in told.items() for other, count in report.sent_bytes.items()}
     seconds = state.finished_at - row.created_at
     expected = plan.estimate
     planned = {part.region: part for part in plan.partitions}
@@ -35,6 +37,7 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
         "training_seconds": training,
         "regions": [_region(part, planned.get(part.region), training) for part in state.partitions],
         "wan_bytes": links,
+        "shards": [_shard(copy) for copy in state.copies],
         "money": money,
         "usd": usd,
         "model": _model(state),
@@ -61,7 +64,8 @@ def runs_of(row: JobRow, state: JobState, plan: Plan) -> tuple[RunRow, ...]:
     """What a job that succeeded teaches about its task."""
     if state.phase != "succeeded":
         return ()
-    start_seconds = max(0.0, state.started_at - row.created_at)
+    # How long a copy took says nothing of the next start.
+    start_seconds = 0.0 if state.copies else max(0.0, state.started_at - row.created_at)
     planned = {part.region: part for part in plan.partitions}
     return tuple(
         RunRow(
@@ -134,6 +138,18 @@ def _region(part: Partition, planned: Planned | None, training_seconds: float) -
         "metrics": report.metrics,
         "metrics_samples": report.metrics_samples,
         "applied_updates": report.applied_updates,
+        "usd": sum(charge.usd for charge in report.money),
+    }
+
+
+def _shard(copy: Copy) -> dict[str, Any]:
+    """A shard that was processed elsewhere."""
+    report = copy.report or Report(copy.epoch, copy.state)
+    return {
+        "source": copy.source,
+        "destination": copy.destination,
+        "bytes": copy.bytes,
+        "sent_bytes": report.sent_bytes.get(copy.destination, 0),
         "usd": sum(charge.usd for charge in report.money),
     }
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from control_plane.core import (
     Charge,
+    Copy,
     Failure,
     JobAction,
     JobState,
@@ -19,6 +20,7 @@ from control_plane.core import (
     SendPeers,
     SendPublish,
     SendScale,
+    SendShard,
     SendStart,
     condition_of,
     wan_links,
@@ -28,6 +30,7 @@ from control_plane.spec import JobSpec
 from control_plane.store import EventRow, JobRow, LogRow
 from geofed_pb.errors import CATALOGUE
 from geofed_pb.v1 import agent_pb2, common_pb2, control_pb2
+from scheduler import Partition as Planned
 from scheduler import PipelineShape, Plan
 
 
@@ -73,6 +76,8 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
         preempted=message.preempted,
         scale_order=message.scale_order,
         meter=message.meter,
+        shard_address=message.shard_address,
+        shards_here=message.shards_here,
     )
 
 
@@ -123,6 +128,15 @@ def command_of(action: JobAction, row: JobRow, spec: JobSpec, plan: Plan) -> age
         return agent_pb2.ToAgent(scale=wanted)
     if isinstance(action, SendPublish):
         return agent_pb2.ToAgent(publish=agent_pb2.PublishModel(job=row.id, epoch=action.epoch))
+    if isinstance(action, SendShard):
+        order = agent_pb2.SendShard(
+            job=row.id,
+            epoch=action.epoch,
+            dataset=spec.data.dataset,
+            to=action.destination,
+            address=action.address,
+        )
+        return agent_pb2.ToAgent(send_shard=order)
     stop = agent_pb2.StopPartition(job=row.id, epoch=action.epoch, reason=action.reason, discard=action.discard)
     return agent_pb2.ToAgent(stop=stop)
 
@@ -160,10 +174,17 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             codec=plan.codec,
             evaluate_every=plan.evaluate_every,
             pipeline=_pipeline(part.pipeline) if part.pipeline is not None else None,
+            shards=_shards(part, plan),
         ),
         regions=sorted(part.region for part in plan.partitions),
         resumed=action.resumed,
     )
+
+
+def _shards(part: Planned, plan: Plan) -> list[agent_pb2.ShardRef]:
+    """None where the partition is trained on its region's own, as those of older plans are."""
+    sizes = {copy.source: copy.bytes for copy in plan.copies}
+    return [agent_pb2.ShardRef(region=region, bytes=sizes.get(region, 0)) for region in part.shards]
 
 
 def _learning_rate(spec: JobSpec) -> agent_pb2.LearningRate | None:
@@ -210,11 +231,32 @@ def job_message(row: JobRow, state: JobState, plan: Plan, contacts: dict[str, fl
         ],
         rounds=plan.rounds,
         links=[control_pb2.WanLink(**asdict(link)) for link in wan_links(state)],
+        copies=[_copy(copy) for copy in state.copies],
         deadline_at=state.deadline_at or 0.0,
     )
     if state.error is not None:
         message.error.CopyFrom(error_message(state.error))
     return message
+
+
+def _copy(copy: Copy) -> control_pb2.ShardCopy:
+    report = copy.report or Report(copy.epoch, "")
+    return control_pb2.ShardCopy(
+        source=copy.source,
+        destination=copy.destination,
+        state=copy.state,
+        condition=f"region is {copy.link}" if copy.link != "live" else report.condition,
+        bytes=copy.bytes,
+        sent_bytes=report.sent_bytes.get(copy.destination, 0),
+        money=_money(report),
+    )
+
+
+def _money(report: Report) -> list[common_pb2.Money]:
+    return [
+        common_pb2.Money(item=m.item, quantity=m.quantity, unit=m.unit, usd=m.usd, source=m.source)
+        for m in report.money
+    ]
 
 
 def _partition(part: Partition, last_contact: float, planned_workers: int) -> control_pb2.PartitionStatus:
@@ -233,10 +275,7 @@ def _partition(part: Partition, last_contact: float, planned_workers: int) -> co
         condition=away or report.condition,
         metrics=report.metrics,
         sent_bytes=report.sent_bytes,
-        money=[
-            common_pb2.Money(item=m.item, quantity=m.quantity, unit=m.unit, usd=m.usd, source=m.source)
-            for m in report.money
-        ],
+        money=_money(report),
         last_contact=last_contact,
         samples_per_second=report.samples_per_second,
         preemptible=part.preemptible,

@@ -27,6 +27,7 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
         seed=spec.train.seed,
         use=tuple(spec.regions.use),
         avoid=tuple(spec.regions.avoid),
+        residency=spec.data.residency if isinstance(spec.data.residency, str) else tuple(spec.data.residency),
         parallelism=_parallelism(spec),
         stages=None if isinstance(spec.parallelism, str) else _count(spec.parallelism.pipeline.stages),
         activations=None if isinstance(spec.parallelism, str) else _fixed(spec.parallelism.pipeline.activations),

@@ -134,8 +134,9 @@ class Task(_Section):
 class Data(_Section):
     dataset: str = Field(min_length=1)
     """Name in the catalogue of the regions."""
-    residency: Literal["region"] = "region"
-    """How far the raw data may go: `region`, it stays where it is."""
+    residency: Literal["region", "cloud", "anywhere"] | list[str] = "region"
+    """How far this job lets raw data go, where their owner allows it: `region`, they stay where they are; `cloud`, into
+    regions of the same cloud; `anywhere`; or the names of the regions that they may go to."""
 
 
 class GoodEnough(_Section):

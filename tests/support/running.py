@@ -125,11 +125,11 @@ def check_succeeded(described: dict[str, Any], accuracy: float = 0.9) -> None:
     assert result["usd"] > 0
 
 
-def eventually(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+def eventually(condition: Callable[[], bool], what: str, seconds: float = 60.0, pause: float = 0.1) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
-        time.sleep(0.1)
+        time.sleep(pause)
 
 
 def supported_emulator() -> str | None:

@@ -1,0 +1,73 @@
+"""Shards that are processed elsewhere: who is told to hand over what, and when the others may begin.
+
+A region that only hands its shard over has no partition. The regions that take shards begin first; the others begin
+once all shards have come, so that no worker is paid for waiting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from control_plane.core._events import Reported, SendShard
+from control_plane.core._meters import with_all_meters
+from control_plane.core._state import ENDED_PARTITION, Copy, JobState, Partition
+
+__all__ = ["copies_ended", "copying", "held_back", "orders", "reported", "with_copy", "without_told"]
+
+_NOT_READY = ("pending", "assigned", "new", "preparing")
+
+
+def copying(state: JobState) -> bool:
+    """Whether a region still waits for a shard."""
+    takers = {copy.destination for copy in state.copies}
+    return any(part.region in takers and not _supplied(part) for part in state.partitions)
+
+
+def _supplied(part: Partition) -> bool:
+    # Until a new life of the taker has spoken, what the one before has said counts for nothing.
+    here = part.state == "preparing" and part.report is not None and part.report.shards_here
+    return here or part.state not in _NOT_READY
+
+
+def held_back(state: JobState, part: Partition) -> bool:
+    """Whether a partition is not to begin yet."""
+    takes = any(copy.destination == part.region for copy in state.copies)
+    return bool(state.copies) and not state.copied and not takes
+
+
+def orders(state: JobState) -> tuple[JobState, list[SendShard]]:
+    """What regions must be told to hand over, to addresses that they have not been told."""
+    told = []
+    for copy in state.copies:
+        part = state.partition(copy.destination)
+        address = part.report.shard_address if part is not None and part.report is not None else ""
+        if part is not None and part.state == "preparing" and address and address != copy.told:
+            state = with_copy(state, replace(copy, told=address))
+            told.append(SendShard(copy.source, copy.epoch, copy.destination, address))
+    return state, told
+
+
+def reported(state: JobState, copy: Copy, event: Reported) -> JobState:
+    """A region says how far its shard is."""
+    before, report = with_all_meters(copy, event.report)
+    return with_copy(state, replace(copy, state=report.state, report=report, counted_before=before))
+
+
+def without_told(state: JobState, region: str) -> JobState:
+    """A region has begun anew: it may wait for shards again, or, as their source, have forgotten what it was told."""
+    for copy in state.copies:
+        if copy.destination == region or (copy.source == region and copy.state != "sent"):
+            state = with_copy(state, replace(copy, told=""))
+    return state
+
+
+def with_copy(state: JobState, changed: Copy) -> JobState:
+    copies = tuple(changed if copy.source == changed.source else copy for copy in state.copies)
+    return replace(state, copies=copies)
+
+
+def copies_ended(state: JobState) -> bool:
+    """Whether no region hands anything over any more."""
+    return all(
+        copy.link == "lost" or copy.state in ENDED_PARTITION or not (copy.told or copy.report) for copy in state.copies
+    )

@@ -1,0 +1,136 @@
+"""A shard whose owner allows it is processed in another region; one whose owner does not never leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.running import PRICES, Running, check_succeeded, digits_sites, eventually
+
+from deploy.local import LocalFederation, RegionSite
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+Start = Callable[..., Running]
+BALLAST_MIB = 300
+
+
+def _sites(folder: Path, residency: Any, ballast_mib: int = 0) -> list[RegionSite]:
+    """Frankfurt has the data and no worker, Oslo workers and no data, Virginia both."""
+    frankfurt, virginia = digits_sites(folder, ["frankfurt", "virginia"])
+    frankfurt.config["capacity"] = {"workers": 0}
+    frankfurt.config["datasets"]["digits"]["residency"] = residency
+    if ballast_mib:
+        # An array in the file that the task does not look at.
+        test = Path(frankfurt.config["datasets"]["digits"]["splits"]["test"]["uri"])
+        with np.load(test) as held:
+            arrays = dict(held)
+        np.savez(test, ballast=np.arange(ballast_mib << 17), **arrays)
+    oslo = {
+        "cloud": "test",
+        "capacity": {"workers": 2, "memoryMb": 1024},
+        "prices": PRICES,
+        "channel": {"kind": "file", "path": str(folder / "channels" / "oslo")},
+    }
+    return [frankfurt, RegionSite("oslo", oslo), virginia]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    with ExitStack() as stack:
+
+        def started(residency: Any, ballast_mib: int = 0) -> Running:
+            sites = _sites(tmp_path, residency, ballast_mib)
+            return Running(stack.enter_context(LocalFederation(tmp_path / "federation", sites)), tmp_path)
+
+        yield started
+
+
+def test_a_shard_without_workers_is_trained_on_where_there_are_some(start: Start) -> None:
+    running = start(["oslo"])
+    job = running.submit("train.end.epochs=15", "data.residency=anywhere")
+    described = running.wait_end(job)
+    check_succeeded(described, accuracy=0.9)
+    plan, result = described["plan"], described["result"]
+    assert [part["region"] for part in plan["partitions"]] == ["oslo", "virginia"]
+    assert "is processed in oslo (rule: oslo)" in plan["residency"]["frankfurt"]
+    assert plan["residency"]["virginia"] == "stays in virginia (rule: region)"
+    (copy,) = result["shards"]
+    (planned,) = plan["copies"]
+    assert (copy["source"], copy["destination"], copy["bytes"]) == ("frankfurt", "oslo", planned["bytes"])
+    # Frames, offers and the list of files come on top of the shard; nothing is sent twice where nothing breaks.
+    assert planned["bytes"] < copy["sent_bytes"] < planned["bytes"] * 1.1 + 10_000
+    assert result["wan_bytes"]["frankfurt>oslo"] == copy["sent_bytes"]
+    assert not [link for link in result["wan_bytes"] if link.startswith("frankfurt>") and link != "frankfurt>oslo"]
+    (egress,) = [line for line in result["money"] if line["region"] == "frankfurt"]
+    assert egress["item"] == "egress to oslo"
+    assert egress["usd"] == pytest.approx(copy["sent_bytes"] / 1e9 * PRICES["egressUsdPerGb"])
+    assert result["predicted"]["link_bytes"]["frankfurt>oslo"] == pytest.approx(copy["sent_bytes"], rel=0.15)
+    # Its test samples count as well.
+    assert {region["name"] for region in result["regions"]} == {"oslo", "virginia"}
+    kinds = [(event["kind"], event["region"]) for event in running.events(job)]
+    for kind in (("shard.moves", "frankfurt"), ("shard.sent", "frankfurt"), ("shard.received", "oslo")):
+        assert kind in kinds
+    left = running.federation.region_state("oslo") / "state" / "shards"
+    eventually(lambda: not list(left.iterdir()), "the copy goes with the job")
+
+
+def _arrived_bytes(running: Running) -> int:
+    """Of the large file on its way, as the record beside it tells."""
+    folder = running.federation.region_state("oslo") / "state" / "shards"
+    told = 0
+    for record in folder.rglob("*.have"):
+        with contextlib.suppress(OSError, ValueError):
+            told = max(told, sum(end - begin for begin, end in json.loads(record.read_text())))
+    return told
+
+
+def test_a_copy_goes_on_where_a_killed_agent_left_it(start: Start) -> None:
+    running = start(["oslo"], ballast_mib=BALLAST_MIB)
+    job = running.submit("train.end.epochs=3", "data.residency=anywhere")
+    size, before = BALLAST_MIB << 20, 0
+    for victim in ("oslo", "frankfurt"):
+        eventually(lambda seen=before: _arrived_bytes(running) > seen, "the copy goes on", pause=0.005)
+        running.federation.kill(victim)
+        before = _arrived_bytes(running)
+        assert 0 < before < size, "it was in the middle"
+        running.federation.start_agent(victim)
+    described = running.wait_end(job)
+    assert described["state"] == "succeeded", described["error"]
+    (copy,) = described["result"]["shards"]
+    # What a killed source had sent in its last second is in no account; what had arrived is not sent again.
+    assert copy["sent_bytes"] < size * 1.5
+    assert described["result"]["wan_bytes"]["frankfurt>oslo"] == copy["sent_bytes"]
+
+
+def test_what_stays_by_its_owners_word_stays(start: Start) -> None:
+    running = start("region")
+    asked = running.federation.control_plane(
+        "explain", str(running.job_folder() / "job.yaml"), "--set", "data.residency=anywhere", "-o", "json", check=False
+    )
+    assert asked.returncode == 9, asked.stdout
+    assert "it only holds data" in asked.stdout + asked.stderr
+
+
+def test_an_agent_refuses_what_its_own_file_does_not_allow(start: Start) -> None:
+    """The control plane plans by a catalogue that says more than the file does, as if it wanted to break the rule."""
+    running = start(["oslo"])
+    folder = running.federation.region_state("frankfurt")
+    running.federation.kill("frankfurt")
+    config = json.loads((folder / "region.yaml").read_text())
+    config["datasets"]["digits"]["residency"] = "region"
+    (folder / "region.yaml").write_text(json.dumps(config))
+    # Within its lease it counts as live, with the catalogue that it told before.
+    job = running.submit("train.end.epochs=15", "data.residency=anywhere")
+    running.federation.start_agent("frankfurt")
+    described = running.wait_end(job)
+    assert described["state"] == "failed"
+    assert described["error"]["code"] == "RESIDENCY_VIOLATION", described["error"]
+    assert "frankfurt" in described["error"]["message"]
+    assert described["result"]["wan_bytes"].get("frankfurt>oslo", 0) == 0
