@@ -212,7 +212,7 @@ class Agent:
         forget_shards(shards, lambda job: self._store.partition(job) is not None)
         for name, held in self._config.datasets.items():
             if held.residency != "region":
-                self._sizes[name] = shard_bytes(held)
+                self._sizes[name] = shard_bytes(held, self._config.stores)
 
     async def _watch_gateway(self, gateway: EmbeddedGatewayProcess) -> None:
         await gateway.ended()

@@ -66,8 +66,12 @@ class PartitionShards:
         Raises ``GeofedError``: PORT_IN_USE, DISK_FULL, FRAME_INVALID, LIMIT_EXCEEDED.
         """
         dataset = self._start.task.dataset
-        self._shelves = [Shelf(self.folder / ref.region, ref.region, dataset, ref.bytes) for ref in self._foreign]
-        if all(shelf.complete for shelf in self._shelves):
+
+        def look() -> bool:
+            self._shelves = [Shelf(self.folder / ref.region, ref.region, dataset, ref.bytes) for ref in self._foreign]
+            return all(shelf.complete for shelf in self._shelves)
+
+        if await asyncio.to_thread(look):
             self.here = True
             return
         port = ShelfPort(self._start.job, self._config.name, self._config.cloud, self._shelves)

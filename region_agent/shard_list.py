@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from geofed_pb.errors import GeofedError
-from region_agent.config import DatasetConfig
+from region_agent.config import DatasetConfig, StoreConfig
 from region_agent.shards import shard_files
+from region_agent.worker.fetching import fetch_split
+from region_agent.worker.invocation import ShardFile
 from sync.framing import digest_of
+from sync.ps.storage import disk_full_is_told
 
-__all__ = ["LARGEST_LIST_BYTES", "Listed", "ListedFile", "ShardList", "is_local", "listed", "read_list", "shard_bytes"]
+__all__ = ["LARGEST_LIST_BYTES", "Listed", "ListedFile", "ShardList", "listed", "read_list", "shard_bytes"]
 
+_log = logging.getLogger("geofed.shard")
 LARGEST_LIST_BYTES = 32 << 20
 _READ_BYTES = 1 << 20
 _SPLIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -107,15 +113,14 @@ class Listed:
         return self.paths[index]
 
 
-def listed(name: str, dataset: DatasetConfig) -> Listed:
-    """Read a shard through and list it. Blocking; raises ``GeofedError("SHARD_UNREADABLE")``."""
-    if not is_local(dataset):
-        text = f"the shard of {name} is in an object store, and only files and folders are handed to other regions"
-        raise GeofedError("SHARD_UNREADABLE", text, hint="give it `residency: region` in the region's file")
+def listed(name: str, dataset: DatasetConfig, stores: Mapping[str, StoreConfig], stage: Path) -> Listed:
+    """Read a shard through and list it; one in an object store is brought into the folder ``stage`` first.
+
+    Blocking; raises ``GeofedError``: SHARD_UNREADABLE, DISK_FULL.
+    """
     files, paths, marks = [], [], []
-    for split, found in sorted(shard_files(dataset, {}).items()):
-        for file in found:
-            path = Path(file.path)
+    for split, found in sorted(shard_files(dataset, dict(stores)).items()):
+        for file, path in zip(found, _local(found, stage / split), strict=True):
             mark = _mark(path)
             entry = ListedFile(split=split, name=file.name, folder=file.folder, size=mark[0], digest=_digest(path))
             files.append(entry)
@@ -124,20 +129,28 @@ def listed(name: str, dataset: DatasetConfig) -> Listed:
     return Listed(ShardList(dataset=name, files=tuple(files)), tuple(paths), tuple(marks))
 
 
-def is_local(dataset: DatasetConfig) -> bool:
-    """Whether its files lie on this machine."""
-    return not any(part.uri.startswith("s3://") for part in dataset.splits.values())
+def _local(files: tuple[ShardFile, ...], stage: Path) -> list[Path]:
+    """Where the files of a split lie. What an earlier try has brought is not asked for again."""
+    if all(file.path for file in files):
+        return [Path(file.path) for file in files]
+    with disk_full_is_told(stage):
+        stage.mkdir(parents=True, exist_ok=True)
+        fetch_split(files, stage)
+    return [stage / file.name for file in files]
 
 
-def shard_bytes(dataset: DatasetConfig) -> dict[str, int]:
-    """Bytes of each split; empty where they cannot be told, or are in an object store. Blocking."""
-    if not is_local(dataset):
-        return {}
+def shard_bytes(dataset: DatasetConfig, stores: Mapping[str, StoreConfig]) -> dict[str, int]:
+    """Bytes of each split; empty where they cannot be told. Blocking."""
     try:
-        found = shard_files(dataset, {})
-        return {split: sum(os.stat(file.path).st_size for file in files) for split, files in found.items()}
-    except (GeofedError, OSError):
+        found = shard_files(dataset, dict(stores))
+        return {split: sum(_size(file) for file in files) for split, files in found.items()}
+    except (GeofedError, OSError) as error:
+        _log.warning("how large a shard is cannot be told, so it is processed here only: %s", error)
         return {}
+
+
+def _size(file: ShardFile) -> int:
+    return os.stat(file.path).st_size if file.path else file.size or 0
 
 
 def _mark(path: Path) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from region_agent.shard_list import Listed, ShardList, listed
 from region_agent.shard_taking import LIST_SEQUENCE
 from region_agent.store import AgentStore
 from sync.ps.events import Manifest, Peer
+from sync.ps.intake import LARGEST_UPDATE_BYTES
 from sync.ps.link import Courier
 from sync.ps.storage import write_durably
 from sync.transport.sockets import Tls
@@ -76,6 +78,8 @@ class Sending:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        if self.state == "stopped":
+            await asyncio.to_thread(shutil.rmtree, self._stage, ignore_errors=True)
 
     def stopped(self) -> None:
         """The job has ended: the last word on what this has cost. What is still on its way is not counted any more."""
@@ -106,6 +110,11 @@ class Sending:
             self._report(durable=False)
             await asyncio.sleep(pause)
 
+    @property
+    def _stage(self) -> Path:
+        """For what is in an object store."""
+        return self._hands.folder / self.job
+
     # One try
 
     async def _send(self) -> None:
@@ -115,14 +124,18 @@ class Sending:
         check_sending(config, order, there.cloud)
         self._condition = "reading the shard"
         self._report(durable=False)
-        shard = await asyncio.to_thread(listed, order.dataset, config.datasets[order.dataset])
+        dataset = config.datasets[order.dataset]
+        shard = await asyncio.to_thread(listed, order.dataset, dataset, config.stores, self._stage)
         begun, before = time.monotonic(), self._sent
         self._happened("shard.sending", f"{shard.shard.total_bytes:,} bytes to {order.to}", shard.shard)
+        if (largest := max(file.size for file in shard.shard.files)) > LARGEST_UPDATE_BYTES:
+            raise GeofedError("LIMIT_EXCEEDED", f"a file of {largest} bytes; {LARGEST_UPDATE_BYTES} at most are taken")
         await self._carry(shard, there)
         seconds, sent = time.monotonic() - begun, self._sent - before
         text = f"{order.to} has all of it: {sent:,} bytes in {seconds:.1f} s"
         self._happened("shard.sent", text, shard.shard, sent_bytes=sent, seconds=seconds)
         self._hands.store.keep_sent(self.job)
+        await asyncio.to_thread(shutil.rmtree, self._stage, ignore_errors=True)
         self._enter("sent")
 
     async def _introduced(self) -> sync_pb2.Introduction:

@@ -30,6 +30,10 @@ __all__ = ["Placed", "best_moves", "train_samples"]
 
 WORTH = 0.1
 """Share of the money, or of the time, that moving data must save: raw data are not sent around for less."""
+CONVERSATION_ROUND_TRIPS = 9
+"""Before the bytes: two connections with TLS and a call on each, the list of files offered and sent, one more file
+offered, a bulk stream opened with TLS. Reading the files for their digests is not counted: a processor does that faster
+than links are."""
 MOST_PLACES = 3
 """Regions that are tried for one shard: the best by a rough sum of money, and by one of time."""
 MOST_PLANS, LEAST_PLANS, MOST_REGIONS_PLANNED = 60, 12, 500
@@ -232,7 +236,8 @@ def _copy(home: Region, other: Region, demand: Demand) -> Copy:
     held = _held(home, demand.dataset)
     size = (_shard_bytes(held) if held is not None else None) or 0
     path = link_table((home, other))[home.name, other.name]
-    return Copy(home.name, other.name, size, pace(path, size).total_seconds, size / 1e9 * path.usd_per_gb)
+    seconds = pace(path, size).total_seconds + CONVERSATION_ROUND_TRIPS * path.rtt_seconds
+    return Copy(home.name, other.name, size, seconds, size / 1e9 * path.usd_per_gb)
 
 
 # Shards where they are processed
@@ -343,7 +348,7 @@ def _rule(region: Region, held: Dataset, snapshot: Snapshot, demand: Demand) -> 
     if demand.residency == "region":
         return f"{told}; of the job: region"
     if _shard_bytes(held) is None:
-        return f"{told}; its size is not known, or it is in an object store"
+        return f"{told}; its size is not known"
     if not any(_may_take(region, other, snapshot, demand) for other in snapshot.regions):
         return f"{told}; no other region may and can process it"
     return f"{told}; elsewhere it would not save {WORTH:.0%}"

@@ -85,6 +85,9 @@ class Meter(grpc.aio.ServerInterceptor, Collector):
             for other, count in part.report.sent_bytes.items():
                 link = (part.region, other)
                 bytes_[link] = bytes_.get(link, 0) + count
+        for copy in (copy for entry in jobs for copy in entry.state.copies):
+            for other, count in copy.report.sent_bytes.items() if copy.report is not None else ():
+                bytes_[copy.source, other] = bytes_.get((copy.source, other), 0) + count
         for region, count in completed.items():
             rounds.add_metric([region], count)
         for link, count in bytes_.items():

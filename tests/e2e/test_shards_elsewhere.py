@@ -6,13 +6,15 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.running import PRICES, Running, check_succeeded, digits_sites, eventually
+from support.running import PRICES, Running, check_succeeded, digits_sites, eventually, supported_emulator
 
+from deploy.emulator import Emulator, load_profile
 from deploy.local import LocalFederation, RegionSite
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -24,14 +26,7 @@ BALLAST_MIB = 300
 def _sites(folder: Path, residency: Any, ballast_mib: int = 0) -> list[RegionSite]:
     """Frankfurt has the data and no worker, Oslo workers and no data, Virginia both."""
     frankfurt, virginia = digits_sites(folder, ["frankfurt", "virginia"])
-    frankfurt.config["capacity"] = {"workers": 0}
-    frankfurt.config["datasets"]["digits"]["residency"] = residency
-    if ballast_mib:
-        # An array in the file that the task does not look at.
-        test = Path(frankfurt.config["datasets"]["digits"]["splits"]["test"]["uri"])
-        with np.load(test) as held:
-            arrays = dict(held)
-        np.savez(test, ballast=np.arange(ballast_mib << 17), **arrays)
+    _gives(frankfurt, residency, ballast_mib)
     oslo = {
         "cloud": "test",
         "capacity": {"workers": 2, "memoryMb": 1024},
@@ -39,6 +34,18 @@ def _sites(folder: Path, residency: Any, ballast_mib: int = 0) -> list[RegionSit
         "channel": {"kind": "file", "path": str(folder / "channels" / "oslo")},
     }
     return [frankfurt, RegionSite("oslo", oslo), virginia]
+
+
+def _gives(site: RegionSite, residency: Any, ballast_mib: int = 0) -> None:
+    """It has no workers, and lets its shard go."""
+    site.config["capacity"] = {"workers": 0}
+    site.config["datasets"]["digits"]["residency"] = residency
+    if ballast_mib:
+        # An array in the file that the task does not look at.
+        test = Path(site.config["datasets"]["digits"]["splits"]["test"]["uri"])
+        with np.load(test) as held:
+            arrays = dict(held)
+        np.savez(test, ballast=np.arange(ballast_mib << 17), **arrays)
 
 
 @pytest.fixture
@@ -107,6 +114,37 @@ def test_a_copy_goes_on_where_a_killed_agent_left_it(start: Start) -> None:
     # What a killed source had sent in its last second is in no account; what had arrived is not sent again.
     assert copy["sent_bytes"] < size * 1.5
     assert described["result"]["wan_bytes"]["frankfurt>oslo"] == copy["sent_bytes"]
+
+
+@pytest.mark.netns
+def test_over_a_wan_it_takes_its_own_link_and_no_other(tmp_path: Path) -> None:
+    if (reason := supported_emulator()) is not None:
+        pytest.skip(reason)
+    frankfurt, shanghai, virginia = digits_sites(tmp_path, ["frankfurt", "shanghai", "virginia"])
+    _gives(frankfurt, ["virginia"], ballast_mib=32)
+    frankfurt.config["links"] = {"virginia": {"rttMs": 90, "mbps": 300}}
+    with (
+        Emulator(load_profile("china-eu-us-3"), state_dir=tmp_path / "emulator") as emulator,
+        LocalFederation(tmp_path / "federation", [frankfurt, shanghai, virginia], emulator=emulator) as federation,
+    ):
+        running = Running(federation, tmp_path)
+        job = running.submit("train.end.epochs=1", "train.evaluateEvery=0", "data.residency=anywhere")
+        described = running.wait_end(job)
+        check_succeeded(described, accuracy=0.0)
+        events = {event["kind"]: event for event in running.events(job)}
+        sent = emulator.bytes()
+    (planned,) = described["plan"]["copies"]
+    took = events["shard.sent"]["data"]["seconds"]
+    print(f"the copy of {planned['bytes']} bytes: planned {planned['seconds']:.2f} s, took {took:.2f} s")
+    metered = described["result"]["wan_bytes"]
+    assert planned["bytes"] < metered["frankfurt>virginia"] < planned["bytes"] * 1.1
+    for source, destination in permutations(("frankfurt", "shanghai", "virginia"), 2):
+        payload, back = metered.get(f"{source}>{destination}", 0), metered.get(f"{destination}>{source}", 0)
+        # What goes the other way is acknowledged.
+        most = payload * 1.3 + back * 0.03 + 60_000
+        assert sent[source, destination] < most, f"{source}>{destination}: more than the meters know"
+    others = {link: count for link, count in sent.items() if link[0] == "frankfurt" and link[1] != "virginia"}
+    assert max(others.values()) < planned["bytes"] / 10, "nothing of the shard goes another way"
 
 
 def test_what_stays_by_its_owners_word_stays(start: Start) -> None:

@@ -19,9 +19,9 @@ from support.relay import Relay
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import channel, error_of, region_name
 from geofed_pb.v1 import agent_pb2, sync_pb2, sync_pb2_grpc
-from region_agent.config import RegionConfig, load_config
+from region_agent.config import DatasetConfig, RegionConfig, SplitConfig, StoreConfig, load_config
 from region_agent.partition_events import Happened
-from region_agent.shard_list import ListedFile, ShardList, read_list
+from region_agent.shard_list import ListedFile, ShardList, read_list, shard_bytes
 from region_agent.shard_sending import Hands, Sending
 from region_agent.shard_taking import Shelf, ShelfPort, forget_shards, open_port
 from region_agent.store import AgentStore
@@ -314,6 +314,31 @@ async def test_a_file_that_changes_on_the_way_is_read_anew(source: Source, west:
             await asyncio.wait_for(taker.port.complete(), 60)
             await source.until("sent")
             check_same(source, taker.shelf)
+
+
+def test_a_shard_in_an_object_store_takes_the_same_way(tmp_path: Path, store: StoreConfig) -> None:
+    async def within() -> None:
+        folder = tmp_path / "east"
+        folder.mkdir()
+        splits = {
+            "train": SplitConfig(uri="s3://shards/train/", samples=1),
+            "test": SplitConfig(uri="s3://shards/one.npz", samples=1),
+        }
+        held = DatasetConfig(store="minio", splits=splits, residency="anywhere")
+        assert shard_bytes(held, {"minio": store}) == {"train": 1001, "test": 3}
+        config = _config(folder, "east").model_copy(update={"datasets": {"digits": held}, "stores": {"minio": store}})
+        source = Source(folder, config)
+        async with taking(tmp_path / "west") as taker:
+            sending = source.send(taker.address)
+            await asyncio.wait_for(taker.port.complete(), 60)
+            assert await source.until("sent") == "sent"
+            await sending.close()
+            laid = taker.shelf.laid_out()
+        found = {file.name: Path(file.path).read_bytes() for files in laid.values() for file in files}
+        assert found == {"a.npy": b"a" * 1000, "deep/b.npy": b"b", "one.npz": b"one"}
+        assert not list((folder / "sending").iterdir()), "nothing is left of what was brought from the store"
+
+    asyncio.run(within())
 
 
 @runs

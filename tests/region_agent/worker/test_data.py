@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from geofed_pb.errors import GeofedError
-from region_agent.worker import data as module
+from region_agent.worker import fetching as module
 from region_agent.worker.batches import Batches
 from region_agent.worker.data import BatchStream, evaluation_batches, fetch_split, joined
 from region_agent.worker.invocation import ShardFile, Stretch
