@@ -45,6 +45,7 @@ _STOP_GRACE_SECONDS = 2.0
 async def serve(config: PsConfig) -> None:
     """Run one partition's parameter server until it is told to stop."""
     settings, _ = ExchangeSettings.of(config.wan_settings)
+    background = bool(settings.background) and len(config.regions) > 1
     setup = Setup(
         region=config.region,
         regions=tuple(sorted(config.regions)),
@@ -53,10 +54,11 @@ async def serve(config: PsConfig) -> None:
         steps_per_round=config.steps_per_round,
         evaluate_every=config.evaluate_every,
         # A region alone has nothing to wait for.
-        background=bool(settings.background) and len(config.regions) > 1,
+        background=background,
         quorum=int(settings.quorum),
         lead=int(settings.lead),
         rerouted=bool(settings.choose_topology),
+        sums=background and not (settings.damping or settings.compensation),
     )
     identity = functools.partial(_identity, config)
     identity()

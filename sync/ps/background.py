@@ -278,11 +278,14 @@ class Background(Machine):
         )
 
     def _mergeable(self) -> list[Manifest]:
-        """Remote updates that can be merged next: of no later round than ours, unless a merge takes what there is."""
+        """Remote updates that can be merged next: of no later round than ours, unless a merge takes what there is.
+
+        One that sums up several rounds comes from a region that was away, and need not wait for the last of them.
+        """
         all_ended = self._own_last and self._pending is None
         up_to = None if self.setup.quorum or all_ended else self._ended_sequence
         there = [manifest for region in self.setup.others for manifest in self.ledger.next_of(region)]
-        return [manifest for manifest in there if up_to is None or manifest.sequence <= up_to]
+        return [manifest for manifest in there if up_to is None or manifest.begins <= up_to]
 
     def _waits_for_quorum(self, sequence: int, fresh: set[str]) -> list[Action] | None:
         """None: it does not wait."""
@@ -350,7 +353,7 @@ class Background(Machine):
                 ordered,
                 step=self._open_step,
                 samples=self._samples + (own.weight if own else 0.0),
-                applied=self._applied + sum(1 for m in ordered if m.region != self.setup.region),
+                applied=self._applied + sum(m.rounds for m in ordered if m.region != self.setup.region),
                 version=self._version + 1,
                 watermarks=tuple(sorted((r, mark) for r, mark in marks.items() if r != self.setup.region)),
                 staleness=tuple(
@@ -371,6 +374,7 @@ class Background(Machine):
         self._sequence, self._step, self._version = apply.sequence, apply.step, apply.version
         self._samples, self._applied = apply.samples, apply.applied
         self._model_digest, self._lasts = event.digest or self._model_digest, set(apply.lasts)
+        self.ledger.sums.model_bytes = event.model_bytes
         self.ledger.marks |= dict(apply.watermarks) | {self.setup.region: apply.sequence}
         self._stretches |= {manifest.region: manifest.stretch for manifest in apply.manifests}
         if any(manifest.region == self.setup.region for manifest in apply.manifests):

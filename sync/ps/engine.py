@@ -43,6 +43,7 @@ from sync.ps.events import (
     StartGrace,
     StartPatience,
     Stored,
+    SumUp,
 )
 from sync.ps.machine import Machine, Setup
 from sync.ps.steering import Steering
@@ -158,7 +159,7 @@ class Engine:
             case Refuse():
                 error = GeofedError(action.code, action.text)
                 self._answer(action.call, lambda future: future.set_exception(error))
-            case Merge() | Log() | Prepare() | Apply() | Restart() | Keep() | Forget():
+            case Merge() | Log() | Prepare() | SumUp() | Apply() | Restart() | Keep() | Forget():
                 self._start(self._in_thread(action))
             case StartGrace():
                 over = GraceOver(action.sequence)

@@ -73,6 +73,20 @@ class Manifest:
     """Every region has the region's updates before this sequence, as far as it knew when it sent this one."""
     ends: int = 0
     """Where the job ends before its plan: the last round of all regions, or, with background exchange, of this one."""
+    first: int = 0
+    """The first of the rounds whose changes it sums up, up to its sequence; 0: it is that of one round."""
+    takes_sums: bool = False
+    """Its region understands updates that sum up several rounds."""
+
+    @property
+    def begins(self) -> int:
+        """The first round that it is of."""
+        return self.first or self.sequence
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds it is of."""
+        return self.sequence - self.begins + 1
 
     @property
     def saw(self) -> dict[str, int]:
@@ -207,6 +221,38 @@ class PeerHas:
 
 
 @dataclass(frozen=True)
+class Tried:
+    """An update's bytes are about to be sent to a peer: from now on it may be there."""
+
+    region: str
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Unreached:
+    """Nothing could be sent to a peer at the last try."""
+
+    region: str
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Updates are summed up in one."""
+
+    peer: str
+    """Whom it is for; empty: for all."""
+    manifest: Manifest | None
+    """None: one of them was forgotten meanwhile."""
+
+
+@dataclass(frozen=True)
+class SumGone:
+    """A sum's bytes are not here any more."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
 class Lapsed:
     """Another region has lost its state: it has nothing of what it was known to have."""
 
@@ -249,6 +295,8 @@ class Applied:
     """Channel key of what leads the workers to the model; empty: nothing does, they load it whole."""
     refused: tuple[tuple[str, str], ...] = ()
     """Regions whose update did not pass the guard, with the reason."""
+    model_bytes: int = 0
+    """Of the whole model in float32."""
 
 
 @dataclass(frozen=True)
@@ -295,6 +343,10 @@ Event = (
     | Prepared
     | Stored
     | PeerHas
+    | Tried
+    | Unreached
+    | Summed
+    | SumGone
     | Lapsed
     | GraceOver
     | PatienceOver
@@ -440,6 +492,16 @@ class Ship:
 
 
 @dataclass(frozen=True)
+class SumUp:
+    """Make one update of several of a region, for a peer that has been away; then say `Summed`."""
+
+    peer: str
+    """Empty: for all."""
+    manifests: tuple[Manifest, ...]
+    """In order, without a gap; the first may be a sum itself."""
+
+
+@dataclass(frozen=True)
 class Apply:
     """Merge updates into the model, make model and watermarks durable; then say `Applied`."""
 
@@ -504,6 +566,8 @@ class Forget:
 
     up_to: tuple[tuple[str, int], ...]
     """Sorted; ours are those of the outbox."""
+    sums: tuple[str, ...] = ()
+    """Digests of sums that are not sent any more."""
 
 
 @dataclass(frozen=True)
@@ -521,6 +585,7 @@ Action = (
     | Log
     | Prepare
     | Ship
+    | SumUp
     | Apply
     | Restart
     | StartGrace

@@ -23,9 +23,9 @@ from geofed_pb.v1 import common_pb2, sync_pb2
 from sync.ps.arrival import Tickets
 from sync.ps.config import PsConfig
 from sync.ps.engine import Engine
-from sync.ps.events import Lapsed, Manifest, Peer, PeerHas, Ship, Stored, Verdict
+from sync.ps.events import Lapsed, Manifest, Peer, PeerHas, Ship, Stored, SumGone, Tried, Unreached, Verdict
 from sync.ps.intake import LARGEST_UPDATE_BYTES, Intake
-from sync.ps.link import Courier, Tls, manifest_of
+from sync.ps.link import Courier, Notices, Tls, manifest_of
 from sync.ps.rejoin import answer_of
 from sync.transport.receiver import BulkPort
 from sync.wan import LinkSample
@@ -80,12 +80,18 @@ class Links:
             courier = self.couriers[region] = Courier(
                 self._config.job,
                 self._identity,
-                lambda manifest: storage.update_path(manifest.region, manifest.sequence),
+                storage.path_of,
                 self._arrived,
                 self._config.stall_seconds,
                 self._engine.notify,
                 self._collect,
                 lambda: self.bulk.port if self.bulk else 0,
+                Notices(
+                    lambda peer, manifest: self._engine.feed(Tried(peer, manifest)),
+                    lambda peer: self._engine.feed(Unreached(peer)),
+                    lambda peer, origin, sequence: self._engine.feed(PeerHas(peer, sequence, origin)),
+                    lambda manifest: self._engine.feed(SumGone(manifest)),
+                ),
             )
             for name, work in (("courier to", courier.run()), ("calls from", courier.collect())):
                 task = asyncio.create_task(work, name=f"{name} {region}")
@@ -176,6 +182,8 @@ class ExchangeService(Intake):
             raise GeofedError("LIMIT_EXCEEDED", f"an update of {proto.total_bytes} bytes")
         if not (math.isfinite(proto.weight) and proto.weight >= 0 and _DIGEST.fullmatch(proto.digest)):
             raise GeofedError("FRAME_INVALID", "an update whose weight or digest is none")
+        if proto.first and not 0 < proto.first <= proto.sequence:
+            raise GeofedError("FRAME_INVALID", f"an update of the rounds {proto.first} to {proto.sequence}")
         manifest = manifest_of(proto)
         return replace(manifest, seen=tuple(one for one in manifest.seen if one[0] in config.regions))
 
@@ -183,7 +191,10 @@ class ExchangeService(Intake):
         return self._engine.machine.verdict(manifest, via) if job == self._config.job else Verdict.LATER
 
     def place_of(self, manifest: Manifest) -> Path:
-        return self._engine.storage.update_path(manifest.region, manifest.sequence)
+        return self._engine.storage.update_path(manifest.region, manifest.sequence, manifest.first)
+
+    def next_of(self, region: str) -> int:
+        return self._engine.machine.ledger.newest(region) + 1
 
     def stored(self, manifest: Manifest) -> None:
         self._engine.feed(Stored(manifest))

@@ -63,6 +63,10 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
         """Where it is to be, once it is durable."""
         raise NotImplementedError
 
+    def next_of(self, region: str) -> int:
+        """The first of a region's updates that is not here; 0: that is not told."""
+        return 0
+
     def stored(self, manifest: Manifest) -> None:
         """It is durable."""
         raise NotImplementedError
@@ -91,6 +95,8 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
             self._incoming.pop((manifest.region, manifest.sequence), None)
             reply.have_bytes = manifest.total_bytes
             reply.ticket = self._tickets.issue(caller, None)
+        elif verdict is Verdict.LATER and job == self._job:
+            reply.next = self.next_of(manifest.region)
         return reply
 
     def _arrival(self, manifest: Manifest) -> Arrival:

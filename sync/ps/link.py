@@ -25,7 +25,7 @@ from sync.ps.events import Manifest, Peer
 from sync.transport.ranges import Ranges, pieces
 from sync.transport.sockets import Tls
 
-__all__ = ["Courier", "LinkMeter", "Tls", "manifest_of", "manifest_to_proto"]
+__all__ = ["Courier", "LinkMeter", "Notices", "Tls", "manifest_of", "manifest_to_proto"]
 
 _log = logging.getLogger("geofed.ps.link")
 _UNASKED_BYTES = CHUNK_BYTES
@@ -78,6 +78,8 @@ def manifest_to_proto(job: str, manifest: Manifest) -> sync_pb2.UpdateManifest:
         stretch=manifest.stretch,
         settled=manifest.settled,
         ends=manifest.ends,
+        first=manifest.first,
+        takes_sums=manifest.takes_sums,
     )
 
 
@@ -95,7 +97,23 @@ def manifest_of(proto: sync_pb2.UpdateManifest) -> Manifest:
         min(max(proto.stretch, 1), _LONGEST_STRETCH),
         proto.settled,
         proto.ends,
+        proto.first,
+        proto.takes_sums,
     )
+
+
+@dataclass(frozen=True)
+class Notices:
+    """What a courier tells as it goes."""
+
+    trying: Callable[[str, Manifest], None] = lambda peer, manifest: None
+    """An update's bytes are about to be sent."""
+    failed: Callable[[str], None] = lambda peer: None
+    """The peer could not be reached, or broke off."""
+    has: Callable[[str, str, int], None] = lambda peer, region, sequence: None
+    """The peer wants another update of that region first: it has all up to this one."""
+    missing: Callable[[Manifest], None] = lambda manifest: None
+    """An update's bytes are not here any more."""
 
 
 class Courier:
@@ -116,11 +134,12 @@ class Courier:
         broke: Callable[[], None] = lambda: None,
         dial_back: Callable[[str, tuple[str, int], int], None] = lambda region, address, streams: None,
         bulk_port: Callable[[], int] = lambda: 0,
+        notices: Notices = Notices(),
     ) -> None:
         """``dial_back`` has streams dialled to a peer that asks for it; ``bulk_port`` is ours, for the peer to dial."""
         self._job, self._identity, self._path_of, self._arrived = job, identity, path_of, arrived
         self._stall_seconds, self._broke = stall, broke
-        self._dial_back = dial_back
+        self._dial_back, self._notices = dial_back, notices
         self.meter = LinkMeter()
         self._bulk = BulkWay(job, identity, stall, self._count_sent, bulk_port)
         self._bulk_refused_until = 0.0
@@ -192,6 +211,7 @@ class Courier:
                 # Which one of a train it was, the next tries will tell, one by one.
                 if len(train) <= 1:
                     self._waiting.pop((manifest.sequence, manifest.region), None)
+                    self._notices.missing(manifest)
                 continue
             except (grpc.RpcError, GeofedError, OSError) as error:
                 await self._note_failure(error)
@@ -230,6 +250,7 @@ class Courier:
             self.meter.up, self.meter.fault = False, str(told) or type(told).__name__
         self.meter.failures += 1
         self._trusted = False
+        self._notices.failed(peer.region)
         if not isinstance(error, grpc.RpcError):
             # After a cut a new connection is there sooner than an old one comes to itself.
             await self._close_channel()
@@ -249,6 +270,7 @@ class Courier:
             if not (self._bulk.is_collected and _is_unavailable(error)):
                 raise
             with self._mapped(manifest) as view:
+                self._notices.trying(self._require_peer().region, manifest)
                 reply = await self._bulk.send_collected(manifest_to_proto(self._job, manifest), view)
             self.meter.slow_way = "the peer dials, since it cannot be reached from here"
             self._note_bulk()
@@ -256,6 +278,8 @@ class Courier:
             raise GeofedError("FENCED", f"{self._require_peer().region} knows a newer epoch of {manifest.region}")
         self._bulk.learn(reply)
         self.meter.up = True
+        if reply.verdict == sync_pb2.OfferReply.VERDICT_UNKNOWN and reply.next:
+            self._notices.has(self._require_peer().region, manifest.region, reply.next - 1)
         self._trusted = bool(reply.verdict == sync_pb2.OfferReply.VERDICT_HAVE)
         return self._trusted
 
@@ -295,6 +319,7 @@ class Courier:
 
     async def _send_whole(self, manifest: Manifest) -> sync_pb2.OfferReply:
         with self._mapped(manifest) as view:
+            self._notices.trying(self._require_peer().region, manifest)
             return await self._send(manifest, manifest_to_proto(self._job, manifest), view, ())
 
     async def _carry_directly(self, manifest: Manifest) -> sync_pb2.OfferReply:
@@ -307,16 +332,19 @@ class Courier:
         bulk = large and time.monotonic() >= self._bulk_refused_until
         with self._mapped(manifest) as view:
             if trusted and bulk and self._bulk.knows_the_way:
+                self._notices.trying(self._require_peer().region, manifest)
                 reply = await self._bulk.send(proto, view, have=())
                 self._note_bulk()
                 return reply
             if trusted and not large:
+                self._notices.trying(self._require_peer().region, manifest)
                 return await self._send(manifest, proto, view, ())
             reply = await self._offer(proto)
             if reply.verdict != sync_pb2.OfferReply.VERDICT_WANT:
                 return reply
             self._bulk.learn(reply)
             have = tuple((item.begin, item.end) for item in reply.have)
+            self._notices.trying(self._require_peer().region, manifest)
             if bulk and self._bulk.knows_the_way:
                 try:
                     reply = await self._bulk.send(proto, view, have)

@@ -49,6 +49,10 @@ from sync.ps.events import (
     Restarted,
     Stepped,
     Stored,
+    SumGone,
+    Summed,
+    Tried,
+    Unreached,
     Verdict,
 )
 from sync.ps.ledger import NO_MODEL, Ledger
@@ -80,6 +84,9 @@ class Setup:
     """Rounds that this region may be ahead of the last update here of any other that keeps up; 0: any number."""
     rerouted: bool = False
     """The ways of updates may change while the job runs."""
+    sums: bool = False
+    """Updates may be summed up for a region that has been away: with background exchange, where it makes no difference
+    how old an update is."""
 
     def contributors(self, sequence: int) -> tuple[str, ...]:
         """The regions that make an update of a round."""
@@ -125,6 +132,8 @@ class Recovered:
     """The last round whose end is in the log."""
     correction_key: str = ""
     """What the last merge leads the workers to the model with."""
+    model_bytes: int = 0
+    """Of the whole model in float32; 0: there is none yet."""
     attempt: int = 1
     """Background exchange: of the workers, the last that began from where this state says; a later one has yet to."""
     ends: int = 0
@@ -160,6 +169,7 @@ class Machine(abc.ABC):
         marks = dict.fromkeys(setup.regions, recovered.sequence) | dict(recovered.marks)
         kept = [*recovered.inbox, *recovered.outbox]
         self.ledger = Ledger(setup.region, setup.regions, kept, marks, rerouted=setup.rerouted)
+        self.ledger.sums.model_bytes = recovered.model_bytes
         self._boundary = Boundary()
         self._merge, self._evaluation = StepMerge(setup.workers), Evaluation(setup.workers)
         self._attaching: dict[int, Attached] = {}
@@ -227,6 +237,8 @@ class Machine(abc.ABC):
         if self.ledger.knows(manifest):
             return Verdict.HAVE
         if self.lapsed:
+            return Verdict.LATER
+        if manifest.first and not (self.setup.sums and self.ledger.follows(manifest)):
             return Verdict.LATER
         possible = manifest.region in self.setup.contributors(manifest.sequence) and self._expects(manifest)
         return Verdict.WANT if possible else Verdict.LATER
@@ -336,7 +348,22 @@ class Machine(abc.ABC):
                 return self._heard(event.manifest) + self._ship() + self._try_apply()
             case PeerHas():
                 self.ledger.note(event.region, event.origin or self.setup.region, event.sequence)
-                return self._forget() + self._try_apply()
+                self.ledger.sums.reached(event.region)
+                # Where it has a part of a sum, the rest goes there instead.
+                anew = self._ship() if self.ledger.sums.there_are_some else []
+                return anew + self._forget() + self._try_apply()
+            case Tried():
+                self.ledger.sums.tried(event.region, event.manifest)
+                return []
+            case Unreached():
+                self.ledger.sums.unreached(event.region)
+                return self._sum_up()
+            case Summed():
+                self.ledger.sums.made(event.peer, event.manifest)
+                return self._ship()
+            case SumGone():
+                self.ledger.sums.gone(event.manifest)
+                return self._ship()
             case Lapsed():
                 self.ledger.lapsed(event.region)
                 return self._ship()
@@ -464,11 +491,14 @@ class Machine(abc.ABC):
         return ends[0], weight
 
     def _ship(self) -> list[Action]:
-        return list(self.ledger.ships(self.epoch))
+        return [*self.ledger.ships(self.epoch), *self._sum_up()]
+
+    def _sum_up(self) -> list[Action]:
+        return list(self.ledger.sum_up()) if self.setup.sums and not self.lapsed else []
 
     def _forget(self) -> list[Action]:
         # The last round's updates stay, so that it can be made again should its checkpoint turn out to be damaged.
-        return [Forget(self.ledger.forgettable(margin=1))]
+        return [Forget(self.ledger.forgettable(margin=1), self.ledger.sums.forget(self.ledger.has))]
 
     # Measures
 

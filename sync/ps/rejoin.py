@@ -210,7 +210,8 @@ def _all_is_kept(machine: Machine, answers: Answers) -> bool:
     for region, answer in answers.items():
         kept: dict[str, int] = {}
         for proto in answer.kept:
-            kept[proto.region] = min(kept.get(proto.region, proto.sequence), proto.sequence)
+            begins = proto.first or proto.sequence
+            kept[proto.region] = min(kept.get(proto.region, begins), begins)
         here = kept if _passes_on(machine) else {name: kept[name] for name in kept if name == region}
         if setup.region in kept or any(first > (name != setup.regions[0]) for name, first in here.items()):
             return False

@@ -237,7 +237,9 @@ class Replica:
                 continue
             # A counter of steps would outweigh all parameters.
             trained, state = contribution.delta[: self.trained], contribution.delta[self.trained :]
-            why, known = self._guard.judge(contribution.region, trained, {**self._memory, **judged})
+            why, known = self._guard.judge(
+                contribution.region, trained, {**self._memory, **judged}, contribution.rounds
+            )
             why = why or ("" if np.isfinite(state).all() else "it is not finite")
             judged[f"{_GUARD}{contribution.region}"] = known
             if why:

@@ -11,7 +11,9 @@
                                  synchronous exchange only, otherwise it is in the checkpoint
     metrics.json                 of the last evaluation
     inbox/REGION/SEQ.{frame,json}  another region's update; durable once its .json is there
+    inbox/REGION/SEQ.from-FIRST.*  one that sums up rounds FIRST to SEQ, the same
     outbox/SEQ.{frame,json}        ours, the same
+    sums/DIGEST.frame              updates that are sent summed up; made again after a restart
 
 Every file is written beside its place, flushed with fsync, renamed, and the folder flushed; a line of the log is
 flushed with fsync before what it tells is acted upon. A round's state and updates are durable before its checkpoint,
@@ -25,8 +27,9 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +59,8 @@ class Storage:
 
     def __init__(self, folder: Path, setup: Setup) -> None:
         self._folder, self._setup = folder, setup
+        self._sums = folder / "sums"
+        shutil.rmtree(self._sums, ignore_errors=True)
         for part in (folder, folder / "inbox", folder / "outbox"):
             part.mkdir(parents=True, exist_ok=True)
         self.layout: Layout | None = None
@@ -324,21 +329,47 @@ class Storage:
                 os.truncate(path, whole)
         return found
 
-    def update_path(self, region: str, sequence: int) -> Path:
-        """Where the bytes of a durable update are."""
+    def update_path(self, region: str, sequence: int, first: int = 0) -> Path:
+        """Where the bytes of a durable update are; ``first``: of the rounds that it sums up, 0 if it does not."""
         folder = self._folder / "outbox" if region == self._setup.region else self._folder / "inbox" / region
-        return folder / f"{sequence}.frame"
+        return folder / (f"{sequence}.from-{first}.frame" if first else f"{sequence}.frame")
+
+    def path_of(self, manifest: Manifest) -> Path:
+        """Where the bytes of an update are that is kept, or of a sum that was made here."""
+        made = self._sum_path(manifest.digest)
+        if manifest.first and made.exists():
+            return made
+        return self.update_path(manifest.region, manifest.sequence, manifest.first)
+
+    def _sum_path(self, digest: str) -> Path:
+        return self._sums / f"{digest.removeprefix('sha256:')}.frame"
+
+    def hold_sum(self, manifest: Manifest, pieces: Sequence[framing.Buffer]) -> None:
+        """Keep a sum of updates for as long as the process lives: what it is of is durable."""
+        path = self._sum_path(manifest.digest)
+        partial = path.with_suffix(".partial")
+        with disk_full_is_told(path):
+            self._sums.mkdir(exist_ok=True)
+            with partial.open("wb") as file:
+                for piece in pieces:
+                    file.write(piece)
+        partial.replace(path)
 
     def update(self, manifest: Manifest) -> bytes:
         """The bytes of a durable update, verified: one that has changed here would part this region's model from the
         others'."""
-        data = self.update_path(manifest.region, manifest.sequence).read_bytes()
+        data = self.path_of(manifest).read_bytes()
         if framing.digest_of([data]) != manifest.digest:
             raise GeofedError("STATE_INVALID", f"update {manifest.sequence} of {manifest.region} was damaged on disk")
         return data
 
-    def forget(self, up_to: Mapping[str, int]) -> None:
-        """Delete updates that nobody needs any more, nor a kept checkpoint to make the merges after it again."""
+    def forget(self, up_to: Mapping[str, int], sums: Iterable[str] = ()) -> None:
+        """Delete updates that nobody needs any more, nor a kept checkpoint to make the merges after it again.
+
+        ``sums``: digests of those that are not sent any more.
+        """
+        for digest in sums:
+            self._sum_path(digest).unlink(missing_ok=True)
         kept = self._marks.values()
         for region, wanted in up_to.items():
             last = min([wanted, *(marks.get(region, -1) for marks in kept)])

@@ -32,6 +32,8 @@ from sync.ps.events import (
     Prepared,
     Restart,
     Restarted,
+    Summed,
+    SumUp,
 )
 from sync.ps.machine import Recovered, Setup
 from sync.ps.replica import Numbers, Replica, expanded
@@ -123,8 +125,10 @@ class Works:
             case Keep():
                 self.storage.keep_metrics(action)
                 return Kept(action)
+            case SumUp():
+                return self._sum_up(action)
             case Forget():
-                self.storage.forget(dict(action.up_to))
+                self.storage.forget(dict(action.up_to), action.sums)
         return None
 
     # After a crash
@@ -145,7 +149,8 @@ class Works:
             recovered = replace(recovered, correction_key=key)
         begins = self.replica.model if self._over(recovered) else self.replica.start
         model_key, state_key = self._publish(recovered.sequence, begins)
-        return replace(recovered, model_key=model_key, state_key=state_key)
+        model_bytes = self.replica.model.nbytes
+        return replace(recovered, model_key=model_key, state_key=state_key, model_bytes=model_bytes)
 
     def _over(self, recovered: Recovered) -> bool:
         """Whether nothing more will change the model."""
@@ -260,6 +265,7 @@ class Works:
             action.last,
             action.stretch,
             ends=action.ends,
+            takes_sums=self.setup.sums,
         )
         self.storage.keep_update(manifest, pieces)
         self._made = None if sent is None else (digest, *sent)
@@ -289,7 +295,7 @@ class Works:
         if self.setup.background and action.sequence:
             correction = self._publish_correction(action.version)
         self._clear_channel(action.sequence, attempt)
-        return Applied(action, digest, model_key, state_key, correction, refused)
+        return Applied(action, digest, model_key, state_key, correction, refused, self.replica.model.nbytes)
 
     def _merge_updates(self, action: Apply) -> tuple[tuple[str, str], ...]:
         replica = self._replica()
@@ -333,7 +339,25 @@ class Works:
         if self._exchange.compensation and manifest.region != self.setup.region:
             then = self._history.get(manifest.saw.get(self.setup.region, 0))
             drift = None if then is None else replica.model - then
-        return Contribution(manifest.region, weight, whole, staleness, drift)
+        return Contribution(manifest.region, weight, whole, staleness, drift, manifest.rounds)
+
+    def _sum_up(self, action: SumUp) -> Summed:
+        total = np.zeros_like(self._replica().model)
+        for manifest in action.manifests:
+            try:
+                delta, part = self._decoded(manifest)
+            except FileNotFoundError:
+                # It has become known meanwhile that whoever this is for has it.
+                return Summed(action.peer, None)
+            total[part] += delta
+        last, weight = action.manifests[-1], sum(manifest.weight for manifest in action.manifests)
+        codec, facts = Float32(), {"sequence": last.sequence, "weight": weight}
+        pieces = framing.encode(codec.encode(total), {**facts, "codec": codec.mark})
+        bytes_, digest = sum(piece.nbytes for piece in pieces), framing.digest_of(pieces)
+        first = action.manifests[0].begins
+        made = replace(last, digest=digest, total_bytes=bytes_, weight=weight, first=first)
+        self.storage.hold_sum(made, pieces)
+        return Summed(action.peer, made)
 
     def _decoded(self, manifest: Manifest, room: Vector | None = None) -> tuple[Vector, slice]:
         """What an update says, in ``room`` where that fits, and for which coordinates."""

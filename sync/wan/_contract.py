@@ -24,6 +24,8 @@ class Contribution:
     """Rounds that the receiving region has completed since the last one of its own that the sender had seen."""
     drift: Vector | None = None
     """How far the receiving region's model has moved in that time, shape (n,); None where nobody asks for it."""
+    rounds: int = 1
+    """Rounds whose changes it sums up."""
 
 
 @dataclass(frozen=True)

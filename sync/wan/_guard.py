@@ -25,8 +25,8 @@ class Guard:
     def __init__(self, factor: float) -> None:
         self._factor = factor
 
-    def judge(self, region: str, delta: Vector, memory: Mapping[str, Vector]) -> tuple[str, Vector]:
-        """Why an update is refused ("": it is not), and what to remember of its region."""
+    def judge(self, region: str, delta: Vector, memory: Mapping[str, Vector], rounds: int = 1) -> tuple[str, Vector]:
+        """Why an update of so many rounds is refused ("": it is not), and what to remember of its region."""
         known = memory.get(f"guard/{region}", np.zeros(0, np.float32))
         norm = float(np.sqrt(np.dot(delta, delta))) if delta.size else 0.0
         # An overflow in float32 is judged again in float64: large is not the same as not finite.
@@ -34,6 +34,7 @@ class Guard:
             norm = float(np.linalg.norm(delta.astype(np.float64)))
         if not np.isfinite(norm):
             return "it is not finite", known
+        norm /= rounds
         median = float(np.median(known)) if known.size else 0.0
         if self._factor and known.size >= _JUDGED_FROM and median > 0 and norm > self._factor * median:
             return f"its norm of {norm:.3g} is {norm / median:.0f} times the median of the last {known.size}", known

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from sync.ps.background import Background
 from sync.ps.events import (
@@ -49,6 +50,11 @@ from sync.ps.events import (
     StartGrace,
     StartPatience,
     Stored,
+    SumGone,
+    Summed,
+    SumUp,
+    Tried,
+    Unreached,
     Verdict,
 )
 from sync.ps.machine import Machine, Recovered, Setup
@@ -77,6 +83,8 @@ class Disk:
 
     checkpoints: list[Checkpoint] = field(default_factory=lambda: [Checkpoint()])
     inbox: dict[tuple[str, int], Manifest] = field(default_factory=dict)
+    sums: dict[tuple[str, int, int], Manifest] = field(default_factory=dict)
+    """Sums that came from others, by region, first round and last."""
     outbox: dict[int, Manifest] = field(default_factory=dict)
     metrics: Keep | None = None
     ended: Log | None = None
@@ -124,6 +132,17 @@ class Ways:
     former: Pairs = ()
 
 
+MODEL_BYTES = 3
+"""Of a model in float32; an update has one."""
+
+
+def _parts_of(manifest: Manifest) -> list[str]:
+    """Digests of the updates that one sums up."""
+    parts = manifest.digest.split("+")
+    assert len(parts) == manifest.rounds
+    return parts
+
+
 class Site:
     """One region."""
 
@@ -141,6 +160,10 @@ class Site:
         self.machine: Machine | None = None
         self.work: list[Action] = []
         self.couriers: dict[str, dict[tuple[int, str], Manifest]] = {}
+        self.sums: set[str] = set()
+        """Digests of sums that were made here and are still here."""
+        self.failing: set[str] = set()
+        """Peers that could not be reached at the last try."""
         self.workers: list[Worker] = []
         self.calls = 0
         self.ghosts: set[int] = set()
@@ -159,7 +182,7 @@ class Site:
             applied=last.applied,
             model_digest=last.digest,
             model_key=f"model/{last.sequence}",
-            inbox=tuple(disk.inbox.values()),
+            inbox=(*disk.inbox.values(), *disk.sums.values()),
             outbox=tuple(disk.outbox.values()),
             metrics=disk.metrics,
             version=last.version,
@@ -169,6 +192,7 @@ class Site:
             correction_key=f"correction/{last.version}" if last.sequence > 0 else "",
             ends=last.ends,
             attempt=disk.attempt,
+            model_bytes=MODEL_BYTES,
         )
         self.machine = (Background if self.setup.background else Synchronous)(self.setup, recovered)
         self.machine.lapsed = self.began and last.sequence < 0 and not disk.marked
@@ -179,6 +203,7 @@ class Site:
     def crash(self) -> None:
         self.machine = None
         self.work, self.couriers = [], {}
+        self.sums, self.failing = set(), set()
         self.ghosts.clear()
         for worker in self.workers:
             worker.call = 0
@@ -207,6 +232,12 @@ class Site:
         self.disk.marked = True
         self.work, self.couriers = [], {}
         self.start()
+
+    def take_in(self, manifest: Manifest) -> None:
+        if manifest.first:
+            self.disk.sums[manifest.region, manifest.first, manifest.sequence] = manifest
+        else:
+            self.disk.inbox[manifest.region, manifest.sequence] = manifest
 
     def have_calls_again(self) -> None:
         """Whoever waits for an answer asks anew."""
@@ -260,7 +291,7 @@ class Site:
                 digest = f"{self.name}:{action.sequence}:{action.model_key}{'*' * self.lives}"
                 made = Manifest(
                     self.name, action.epoch, action.sequence, digest, 1, action.weight, action.seen, action.last,
-                    ends=action.ends,
+                    ends=action.ends, takes_sums=self.setup.sums,
                 )  # fmt: skip
                 disk.outbox[action.sequence] = made
                 return Prepared(made)
@@ -280,6 +311,8 @@ class Site:
                 return PatienceOver(action.sequence)
             case Apply():
                 return self._apply(action)
+            case SumUp():
+                return self._sum_up(action)
             case Keep():
                 disk.metrics = action
                 return Kept(action)
@@ -287,7 +320,28 @@ class Site:
                 up_to = dict(action.up_to)
                 disk.inbox = {k: m for k, m in disk.inbox.items() if k[1] > up_to[k[0]]}
                 disk.outbox = {s: m for s, m in disk.outbox.items() if s > up_to[self.name]}
+                disk.sums = {k: m for k, m in disk.sums.items() if k[2] > up_to[k[0]]}
+                self.sums -= {*action.sums}
         return None
+
+    def has_bytes_of(self, manifest: Manifest) -> bool:
+        if manifest.region == self.name and not manifest.first:
+            return manifest.sequence in self.disk.outbox
+        if not manifest.first:
+            return (manifest.region, manifest.sequence) in self.disk.inbox
+        key = manifest.region, manifest.first, manifest.sequence
+        return manifest.digest in self.sums or self.disk.sums.get(key, manifest).digest == manifest.digest
+
+    def _sum_up(self, action: SumUp) -> Summed:
+        parts = action.manifests
+        assert len({part.region for part in parts}) == 1
+        assert all(before.sequence + 1 == after.begins for before, after in pairwise(parts))
+        if not all(self.has_bytes_of(part) for part in parts):
+            return Summed(action.peer, None)
+        digest = "+".join(part.digest for part in parts)
+        self.sums.add(digest)
+        made = replace(parts[-1], digest=digest, total_bytes=MODEL_BYTES, first=parts[0].begins)
+        return Summed(action.peer, made)
 
     def _merge_as_they_come(self, action: Apply) -> Applied:
         base = self.disk.checkpoints[-1]
@@ -295,8 +349,8 @@ class Site:
         marks = dict(base.marks) | {self.name: base.sequence} if base.sequence >= 0 else {}
         for manifest in action.manifests:
             before = marks.get(manifest.region, 0 if base.sequence >= 0 else -1)
-            assert manifest.sequence == before + 1, f"{manifest} after {before}"
-            assert (manifest.region, manifest.sequence) in self.disk.inbox or manifest.sequence in self.disk.outbox
+            assert manifest.begins == before + 1, f"{manifest} after {before}"
+            assert self.has_bytes_of(manifest)
             marks[manifest.region] = manifest.sequence
         if action.sequence == 0:
             assert self.machine is not None
@@ -313,7 +367,8 @@ class Site:
             action.lasts, action.ends, merged,
         )  # fmt: skip
         self.disk.checkpoints = [made]
-        return Applied(action, "", f"model/{action.sequence}", "", f"correction/{action.version}")
+        key = f"correction/{action.version}"
+        return Applied(action, "", f"model/{action.sequence}", "", key, model_bytes=MODEL_BYTES)
 
     def _apply(self, action: Apply) -> Applied:
         if self.setup.background:
@@ -450,18 +505,23 @@ class Site:
         machine = self.machine
         if machine is None or machine.attempt == 1:
             return
-        before = copy.deepcopy((vars(machine) | {"ledger": None}, vars(machine.ledger)))
+        before = copy.deepcopy(_all_of(machine))
         for doing in ("attach", "step", "boundary", "evaluate"):
             for known in (False, True):
                 ghost = Worker(machine.attempt - 1, doing, round=max(0, machine.sequence), known=known)
                 self.calls += 1
                 answered = machine.handle(self._request(ghost, 0, self.calls, ghost.attempt))
                 assert [type(action) for action in answered] == [Refuse], answered
-        assert (vars(machine) | {"ledger": None}, vars(machine.ledger)) == before
+        assert _all_of(machine) == before
 
     @property
     def finished(self) -> bool:
         return self.machine is not None and self.machine.finished
+
+
+def _all_of(machine: Machine) -> tuple[dict[str, object], ...]:
+    ledger = machine.ledger
+    return vars(machine) | {"ledger": None}, vars(ledger) | {"sums": None}, vars(ledger.sums)
 
 
 def around(names: list[str], cut: set[frozenset[str]]) -> Pairs:
@@ -489,11 +549,12 @@ class Miniature:
         lead: int = 0,
         neighbours: Pairs = (),
         rerouted: bool = False,
+        sums: bool = False,
     ) -> None:
         """``quorum`` None: synchronous exchange."""
         names = tuple(f"r{index}" for index in range(regions))
         more = {"background": quorum is not None and regions > 1, "quorum": quorum or 0, "lead": lead}
-        more |= {"rerouted": rerouted}
+        more |= {"rerouted": rerouted, "sums": sums and more["background"]}
         self.sites = {n: Site(Setup(n, names, workers, rounds, steps, evaluate_every, **more)) for n in names}
         self.ways = Ways(neighbours)
         """As the control plane wants them."""
@@ -574,9 +635,26 @@ class Miniature:
 
     def send(self, name: str) -> None:
         """Every courier of a region puts the first of its updates on the wire, again if it was there before."""
-        for to, waiting in self.sites[name].couriers.items():
-            if waiting:
-                self.wan.append(Message(name, to, waiting[min(waiting)]))
+        site = self.sites[name]
+        for to in sorted(site.couriers):
+            waiting = site.couriers.get(to)
+            if not waiting or site.machine is None:
+                continue
+            manifest = waiting[min(waiting)]
+            if not site.has_bytes_of(manifest):
+                del waiting[min(waiting)]
+                site.feed(SumGone(manifest))
+                continue
+            cut = frozenset((name, to)) in self.cut
+            if not cut or to not in site.failing:
+                # A link that is cut under an update may have carried it.
+                site.feed(Tried(to, manifest))
+                self.wan.append(Message(name, to, manifest))
+            if cut:
+                site.failing.add(to)
+                site.feed(Unreached(to))
+            else:
+                site.failing.discard(to)
 
     def deliver(self, message: Message, *, then_crash: bool = False) -> None:
         site = self.sites[message.to]
@@ -590,13 +668,20 @@ class Miniature:
             return
         verdict = site.machine.verdict(message.what, message.source)
         if verdict is Verdict.WANT:
-            site.disk.inbox[message.what.region, message.what.sequence] = message.what
+            site.take_in(message.what)
             if then_crash:
                 site.crash()
                 return
             site.feed(Stored(message.what))
         if verdict in (Verdict.WANT, Verdict.HAVE):
             self.wan.append(Message(message.to, message.source, (message.what.region, message.what.sequence)))
+        elif verdict is Verdict.LATER and message.source in self.sites and site.machine is not None:
+            self._tell_next(message.source, message.to, message.what.region, site.machine)
+
+    def _tell_next(self, sender: str, name: str, origin: str, machine: Machine) -> None:
+        """The answer says what is here of that region."""
+        if self.sites[sender].machine is not None:
+            self.sites[sender].feed(PeerHas(name, machine.ledger.newest(origin), origin))
 
     def check(self) -> None:
         """What must hold at every moment."""
@@ -654,12 +739,11 @@ class Miniature:
         if not any(site.told_to_end for site in self.sites.values()):
             assert set(made) == {next(iter(self.sites.values())).setup.rounds}
         merged = [site.disk.checkpoints[-1].merged for site in self.sites.values() if site.setup.background]
+        merged = [[part for manifest in mine for part in _parts_of(manifest)] for mine in merged]
         for mine in merged:
             # Every update of every region, each once: the sum is the same everywhere.
-            assert len({(m.region, m.sequence) for m in mine}) == len(mine)
-            assert {(m.region, m.sequence, m.digest) for m in mine} == {
-                (m.region, m.sequence, m.digest) for m in merged[0]
-            }
+            assert len(set(mine)) == len(mine)
+            assert set(mine) == set(merged[0])
             assert len(mine) == 1 + sum(made)
         # All wait for all, so they end together.
         assert merged or len(set(made)) == 1

@@ -48,6 +48,9 @@ from sync.ps.events import (
     Ship,
     StartPatience,
     Stored,
+    SumGone,
+    Tried,
+    Unreached,
     Verdict,
 )
 from sync.ps.machine import Setup
@@ -112,6 +115,8 @@ class Operations:
 
     platter: Platter | None = None
     """The power goes with the process."""
+    sums = 0
+    """Sums that were sent in place of updates."""
 
     def __init__(self, patch: pytest.MonkeyPatch, deaths: list[int]) -> None:
         self._deaths, self._armed, self.count, self.died = list(deaths), False, 0, 0
@@ -165,7 +170,7 @@ class Site:
 
     def __init__(self, folder: Path, region: str, codec: str, operations: Operations) -> None:
         self.name, self._folder, self._codec, self._operations = region, folder / region, codec, operations
-        self.setup = Setup(region, REGIONS, 1, ROUNDS, 1, 0, background=True)
+        self.setup = Setup(region, REGIONS, 1, ROUNDS, 1, 0, background=True, sums=True)
         self.mortal = region == "a"
         self.worker = Worker()
         self.calls = 0
@@ -304,7 +309,8 @@ class Site:
 
     def take(self, manifest: Manifest, data: bytes) -> None:
         """An update comes in."""
-        arrival = Arrival(manifest, self.storage.update_path(manifest.region, manifest.sequence))
+        place = self.storage.update_path(manifest.region, manifest.sequence, manifest.first)
+        arrival = Arrival(manifest, place)
         for offset in range(arrival.landing.prefix, len(data), 600):
             arrival.append(offset, data[offset : offset + 600])
         arrival.complete()
@@ -314,9 +320,14 @@ class Site:
 class Federation:
     """Two regions, of which one is mortal."""
 
-    def __init__(self, folder: Path, codec: str, operations: Operations, seed: int, *, lose_workers: bool) -> None:
+    def __init__(
+        self, folder: Path, codec: str, operations: Operations, seed: int, *, lose_workers: bool, cuts: bool
+    ) -> None:
         self.sites = {region: Site(folder, region, codec, operations) for region in REGIONS}
         self._random, self._lose_workers = random.Random(seed), lose_workers
+        self._cuts, self._cut = cuts, False
+        self.sums = 0
+        """Of updates, that were merged in place of them."""
 
     def run(self) -> None:
         for _ in range(MOST_EVENTS):
@@ -326,6 +337,8 @@ class Federation:
         raise AssertionError({n: (s.worker, s.machine and s.machine.progress) for n, s in self.sites.items()})
 
     def _something(self) -> None:
+        if self._cuts and self._random.random() < 0.01:
+            self._cut = not self._cut
         site = self.sites[self._random.choice(REGIONS)]
         if site.machine is None:
             site.live(site.start)
@@ -347,15 +360,26 @@ class Federation:
             return
         # In order, as couriers send: who has an update has all before it.
         manifest = sender.to_send[0]
+        if self._cut:
+            sender.live(lambda: sender.feed(Unreached(receiver.name)))
+            return
         verdict = receiver.machine.verdict(manifest, sender.name)
         if verdict is Verdict.WANT:
-            data = sender.storage.update_path(manifest.region, manifest.sequence).read_bytes()
+            if not sender.storage.path_of(manifest).exists():
+                sender.live(lambda: sender.feed(SumGone(manifest)))
+                return
+            data = sender.storage.path_of(manifest).read_bytes()
+            sender.live(lambda: sender.feed(Tried(receiver.name, manifest)))
             receiver.live(lambda: receiver.take(manifest, data))
-            if receiver.machine is None or self._random.random() < 0.2:
+            self.sums += bool(manifest.first)
+            if receiver.machine is None or sender.machine is None or self._random.random() < 0.2:
                 return  # the acknowledgement is lost: it is offered again
         elif verdict is not Verdict.HAVE:
+            told = receiver.machine.ledger.newest(manifest.region)
+            sender.live(lambda: sender.feed(PeerHas(receiver.name, told, manifest.region)))
             return
-        sender.to_send.pop(0)
+        if manifest in sender.to_send:
+            sender.to_send.remove(manifest)
         sender.live(lambda: sender.feed(PeerHas(receiver.name, manifest.sequence, manifest.region)))
 
     def check(self, codec: str) -> None:
@@ -378,7 +402,9 @@ class Federation:
                 assert not held.any()
 
 
-def play(codec: str, deaths: list[int], seed: int, *, lose_workers: bool = False, power: bool = False) -> Operations:
+def play(
+    codec: str, deaths: list[int], seed: int, *, lose_workers: bool = False, power: bool = False, cuts: bool = False
+) -> Operations:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(dir=IN_MEMORY) as place:
         folder = Path(place)
         ticks = iter(range(1 << 30))
@@ -387,9 +413,10 @@ def play(codec: str, deaths: list[int], seed: int, *, lose_workers: bool = False
         operations = Operations(patch, deaths)
         if power:
             operations.platter = Platter(folder / "a" / "ps")
-        federation = Federation(folder, codec, operations, seed, lose_workers=lose_workers)
+        federation = Federation(folder, codec, operations, seed, lose_workers=lose_workers, cuts=cuts)
         federation.run()
         federation.check(codec)
+        operations.sums = federation.sums
     return operations
 
 
@@ -428,3 +455,18 @@ def test_many_deaths_in_a_row(codec: str, deaths: list[int], seed: int) -> None:
 @given(deaths=st.lists(st.integers(0, 90), max_size=5), seed=st.integers(0, 1 << 20))
 def test_deaths_of_servers_and_workers(tmp_path_factory: pytest.TempPathFactory, deaths: list[int], seed: int) -> None:
     play("ternary", deaths, seed, lose_workers=True)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_what_is_sent_summed_up_after_a_cut_counts_once(codec: str) -> None:
+    """Whenever the one or the other server dies while sums are made, sent or merged."""
+    whole = [play(codec, [], seed, cuts=True) for seed in range(20)]
+    assert sum(life.sums > 0 for life in whole) > 5
+    for seed in range(100, 140):
+        play(codec, [seed * 7 % 90, seed * 11 % 70], seed, cuts=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(deaths=st.lists(st.integers(0, 90), max_size=5), seed=st.integers(0, 1 << 20), power=st.booleans())
+def test_deaths_and_cuts(deaths: list[int], seed: int, power: bool) -> None:
+    play("fp32", deaths, seed, power=power, cuts=True)

@@ -153,3 +153,13 @@ def test_nothing_more_goes_over_a_link_that_is_given_up() -> None:
     assert set(hub.couriers["r1"]) == {(0, "r0")}
     hub.feed(PeerHas("r1", 0, "r0"))
     assert hub.couriers["r2"] == {}
+
+
+def test_a_relay_that_has_come_back_forgets_nothing_before_it_knows_the_ways() -> None:
+    """It may merge at once what it has; whom it passes that on to, its agent tells it later."""
+    ledger = Ledger("b", ("a", "b", "c"), [_update("a", 3), _update("a", 4)], {"a": 4, "b": 4, "c": 4})
+    assert {up_to for _, up_to in ledger.forgettable(margin=1)} == {-1}
+    ledger.peers = {name: Peer(name, 1, name) for name in "ac"}
+    ledger.route((("a", "b"), ("b", "c")))
+    assert dict(ledger.forgettable(margin=1))["a"] == -1
+    assert [manifest.sequence for ship in ledger.ships(1) for manifest in ship.manifests] == [3, 4]

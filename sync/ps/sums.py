@@ -1,0 +1,192 @@
+"""Which updates are sent summed up: a region that was away shall get no more than about a model of each other's.
+
+While a peer cannot be reached its updates pile up, and a long cut makes them more than a model in float32 is, which can
+say the same: policies that average or add up make of a sum of changes what they make of the changes. So a run of a
+region's updates that a peer has not begun to get is replaced by one update, whose manifest tells the first and the last
+round (`Manifest.first`). It is merged exactly once like any other, as the one that follows on the watermark. Nothing of
+it needs to be durable where it is made: the updates themselves stay until they are everywhere.
+
+Two units may never overlap, or a region that has a part of one could not use the other. So a sum is made only of
+updates that no bytes were sent of,
+
+- of ours, to nobody: then all others get the same sum, from us or passed on; or
+- of any region's, to the one peer that lacks them while all others have them: it is passed on to nobody.
+
+What was tried before this process began is not known; ours of then are sent as they are. A peer that has some of
+another region's nevertheless, through somebody else, says so, and gets the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from sync.ps.events import Manifest, SumUp
+
+__all__ = ["Sums"]
+
+_LEAST_UPDATES = 3
+_LEAST_MORE = 2
+"""Updates by which a sum grows, and that share of the model's bytes."""
+_LEAST_SHARE_MORE = 0.25
+
+
+class Sums:
+    """What one region sends summed up. An update is named by its region and sequence."""
+
+    def __init__(self, region: str, regions: tuple[str, ...], kept: Iterable[Manifest]) -> None:
+        """``kept``: updates that are here as the process begins."""
+        self._region, self._regions = region, regions
+        kept = tuple(kept)
+        self._before = max((m.sequence for m in kept if m.region == region), default=0)
+        """Of ours, whether those up to here were tried is not known; the first model is never part of a sum."""
+        self._takers = {manifest.region for manifest in kept if manifest.takes_sums}
+        self._tried: dict[tuple[str, str], int] = {}
+        """(peer, whose): the last update that bytes may have been sent of."""
+        self._unreached: set[str] = set()
+        self._made: dict[tuple[str, str, int], Manifest] = {}
+        """Sums by (peer, whose, first round); peer "": for all."""
+        self._making = False
+        self._dropped: list[str] = []
+        self.model_bytes = 0
+        """Of the model in float32; 0: not known yet, and nothing is summed up."""
+
+    # What is heard
+
+    def heard(self, manifest: Manifest) -> None:
+        """Another region's own update came."""
+        if manifest.takes_sums:
+            self._takers.add(manifest.region)
+
+    def tried(self, peer: str, manifest: Manifest) -> None:
+        key = peer, manifest.region
+        self._tried[key] = max(self._tried.get(key, 0), manifest.sequence)
+
+    def unreached(self, peer: str) -> None:
+        self._unreached.add(peer)
+
+    def reached(self, peer: str) -> None:
+        self._unreached.discard(peer)
+
+    # What is sent
+
+    def instead(self, peer: str, run: Sequence[Manifest]) -> list[Manifest]:
+        """What goes to a peer in place of a region's updates, given in order."""
+        found: list[Manifest] = []
+        for manifest in run:
+            if not found or manifest.sequence > found[-1].sequence:
+                found.append(self._sum_from(peer, manifest) or manifest)
+        return found
+
+    def _sum_from(self, peer: str, manifest: Manifest) -> Manifest | None:
+        if peer not in self._takers:
+            return None
+        sums = [self._made.get((whom, manifest.region, manifest.begins)) for whom in (peer, "")]
+        tried = self._tried.get((peer, manifest.region), 0)
+        if tried >= manifest.begins:
+            # It is on its way: not another one in its place.
+            sums = [one for one in sums if one is not None and one.sequence <= tried]
+        return max((one for one in sums if one is not None), key=lambda one: one.sequence, default=None)
+
+    @property
+    def there_are_some(self) -> bool:
+        return bool(self._made)
+
+    # What is to be made
+
+    def wanted(
+        self,
+        lacking: Callable[[str, str], Sequence[Manifest]],
+        has: Callable[[str, str], int],
+    ) -> SumUp | None:
+        """The next sum to make, one at a time.
+
+        ``lacking``: a region's updates that a peer is to get from here and has not, in order. ``has``: (who, whose) the
+        last update that is known to be there.
+        """
+        if self._making or not self.model_bytes:
+            return None
+        for peer in sorted(self._unreached & self._takers):
+            for origin in self._regions:
+                for whom, units in self._summable(peer, origin, lacking(peer, origin), has):
+                    parts = self._parts(whom, units)
+                    if parts:
+                        self._making = True
+                        return SumUp(whom, tuple(parts))
+        return None
+
+    def _summable(
+        self, peer: str, origin: str, run: Sequence[Manifest], has: Callable[[str, str], int]
+    ) -> list[tuple[str, list[Manifest]]]:
+        """Whom a sum may be for, and of which updates."""
+        others = [region for region in self._regions if region not in (self._region, peer, origin)]
+        found: list[tuple[str, list[Manifest]]] = []
+        everyone = {*others, peer}
+        if origin == self._region and everyone <= self._takers:
+            begun = max([self._before, *(self._tried.get((who, origin), 0) for who in everyone)])
+            found.append(("", _gapless([m for m in run if m.begins > begun])))
+        begun = self._tried.get((peer, origin), 0)
+        elsewhere = min((has(who, origin) for who in others), default=None)
+        alone = [m for m in run if m.begins > begun and (elsewhere is None or m.sequence <= elsewhere)]
+        found.append((peer, _gapless(alone)))
+        return found
+
+    def _parts(self, whom: str, units: list[Manifest]) -> list[Manifest]:
+        """What to sum up, if it is worth it: all, or what there is more than in the sum that was made before."""
+        if not units or units[0].begins < 1:
+            return []
+        before = self._made.get((whom, units[0].region, units[0].begins))
+        if before is None:
+            worth = len(units) >= _LEAST_UPDATES and _bytes(units) > self.model_bytes
+            return units if worth else []
+        more = [manifest for manifest in units if manifest.begins > before.sequence]
+        worth = len(more) >= _LEAST_MORE and _bytes(more) > _LEAST_SHARE_MORE * self.model_bytes
+        return [before, *more] if worth else []
+
+    def made(self, peer: str, manifest: Manifest | None) -> None:
+        """A sum is there; it counts unless one of its updates has been tried meanwhile."""
+        self._making = False
+        if manifest is None:
+            return
+        whom = [peer] if peer else [region for region in self._regions if region != self._region]
+        if any(self._tried.get((who, manifest.region), 0) >= manifest.begins for who in whom):
+            self._dropped.append(manifest.digest)
+            return
+        key = peer, manifest.region, manifest.begins
+        self._drop([key])
+        self._made[key] = manifest
+
+    def gone(self, manifest: Manifest) -> None:
+        """Its bytes are not there any more."""
+        self._drop([key for key, one in self._made.items() if one.digest == manifest.digest])
+
+    def forget(self, has: Callable[[str, str], int]) -> tuple[str, ...]:
+        """Digests of the sums that are not sent any more; whoever they are for has them."""
+        done = []
+        for (peer, origin, first), manifest in self._made.items():
+            whom = [peer] if peer else [region for region in self._regions if region not in (self._region, origin)]
+            if all(has(who, origin) >= manifest.sequence for who in whom):
+                done.append((peer, origin, first))
+        self._drop(done)
+        dropped, self._dropped = self._dropped, []
+        used = {manifest.digest for manifest in self._made.values()}
+        return tuple(digest for digest in dropped if digest not in used)
+
+    def _drop(self, keys: Iterable[tuple[str, str, int]]) -> None:
+        for key in keys:
+            manifest = self._made.pop(key, None)
+            if manifest is not None:
+                self._dropped.append(manifest.digest)
+
+
+def _gapless(units: list[Manifest]) -> list[Manifest]:
+    """Those from the first on that follow on each other."""
+    found = units[:1]
+    for manifest in units[1:]:
+        if manifest.begins != found[-1].sequence + 1:
+            break
+        found.append(manifest)
+    return found
+
+
+def _bytes(units: Iterable[Manifest]) -> int:
+    return sum(manifest.total_bytes for manifest in units)
