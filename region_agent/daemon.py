@@ -51,6 +51,8 @@ _LARGEST_LOG_BATCH_BYTES = 256 << 10
 _MOST_REPORTS_WAITING = 4096
 _RENEW_AGAIN_SECONDS = 30.0
 _CLOSING_SECONDS = 5.0
+_SENDING = "sending"
+"""Folder in the state directory for what is needed while this region's shards go to others."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,8 @@ class Agent:
         shards = self._state_dir / SHARDS
         shards.mkdir(parents=True, exist_ok=True, mode=0o700)
         forget_shards(shards, lambda job: self._store.partition(job) is not None)
+        sent_from = {agent_pb2.SendShard.FromString(message).job for message, _ in self._store.sendings()}
+        forget_shards(self._state_dir / _SENDING, lambda job: job in sent_from)
         for name, held in self._config.datasets.items():
             if held.residency != "region":
                 self._sizes[name] = shard_bytes(held, self._config.stores)
@@ -410,7 +414,7 @@ class Agent:
             self._config,
             self._store,
             self._identity.tls,
-            self._state_dir / "sending",
+            self._state_dir / _SENDING,
             lambda message, durable: self._hub.report(message, durable=durable),
             self._happened,
         )

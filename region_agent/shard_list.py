@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -24,6 +25,8 @@ __all__ = ["LARGEST_LIST_BYTES", "Listed", "ListedFile", "ShardList", "listed", 
 
 _log = logging.getLogger("geofed.shard")
 LARGEST_LIST_BYTES = 32 << 20
+_one_at_a_time = threading.Lock()
+"""A thread that nobody waits for any more may still bring objects to where the next one looks for them."""
 _READ_BYTES = 1 << 20
 _SPLIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
@@ -119,13 +122,14 @@ def listed(name: str, dataset: DatasetConfig, stores: Mapping[str, StoreConfig],
     Blocking; raises ``GeofedError``: SHARD_UNREADABLE, DISK_FULL.
     """
     files, paths, marks = [], [], []
-    for split, found in sorted(shard_files(dataset, dict(stores)).items()):
-        for file, path in zip(found, _local(found, stage / split), strict=True):
-            mark = _mark(path)
-            entry = ListedFile(split=split, name=file.name, folder=file.folder, size=mark[0], digest=_digest(path))
-            files.append(entry)
-            paths.append(path)
-            marks.append(mark)
+    with _one_at_a_time:
+        for split, found in sorted(shard_files(dataset, dict(stores)).items()):
+            for file, path in zip(found, _local(found, stage / split), strict=True):
+                mark = _mark(path)
+                entry = ListedFile(split=split, name=file.name, folder=file.folder, size=mark[0], digest=_digest(path))
+                files.append(entry)
+                paths.append(path)
+                marks.append(mark)
     return Listed(ShardList(dataset=name, files=tuple(files)), tuple(paths), tuple(marks))
 
 

@@ -49,7 +49,7 @@ class Hands:
     store: AgentStore
     identity: Callable[[], Tls]
     folder: Path
-    """For the list, while it travels."""
+    """For what is needed while shards travel, by job."""
     report: Callable[[agent_pb2.PartitionReport, bool], None]
     happened: Callable[[str, Happened], None]
 
@@ -79,7 +79,7 @@ class Sending:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         if self.state == "stopped":
-            await asyncio.to_thread(shutil.rmtree, self._stage, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def stopped(self) -> None:
         """The job has ended: the last word on what this has cost. What is still on its way is not counted any more."""
@@ -111,8 +111,8 @@ class Sending:
             await asyncio.sleep(pause)
 
     @property
-    def _stage(self) -> Path:
-        """For what is in an object store."""
+    def _folder(self) -> Path:
+        """For the list, and for what is in an object store."""
         return self._hands.folder / self.job
 
     # One try
@@ -125,7 +125,7 @@ class Sending:
         self._condition = "reading the shard"
         self._report(durable=False)
         dataset = config.datasets[order.dataset]
-        shard = await asyncio.to_thread(listed, order.dataset, dataset, config.stores, self._stage)
+        shard = await asyncio.to_thread(listed, order.dataset, dataset, config.stores, self._folder / "objects")
         begun, before = time.monotonic(), self._sent
         self._happened("shard.sending", f"{shard.shard.total_bytes:,} bytes to {order.to}", shard.shard)
         if (largest := max(file.size for file in shard.shard.files)) > LARGEST_UPDATE_BYTES:
@@ -135,7 +135,7 @@ class Sending:
         text = f"{order.to} has all of it: {sent:,} bytes in {seconds:.1f} s"
         self._happened("shard.sent", text, shard.shard, sent_bytes=sent, seconds=seconds)
         self._hands.store.keep_sent(self.job)
-        await asyncio.to_thread(shutil.rmtree, self._stage, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
         self._enter("sent")
 
     async def _introduced(self) -> sync_pb2.Introduction:
@@ -156,7 +156,7 @@ class Sending:
 
     async def _carry(self, shard: Listed, there: sync_pb2.Introduction) -> None:
         """Until all of it is durable there."""
-        order, place = self.order, self._hands.folder / f"{self.job}.list"
+        order, place = self.order, self._folder / "list"
         place.parent.mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(write_durably, place, [shard.shard.to_bytes()])
         manifests = self._manifests(shard.shard, there)
@@ -204,7 +204,6 @@ class Sending:
             await asyncio.gather(carrying, return_exceptions=True)
             await courier.close()
             self._count(courier)
-            place.unlink(missing_ok=True)
 
     def _manifests(self, shard: ShardList, there: sync_pb2.Introduction) -> tuple[Manifest, ...]:
         """What the other region lacks, in order."""

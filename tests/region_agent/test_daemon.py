@@ -131,3 +131,43 @@ def test_a_stop_that_a_crash_cut_short_is_carried_out_by_the_next_start(
     store.close()
     assert not (tmp_path / "jobs" / "job-1").exists()
     assert not (tmp_path / "channel" / "job-1").exists()
+
+
+@pytest.mark.parametrize("residency", ["region", "anywhere"])
+def test_an_order_for_a_shard_is_kept_until_the_job_ends_or_refused_at_once(tmp_path: Path, residency: str) -> None:
+    """By the region's own file, before anything is sent."""
+    config = RegionConfig.model_validate(
+        {
+            "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
+            "capacity": {"workers": 0}, "channel": {"path": str(tmp_path / "channel")},
+            "datasets": {"digits": {"residency": residency, "splits": {"train": {"uri": "/nowhere", "samples": 1}}}},
+        }
+    )  # fmt: skip
+    tls = Authority().region("east")
+    Identity(tmp_path).store(Federation("east", "127.0.0.1:9", "test"), tls.key_pem, tls.certificate_pem, tls.ca_pem)
+    order = agent_pb2.SendShard(job="job-1", epoch=1, dataset="digits", to="west", address="127.0.0.1:1")
+
+    async def run() -> list[bytes]:
+        agent = Agent(config, tmp_path)
+        agent.send_shard(1, order)
+        kept = [message for message, _ in agent._store.sendings()]
+        agent._store.add_to_meters("job-1", {"sent_bytes:west": 5.0})
+        agent.stop(2, agent_pb2.StopPartition(job="job-1", epoch=1))
+        await asyncio.gather(*agent._closing)
+        assert agent._store.command_cursor() == 2
+        assert not agent._store.sendings()
+        assert not agent._store.meters("job-1") or residency == "region"
+        agent._store.close()
+        return kept
+
+    assert asyncio.run(run()) == ([order.SerializeToString()] if residency == "anywhere" else [])
+    store = AgentStore(tmp_path / "agent.db")
+    told = [agent_pb2.FromAgent.FromString(raw).partition for _, raw in store.reports_after(0)]
+    store.close()
+    if residency == "region":
+        assert (told[0].state, told[0].error.code) == ("refused", "RESIDENCY_VIOLATION")
+    else:
+        assert [(report.state, dict(report.sent_bytes)) for report in told] == [
+            ("sending", {}),
+            ("stopped", {"west": 5}),
+        ]
