@@ -70,7 +70,10 @@ class Journal:
         if "merge" in entry:
             merge = entry["merge"]
             self.marks |= dict(merge["watermarks"]) | {self.region: merge["sequence"]}
-            self.merged.update((found["region"], found["sequence"]) for found in merge["manifests"])
+            for found in merge["manifests"]:
+                # One that sums up several rounds counts for each.
+                rounds = range(found["first"] or found["sequence"], found["sequence"] + 1)
+                self.merged.update((found["region"], round_) for round_ in rounds)
             self.merges.append({"at": time.monotonic(), "version": merge["version"], "marks": dict(self.marks)})
         return True
 
