@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -60,6 +61,9 @@ class CapacityConfig(_Section):
     """Of one worker, if the operator knows it."""
     preemptible: Annotated[int, Field(ge=0, le=1024)] = 0
     """Workers besides, that the cloud may take away at any time."""
+    cores: NotNegative | None = None
+    """That all functions share; 0: each has its own. None: those of this machine where the embedded gateway runs the
+    functions, else 0."""
 
 
 class PricesConfig(_Section):
@@ -267,6 +271,9 @@ class RegionConfig(_Section):
         capacity = self.capacity.model_dump()
         if preemptible is not None:
             capacity["preemptible"] = preemptible
+        if self.capacity.cores is None:
+            shared = isinstance(self.gateway, EmbeddedGateway)
+            capacity["cores"] = float(len(os.sched_getaffinity(0))) if shared else 0.0
         return {
             "name": self.name,
             "cloud": self.cloud,

@@ -43,6 +43,8 @@ class Capacity:
     """Of one worker, as the operator states it; None: unknown, a prior is used."""
     preemptible: int = 0
     """Workers besides, that may be taken away at any time; so many are there now."""
+    cores: float = 0.0
+    """That all workers share; 0: each has its own."""
 
 
 @dataclass(frozen=True)

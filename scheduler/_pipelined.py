@@ -29,6 +29,9 @@ WORTH = 0.95
 stages to send each other that. It rounds activations and their gradients to 8 bits of mantissa."""
 MERGED_SHARE = {"bf16": 0.5, "int8": 0.25, "fp8": 0.25}
 """Of a gradient, what merging sends by its codec."""
+MESSAGE_CORE_SECONDS = 0.001
+"""What framing a message and handing it from one thread to another keeps a core busy, besides the request: as measured
+on one core of an x86 server of 2023, of a stage whose layers hardly compute."""
 SPARE = 0.2
 """Share of what a worker needs that is left free besides, as for workers that hold the whole model."""
 
@@ -88,7 +91,7 @@ def staged(region: Region, snapshot: Snapshot, demand: Demand) -> Staged | None:
     free = region.capacity.workers - snapshot.busy_workers.get(region.name, 0)
     return _staged(
         profile, prices.function_usd_per_gb_second, demand.batch, sizes, workers or max(1, free), demand.stages,
-        demand.minimise, demand.activations, MERGED_SHARE.get(demand.merging_codec, 1.0),
+        demand.minimise, demand.activations, MERGED_SHARE.get(demand.merging_codec, 1.0), region.capacity.cores,
     )  # fmt: skip
 
 
@@ -152,6 +155,7 @@ def _staged(
     minimise: str,
     activations: str | None,
     merged_share: float,
+    cores: float,
 ) -> Staged | None:
     """Kept, as jobs that wait are planned again and again. In bfloat16 only the function size is tried that was best
     in float32, where the plan is to say what is sent.
@@ -174,7 +178,7 @@ def _staged(
     found: list[Staged] = []
     for degree in (2, 1):
         for size_mb in sizes_mb:
-            problem = _problem(profile, usd_per_gb_second, batch, size_mb, workers, stages, degree)
+            problem = _problem(profile, usd_per_gb_second, batch, size_mb, workers, stages, degree, cores)
             sent = 0.5 if activations == "bf16" else 1.0
             found += solved(size_mb, replace(problem, sent_share=sent, merged_share=merged_share))
         if found:
@@ -194,6 +198,7 @@ def _problem(
     workers: int,
     stages: int | None,
     degree: int,
+    cores: float,
 ) -> Problem:
     from scheduler.partition import Channel, FunctionSize, Layer, Line, Place, Problem
     from scheduler.partition import Profile as Chain
@@ -207,6 +212,7 @@ def _problem(
             round(n["output_bytes"]),
             Line(max(0.0, n["forward_alpha_seconds"]), max(0.0, n["forward_beta_seconds"])),
             Line(max(0.0, n["backward_alpha_seconds"]), max(0.0, n["backward_beta_seconds"])),
+            max(0.0, n.get("update_seconds", 0.0)),
         )
         for layer, n in zip(profile.layers, numbers, strict=True)
     )
@@ -214,11 +220,13 @@ def _problem(
     chain = Chain(layers, layers[0].activation_bytes, STATE_FACTOR, _base_mb(profile))
     size = FunctionSize(int(size_mb / (1 + SPARE)), 1.0, usd_per_gb_second * (1 + SPARE))
     its = profile.channel
+    # In the memory of one machine a transfer is a copy, which a core makes.
+    copying = (1 / its.up_bytes_per_second + 1 / its.down_bytes_per_second) / 2 if its.cores else 0.0
     channel = Channel(
         its.put_seconds, its.get_seconds, its.up_bytes_per_second, its.down_bytes_per_second, its.parallel,
-        its.put_usd, its.get_usd,
+        its.put_usd, its.get_usd, its.request_cpu_seconds + MESSAGE_CORE_SECONDS, copying,
     )  # fmt: skip
     return Problem(
-        chain, batch * degree, (Place(profile.region, (size,), channel),), degrees=(degree,), stages=stages,
+        chain, batch * degree, (Place(profile.region, (size,), channel, cores),), degrees=(degree,), stages=stages,
         most_workers=workers, merges_early=True,
     )  # fmt: skip

@@ -102,7 +102,7 @@ class _Arcs:
     merge: Singles
 
 
-FILLED, ENDED, MORE, BOTH, BEAT_B, RATE, OTHER_USD, STAGES, MOST_STAGES = range(9)
+FILLED, ENDED, MORE, BOTH, BEAT_B, BUSY, RATE, OTHER_USD, STAGES, MOST_STAGES = range(10)
 """What a pair of a label and a completion is judged by, of the label."""
 FILL, FORWARD, OTHER, BEAT_F, BEAT, FINISH, ENDS = range(7)
 """The same, of the completion: the tables of bounds."""
@@ -271,12 +271,14 @@ class Bounds:
         more, degree = (part.astype(np.float32)[way] for part in (tables.count - 1, tables.degree))
         fill, beat, other = (table[name][row, layer, level] for name in (FILL, BEAT, OTHER))
         rate = degree * level.astype(np.float32) * np.float32(self._unit)
+        busy = tables.least_busy.astype(np.float32)[way]
         lost = np.arange(len(row))
         for number, after in enumerate(self._after):
             if problem.stages is not None and stages + number != problem.stages:
                 continue
             behind = after[:, way[lost], layer[lost]]
             seconds = fill[lost] + behind[0] + more[lost] * np.maximum(beat[lost], behind[1])
+            np.maximum(seconds, busy[lost], out=seconds)
             usd = seconds * (rate[lost] + behind[3]) + other[lost] + behind[2]
             beaten = self._front.surely_beats(seconds * SINGLE, usd * SINGLE, self._within)
             beaten |= behind[0] >= NEVER / 2
@@ -369,10 +371,11 @@ class Bounds:
         """What a pair of label and completion is judged by, by label."""
         tables = self._tables
         most = (tables.problem.most_workers or 0) // tables.degree[labels.way] - labels.stages
+        busy = np.maximum(tables.least_busy[labels.way], np.maximum(labels.busy, labels.busiest)) * SINGLE
         columns = {
             FILLED: labels.fill_f + labels.fill_b, ENDED: labels.fill_f + labels.ends,
             MORE: tables.count[labels.way] - 1, BOTH: labels.beat_f + labels.beat_b, BEAT_B: labels.beat_b,
-            RATE: labels.rate, OTHER_USD: labels.other_usd, STAGES: labels.stages, MOST_STAGES: most,
+            BUSY: busy, RATE: labels.rate, OTHER_USD: labels.other_usd, STAGES: labels.stages, MOST_STAGES: most,
         }  # fmt: skip
         return np.stack([columns[number] for number in range(len(columns))]).astype(np.float32)
 
@@ -385,7 +388,7 @@ class Bounds:
         # The first of three bounds alone leaves few, so that the others are asked of these.
         values = before.values
         beat, more = np.maximum(own[BOTH, row], values[BEAT, at]), own[MORE, row]
-        seconds = own[FILLED, row] + values[FILL, at] + more * beat
+        seconds = np.maximum(own[FILLED, row] + values[FILL, at] + more * beat, own[BUSY, row])
         left = self._left(own, before, row, at, seconds)
         row, at, seconds = row[left], at[left], seconds[left]
         more, beat_b = own[MORE, row], own[BEAT_B, row]

@@ -16,8 +16,14 @@ compute and transfers. It is at most what the slowest stage computes and transfe
 
     T = sum_g fill_f + (n-1) max_g (fill_f + fill_b) + max_g [ sum_{h>=g} fill_b + merge_g ]
 
-merge_g is what the stage's last backward pass does not hide, where gradients leave while it runs.
 That is never too little: transfers do not overlap with compute here, which is what the saved memory costs.
+
+merge_g is what the stage's last backward pass does not hide, where gradients leave while it runs, and the optimiser's
+step. Where the functions of a place share its cores, an iteration also takes no less than all that these have to do:
+
+    T >= sum_g d core_g / cores
+
+With more stages than cores it takes hardly more, as some stage can always go on but at the very beginning and end.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ from itertools import pairwise
 
 from scheduler.partition._model import MIB, Cut, Hop, Pipeline, Place, Problem, Stage, Way
 
-__all__ = ["evaluate", "exposed_seconds", "held_bytes", "hop_between", "merge_seconds"]
+__all__ = ["core_seconds", "evaluate", "exposed_seconds", "held_bytes", "hop_between", "merge_seconds"]
 
 
 def evaluate(problem: Problem, way: Way, cuts: Sequence[Cut]) -> Pipeline | None:
@@ -39,12 +45,14 @@ def evaluate(problem: Problem, way: Way, cuts: Sequence[Cut]) -> Pipeline | None
     count = way.micro_batches(problem.batch)
     fill_f = beat_f = fill_b = beat_b = ends = rate = other_usd = 0.0
     stages: list[Stage] = []
+    busy = [0.0] * len(problem.places)
     for number, cut in reversed(list(enumerate(cuts))):
         place, size = problem.places[cut.place], problem.places[cut.place].sizes[cut.size]
         needed = held_bytes(problem, way, cut, len(cuts) - number)
         if needed > size.memory_mb * MIB:
             return None
-        stage = _stage(problem, way, cut, needed)
+        stage = _stage(problem, way, cut, needed, number > 0, number + 1 < len(cuts))
+        busy[cut.place] += way.degree * stage.core_s / place.cores if place.cores else 0.0
         after = cuts[number + 1] if number + 1 < len(cuts) else None
         forward, backward = _lanes(problem, way, cut, after, stage)
         fill_f, fill_b = fill_f + sum(forward), fill_b + sum(backward)
@@ -52,11 +60,11 @@ def evaluate(problem: Problem, way: Way, cuts: Sequence[Cut]) -> Pipeline | None
             beat_f, beat_b = max(beat_f, *forward), max(beat_b, *backward)
         else:
             beat_f = max(beat_f, sum(forward) + sum(backward))
-        ends = max(ends, fill_b + (count - 1) * beat_b + stage.merge_s)
+        ends = max(ends, fill_b + (count - 1) * beat_b + stage.merge_s + stage.update_s)
         rate += way.degree * size.memory_mb / 1024 * size.usd_per_gb_second
         other_usd += _requests_usd(place, way, count, cut, after) + _egress_usd(problem, cut, after)
         stages.insert(0, stage)
-    seconds = fill_f + (count - 1) * beat_f + ends
+    seconds = max(fill_f + (count - 1) * beat_f + ends, *busy)
     return Pipeline(tuple(stages), way, count, seconds, seconds * rate + other_usd, seconds * rate)
 
 
@@ -130,6 +138,25 @@ def exposed_seconds(
     return min(whole, max(whole - backward_s, last))
 
 
+def core_seconds(problem: Problem, way: Way, cut: Cut, sides: int) -> float:
+    """What a replica of a stage keeps cores busy with in an iteration; ``sides``: on which it has another stage.
+
+    Its layers at a whole core's speed, the optimiser's step, and what goes through the channel.
+    """
+    held, channel = problem.profile.layers[cut.first : cut.last + 1], problem.places[cut.place].channel
+    count, micro, d = way.micro_batches(problem.batch), way.micro_batch, way.degree
+    forward = sum(layer.forward.seconds(micro) for layer in held)
+    backward = sum(layer.backward.seconds(micro) for layer in held)
+    passed = (input_bytes(problem, cut.first) if cut.first else 0) + held[-1].output_bytes * (sides > (cut.first > 0))
+    requests, sent = 2.0 * count * sides, 2.0 * count * micro * problem.sent_share * passed
+    if d > 1:
+        merged = problem.merged_share * sum(layer.parameter_bytes for layer in held)
+        # As many as are paid for: one put of each part, and of all but the own one two gets.
+        requests, sent = requests + d + 2 * (d - 1), sent + merged * (1 + 2 * (d - 1) / d)
+    moved = requests * channel.request_core_s + sent * channel.byte_core_s
+    return count * (forward * (2 if cut.rematerialise else 1) + backward) + sum(one.update_s for one in held) + moved
+
+
 def _check(problem: Problem, cuts: Sequence[Cut]) -> None:
     starts = [cut.first for cut in cuts] + [len(problem.profile.layers)]
     if not cuts or starts[0] != 0 or any(cut.last + 1 != after for cut, after in zip(cuts, starts[1:], strict=True)):
@@ -142,7 +169,7 @@ def _check(problem: Problem, cuts: Sequence[Cut]) -> None:
             raise ValueError(f"no cut may cross from place {cut.place} to place {after.place}")
 
 
-def _stage(problem: Problem, way: Way, cut: Cut, needed: float) -> Stage:
+def _stage(problem: Problem, way: Way, cut: Cut, needed: float, entered: bool, left: bool) -> Stage:
     place, held = problem.places[cut.place], problem.profile.layers[cut.first : cut.last + 1]
     size = place.sizes[cut.size]
     forward = sum(layer.forward.seconds(way.micro_batch) for layer in held) / size.speed
@@ -162,6 +189,8 @@ def _stage(problem: Problem, way: Way, cut: Cut, needed: float) -> Stage:
         forward_s=forward,
         backward_s=backward + (forward if cut.rematerialise else 0.0),
         merge_s=merge_s,
+        update_s=sum(layer.update_s for layer in held) / size.speed,
+        core_s=core_seconds(problem, way, cut, entered + left),
     )
 
 

@@ -27,6 +27,10 @@ def explain(problem: Problem, plan: Pipeline) -> tuple[str, ...]:
     if problem.sent_share < 1.0 and len(plan.stages) > 1:
         said[0] += f", with {100 * problem.sent_share:.0f} % of the bytes over cuts"
     cuts = cuts_of(problem, plan)
+    for place in problem.places:
+        busy = sum(way.degree * stage.core_s for stage in plan.stages if stage.place == place.name)
+        if place.cores and busy / place.cores >= plan.seconds * (1 - 1e-9):
+            said[0] += f"; the functions share {_count_cores(place.cores)}, which have {busy:.2f} s of work in it"
     for number, stage in enumerate(plan.stages):
         again = ", computing its forward pass twice" if stage.rematerialise else ""
         said.append(
@@ -90,6 +94,10 @@ def _seconds(stage: Stage) -> str:
 
 def _mb(size_bytes: float) -> str:
     return f"{size_bytes / 1e6:.3g}"
+
+
+def _count_cores(cores: float) -> str:
+    return f"{cores:g} core{'s' if cores != 1 else ''}"
 
 
 def _count(number: int, what: str) -> str:

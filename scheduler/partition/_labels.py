@@ -30,6 +30,10 @@ class Labels:
     beat_b: Floats
     ends: Floats
     """max of: backward passes down to a stage done, and its gradients merged."""
+    busy: Floats
+    """Seconds that the cores of the first stage's place have to do for its stages; 0 where none are shared."""
+    busiest: Floats
+    """The most of any place behind it."""
     rate: Floats
     """USD per second of all functions."""
     other_usd: Floats
@@ -59,7 +63,7 @@ def ends_of(ways: Ints, length: int, place: int) -> Labels:
     n = len(ways)
     none, zero = np.full(n, -1), np.zeros(n)
     return Labels(
-        ways, np.full(n, length), np.full(n, place), zero, zero, zero, zero, zero, zero, zero,
+        ways, np.full(n, length), np.full(n, place), zero, zero, zero, zero, zero, zero, zero, zero, zero,
         np.zeros(n, dtype=np.int64), none, none, np.zeros(n, dtype=bool),
     )  # fmt: skip
 
@@ -67,7 +71,7 @@ def ends_of(ways: Ints, length: int, place: int) -> Labels:
 def seconds_of(labels: Labels, count: Floats) -> Floats:
     """Of whole pipelines; `count` by row."""
     done: Floats = labels.fill_f + (count - 1) * labels.beat_f + labels.ends
-    return done
+    return np.maximum(done, np.maximum(labels.busy, labels.busiest))
 
 
 def undominated(labels: Labels, raised: Labels, count: Floats, alike: bool = False) -> Labels:
@@ -76,7 +80,8 @@ def undominated(labels: Labels, raised: Labels, count: Floats, alike: bool = Fal
 
     Seconds of any completion are max(u, a + ..) + max(x, v + .., b + ..), with u = fill_f + (n-1) beat_f, a = fill_f,
     x = ends, v = fill_b + (n-1) beat_b, b = fill_b and the same additions for all labels: one that is no larger in the
-    six sums is no slower. It must also have no larger rate, price and number of stages. ``raised``: what the times of
+    six sums is no slower, unless cores are shared that it keeps busy for longer. It must also have no larger rate,
+    price and number of stages. ``raised``: what the times of
     a label come to in every completion that matters; the other label is taken as it is. ``alike``: only labels of as
     many stages are compared, since their number is fixed.
     """
@@ -99,7 +104,7 @@ def _measures(labels: Labels, count: Floats) -> Floats:
     """What one label must be no larger in than another, by row."""
     a, b, x = labels.fill_f, labels.fill_b, labels.ends
     u, v = a + (count - 1) * labels.beat_f, b + (count - 1) * labels.beat_b
-    others = labels.rate, labels.other_usd, labels.stages.astype(float)
+    others = labels.busy, labels.busiest, labels.rate, labels.other_usd, labels.stages.astype(float)
     return np.stack([u + x, u + v, u + b, a + x, a + v, a + b, *others])
 
 

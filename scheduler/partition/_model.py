@@ -35,6 +35,8 @@ class Layer:
     """Per sample; the gradient that comes back is as large."""
     forward: Line
     backward: Line
+    update_s: float = 0.0
+    """The optimiser's step, once an iteration."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,10 @@ class Channel:
     one after the other: each lane is one thread."""
     put_usd: float = 0.0
     get_usd: float = 0.0
+    request_core_s: float = 0.0
+    """Of a request, what keeps one of the function's cores busy; it counts where functions share them."""
+    byte_core_s: float = 0.0
+    """The same, of each byte."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,8 @@ class Place:
     name: str
     sizes: tuple[FunctionSize, ...]
     channel: Channel
+    cores: float = 0.0
+    """That all functions here share; 0: each has its own."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +188,10 @@ class Stage:
     """The same, with what is computed again."""
     merge_s: float
     """Of the gradients of its replicas, once an iteration, as far as no backward pass hides it."""
+    update_s: float
+    """The optimiser's step."""
+    core_s: float
+    """What a replica keeps a core busy with in an iteration."""
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,7 @@ def _as_one(layers: Sequence[Layer]) -> Layer:
         layers[-1].output_bytes,
         Line(sum(layer.forward.base_s for layer in layers), sum(layer.forward.sample_s for layer in layers)),
         Line(sum(layer.backward.base_s for layer in layers), sum(layer.backward.sample_s for layer in layers)),
+        sum(layer.update_s for layer in layers),
     )
 
 
@@ -165,15 +166,20 @@ def _put_in_front(
     beat_b = np.maximum(old.beat_b, np.where(alternates, 0.0, slowest_b))
     fill_f, fill_b = old.fill_f + fill_f, old.fill_b + fill_b
     done = fill_b + (tables.count[old.way] - 1) * beat_b + stages.merge[at]
+    place = tables.place[option]
+    # Nothing yet is in every place.
+    moved = (old.place != place) & (old.stages > 0)
     return Labels(
         way=old.way,
         first=np.full(len(before), stages.first),
-        place=tables.place[option],
+        place=place,
         fill_f=fill_f,
         beat_f=beat_f,
         fill_b=fill_b,
         beat_b=beat_b,
         ends=np.maximum(old.ends, done),
+        busy=np.where(moved, 0.0, old.busy) + stages.core[at] + again * stages.core_again[at],
+        busiest=np.where(moved, np.maximum(old.busiest, old.busy), old.busiest),
         rate=old.rate + tables.rate[old.way, option],
         other_usd=old.other_usd + stages.other_usd[at] + egress_usd,
         stages=old.stages + 1,

@@ -41,7 +41,11 @@ class Stages:
     put_out: Floats
     get_back: Floats
     merge: Floats
-    """Seconds."""
+    """Seconds, with the optimiser's step."""
+    core: Floats
+    """(way, last layer, option): seconds that all replicas keep one of the place's cores busy, by its cores."""
+    core_again: Floats
+    """What it is more where the forward pass is computed again."""
     other_usd: Floats
     """Requests of one iteration."""
 
@@ -61,6 +65,7 @@ class Tables:
         self.alternates = np.array([way.order == "1f1b" for way in ways])
         self.rate = self.degree[:, None] * self._gb_usd
         """(way, option): USD per second of a stage."""
+        self.least_busy = self._least_busy()
         self._hops()
 
     def _layers(self) -> None:
@@ -70,6 +75,7 @@ class Tables:
         self.activations = _sums(layer.activation_bytes for layer in layers)
         self.forward_base, self.forward_sample = _lines([layer.forward for layer in layers])
         self.backward_base, self.backward_sample = _lines([layer.backward for layer in layers])
+        self.update = _sums(layer.update_s for layer in layers)
         self.passed = np.array([profile.input_bytes, *(layer.output_bytes for layer in layers)], dtype=float)
         """Bytes of a sample that enter a layer; the last entry leaves the model."""
 
@@ -87,6 +93,10 @@ class Tables:
         self._put_s = np.array([channel.put_s for channel in channels])
         self._get_s = np.array([channel.get_s for channel in channels])
         self._parallel = np.array([channel.parallel for channel in channels])
+        self._request_core_s = np.array([channel.request_core_s for channel in channels])
+        self._byte_core_s = np.array([channel.byte_core_s for channel in channels])
+        self._per_core = np.array([1 / places[p].cores if places[p].cores else 0.0 for p, _ in self.options])
+        """0: each function has its own."""
         self._put_usd = np.array([channel.put_usd for channel in channels])
         self._get_usd = np.array([channel.get_usd for channel in channels])
         gains = np.stack([self.speed, self._up, self._down, -self._gb_usd])
@@ -143,7 +153,9 @@ class Tables:
         """All stages that begin with a layer, for some ways."""
         after = np.arange(first + 1, self.length + 1)
         fits, fits_again = self.most_live(first, ways)
-        forward, backward = (one[:, :, None] / self.speed for one in self.compute(ways, first, after))
+        alone = [one[:, :, None] for one in self.compute(ways, first, after)]
+        forward, backward = (one / self.speed for one in alone)
+        update = (self.update[after] - self.update[first])[None, :, None]
         leaving = np.where(after < self.length, self.passed[after], 0.0)
         inner = (after < self.length).astype(float)[None, :, None]
         share = self.problem.sent_share
@@ -160,7 +172,10 @@ class Tables:
             put_back=entered * (self._put_s + bytes_in / self._up),
             put_out=inner * self._put_s + bytes_out / self._up,
             get_back=inner * self._get_s + bytes_out / self._down,
-            merge=self._merging(ways, self.parameters[after] - self.parameters[first], first, backward),
+            merge=self._merging(ways, self.parameters[after] - self.parameters[first], first, backward)
+            + update / self.speed,
+            core=self._cores(ways, first, alone, update, entered + inner, leaving),
+            core_again=(self.degree * self.count)[ways][:, None, None] * alone[0] * self._per_core,
             other_usd=self._requests(ways, entered + inner),
         )
 
@@ -203,6 +218,31 @@ class Tables:
             last[degrees == 1] = 0.0
             merged = np.minimum(merged, np.maximum(merged - backward, last[rows]))
         return merged
+
+    def _cores(
+        self, ways: Ints, first: int, alone: Sequence[Floats], update: Floats, sides: Floats, leaving: Floats
+    ) -> Floats:
+        """`core_seconds` of all replicas, by the cores that they share."""
+        if not self._per_core.any():
+            return np.zeros((len(ways), len(leaving), len(self.speed)))
+        d, count, micro = (column[ways][:, None, None] for column in (self.degree, self.count, self.micro))
+        passed = (self.passed[first] if first else 0.0) + leaving[None, :, None]
+        merged = self.problem.merged_share * (self.parameters[first + 1 :] - self.parameters[first])[None, :, None]
+        several = d > 1
+        requests = 2 * count * sides + np.where(several, d + 2 * (d - 1), 0.0)
+        sent = 2 * count * micro * self.problem.sent_share * passed
+        sent = sent + np.where(several, merged * (1 + 2 * (d - 1) / d), 0.0)
+        moved = requests * self._request_core_s + sent * self._byte_core_s
+        found: Floats = d * (count * (alone[0] + alone[1]) + update + moved) * self._per_core
+        return found
+
+    def _least_busy(self) -> Floats:
+        """By way: seconds that all layers keep the cores of a single place busy, whatever the cuts."""
+        if len(self.problem.places) > 1:
+            return np.zeros(len(self.ways))
+        forward, backward = self.compute(np.arange(len(self.ways)), 0, np.array([self.length]))
+        found: Floats = self.degree * (self.count * (forward + backward)[:, 0] + self.update[-1]) * self._per_core[0]
+        return found
 
     def _requests(self, ways: Ints, sides: Floats) -> Floats:
         d, count = self.degree[ways][:, None, None], self.count[ways][:, None, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,18 @@ def test_preemptible_workers_have_a_price_and_a_place(tmp_path: Path) -> None:
     with pytest.raises(GeofedError, match="preemptibleConstraints` is missing"):
         _load(tmp_path, told + gateway % "")
     _load(tmp_path, told + gateway % ", preemptibleConstraints: ['life=spot']")
+
+
+def test_processes_of_one_machine_share_its_cores(tmp_path: Path) -> None:
+    def cores(text: str) -> float:
+        told: float = _load(tmp_path, text).catalogue()["capacity"]["cores"]
+        return told
+
+    openfaas = "gateway: {kind: openfaas, url: 'http://g', image: i}\n"
+    assert cores(WHOLE) == len(os.sched_getaffinity(0))
+    assert cores(WHOLE + openfaas) == 0
+    stated = WHOLE.replace("memoryMb: 1024", "memoryMb: 1024, cores: 6")
+    assert cores(stated) == cores(stated + openfaas) == 6
 
 
 def test_how_many_are_left_is_said_in_a_file(tmp_path: Path) -> None:

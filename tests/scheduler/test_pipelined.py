@@ -67,6 +67,39 @@ def test_the_job_file_may_ask_for_stages(stages: int) -> None:
         assert part.workers == 6
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_stages_that_share_cores_take_as_long_as_these_have_to_do(replicas: int) -> None:
+    """And with many cores as long as with their own."""
+    asked = demand(parallelism="pipeline", stages=3, workers=3 * replicas, activations="fp32")
+
+    def seconds(cores: float) -> float:
+        there_is = snapshot(900.0, memory_mb=3072)
+        shared = tuple(replace(r, capacity=replace(r.capacity, cores=cores)) for r in there_is.regions)
+        shape = cut(planned(replace(there_is, regions=shared), asked))[0].pipeline
+        assert shape is not None
+        assert shape.degree == replicas
+        assert ("share" in shape.why[0]) == (cores == 1.0)
+        return shape.step_seconds
+
+    # Forward and backward pass of all layers, of each replica's batch; messages come on top.
+    compute = replicas * LAYERS * asked.batch * 0.006
+    assert compute < seconds(1.0) < 1.6 * compute
+    assert seconds(64.0) == seconds(0.0) < seconds(1.0)
+
+
+def test_the_optimisers_step_counts() -> None:
+    def seconds(update: float) -> float:
+        there_is = snapshot(900.0)
+        layers = tuple({**layer, "update_seconds": update} for layer in deep("a").layers)
+        profiles = {name: replace(known, layers=layers) for name, known in there_is.profiles.items()}
+        asked = demand(parallelism="pipeline", stages=3, workers=3)
+        shape = cut(planned(replace(there_is, profiles=profiles), asked))[0].pipeline
+        assert shape is not None
+        return shape.step_seconds
+
+    assert seconds(0.5) >= seconds(0.0) + 0.5
+
+
 def test_steps_and_shares_count_replicas_not_workers() -> None:
     whole = planned(snapshot(300.0), demand(workers=2, parallelism="data", epochs=3, steps=None))
     split = planned(snapshot(300.0), demand(workers=4, parallelism="pipeline", stages=2, epochs=3, steps=None))

@@ -8,7 +8,7 @@ from scheduler.partition import Problem, Way
 from .program import Stage, stages_of
 
 Label = tuple[float, ...]
-"""Forward: sum and slowest; backward: sum and slowest; ends, rate, USD of requests."""
+"""Forward: sum and slowest; backward: sum and slowest; ends, what keeps shared cores busy, rate, USD of requests."""
 
 
 def plain_front(problem: Problem, ways: tuple[Way, ...]) -> list[tuple[float, float]]:
@@ -32,7 +32,7 @@ def _of_stages(problem: Problem, way: Way, number: int) -> list[tuple[float, flo
     """Of pipelines of so many stages."""
     more, length = way.micro_batches(problem.batch) - 1, len(problem.profile.layers)
     allowed = stages_of(problem, way, number)
-    labels: dict[int, list[Label]] = {length: [(0.0,) * 7]}
+    labels: dict[int, list[Label]] = {length: [(0.0,) * 8]}
     for at in reversed(range(number)):
         grown: dict[int, list[Label]] = {}
         for stage in (stage for stage in allowed if stage.number == at):
@@ -40,21 +40,22 @@ def _of_stages(problem: Problem, way: Way, number: int) -> list[tuple[float, flo
             grown.setdefault(stage.cut.first, []).extend(_in_front(stage, way, more, label) for label in behind)
         labels = {first: _unbeaten(some) for first, some in grown.items()}
     ends = []
-    for fill_f, beat_f, _, _, end, rate, other in labels.get(0, []):
-        seconds = fill_f + more * beat_f + end
+    for fill_f, beat_f, _, _, end, busy, rate, other in labels.get(0, []):
+        seconds = max(fill_f + more * beat_f + end, busy)
         ends.append((seconds, seconds * rate + other))
     return ends
 
 
 def _in_front(stage: Stage, way: Way, more: int, label: Label) -> Label:
-    fill_f, beat_f, fill_b, beat_b, end, rate, other = label
+    fill_f, beat_f, fill_b, beat_b, end, busy, rate, other = label
     forward, backward = sum(stage.forward), sum(stage.backward)
     slow_f, slow_b = max(stage.forward), max(stage.backward)
     if way.order == "1f1b":
         slow_f, slow_b = forward + backward, 0.0
     fill_b, beat_b = fill_b + backward, max(beat_b, slow_b)
     end = max(end, fill_b + more * beat_b + stage.merge_s)
-    return fill_f + forward, max(beat_f, slow_f), fill_b, beat_b, end, rate + stage.rate, other + stage.other_usd
+    paid = rate + stage.rate, other + stage.other_usd
+    return fill_f + forward, max(beat_f, slow_f), fill_b, beat_b, end, busy + stage.busy_s, *paid
 
 
 def _unbeaten(labels: list[Label]) -> list[Label]:

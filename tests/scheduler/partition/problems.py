@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, product
 
 from scheduler.partition import (
@@ -36,7 +37,7 @@ def problem(seed: int, *, layers: int = 5, sizes: int = 3, places: int = 1) -> P
         for b in where
         if a is not b
     }
-    return Problem(
+    asked = Problem(
         Profile(chain, draw.randint(1, 500_000), draw.choice([0.0, 1.0, 2.0]), base_mb=100.0),
         draw.choice([4, 6, 8]),
         where,
@@ -50,6 +51,21 @@ def problem(seed: int, *, layers: int = 5, sizes: int = 3, places: int = 1) -> P
         merged_share=draw.choice([1.0, 0.25]),
         merges_early=draw.random() < 0.5,
     )
+    return _sharing(asked, draw) if draw.random() < 0.5 else asked
+
+
+def _sharing(asked: Problem, draw: random.Random) -> Problem:
+    """The same with an optimiser that takes time, and with cores that functions share, or more than enough."""
+    layers = tuple(replace(layer, update_s=draw.uniform(0, 0.05)) for layer in asked.profile.layers)
+    places = tuple(
+        replace(
+            place,
+            cores=draw.choice([0.0, 1.0, 2.0, 6.0]),
+            channel=replace(place.channel, request_core_s=draw.uniform(0, 0.01), byte_core_s=draw.uniform(0, 1e-8)),
+        )
+        for place in asked.places
+    )
+    return replace(asked, profile=replace(asked.profile, layers=layers), places=places)
 
 
 def _layer(draw: random.Random, number: int) -> Layer:

@@ -7,6 +7,7 @@ For stages s = (first, last, place, size, again), binary z_s, on a path from lay
          F >= beat_f z_s
          b_first >= b_after + fill_b - M (1 - z_s),  m_first >= m_after - M (1 - z_s),  m_first >= beat_b z_s
          X >= b_first + (n-1) m_first + merge_s - M (1 - z_s)
+         T >= sum_s busy_s z_s
          sum_k h_k = 1,  sum_k rate_k h_k = sum_s rate_s z_s,  p_k <= M h_k,  sum_k p_k = T
 
 The rate is one of the sums of so many function sizes, for each number of stages. In 1F1B what fits depends on the
@@ -92,6 +93,9 @@ class Stage:
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     merge_s: float
+    """With the optimiser's step."""
+    busy_s: float
+    """Of all replicas, by the cores that they share."""
     rate: float
     other_usd: float
 
@@ -135,6 +139,7 @@ def _of_stages(problem: Problem, way: Way, stages: int, limit: float) -> float |
         program.at_most(0.0, {beat_b[n + 1]: 1.0, beat_b[n]: -1.0})
     program.equal(0.0, {backward[stages]: 1.0})
     program.equal(0.0, times)
+    program.at_most(0.0, {total: -1.0} | {c: s.busy_s for c, s in zip(chosen, allowed, strict=True)})
     _price(program, problem, way, stages, allowed, chosen, total, limit)
     return program.solve()
 
@@ -214,12 +219,33 @@ def stages_of(problem: Problem, way: Way, stages: int) -> list[Stage]:
                                 cut,
                                 tuple(forward),
                                 tuple(backward),
-                                _merge(problem, held, d, place, size.bandwidth, backward[0] - again * forward[0]),
+                                _merge(problem, held, d, place, size.bandwidth, backward[0] - again * forward[0])
+                                + sum(layer.update_s for layer in held) / size.speed,
+                                _busy(problem, way, cut, (number > 0, number + 1 < stages)),
                                 d * size.memory_mb / 1024 * size.usd_per_gb_second,
                                 puts * channel.put_usd + gets * channel.get_usd,
                             )
                         )
     return found
+
+
+def _busy(problem: Problem, way: Way, cut: Cut, sides: tuple[bool, bool]) -> float:
+    """Seconds that a stage of all replicas keeps the cores of its place busy."""
+    place, layers = problem.places[0], problem.profile.layers
+    if not place.cores:
+        return 0.0
+    count, mu, d = way.micro_batches(problem.batch), way.micro_batch, way.degree
+    seconds, requests, sent = 0.0, 0.0, 0.0
+    for layer in layers[cut.first : cut.last + 1]:
+        forwards = count * (1 + cut.rematerialise) * layer.forward.seconds(mu)
+        seconds += forwards + count * layer.backward.seconds(mu) + layer.update_s
+        sent += problem.merged_share * layer.parameter_bytes * ((1 + 2 * (d - 1) / d) if d > 1 else 0)
+    requests += (3 * d - 2) if d > 1 else 0
+    for there, passed in zip(sides, (layers[cut.first - 1].output_bytes, layers[cut.last].output_bytes), strict=True):
+        requests += 2 * count * there
+        sent += 2 * count * mu * problem.sent_share * passed * there
+    channel = place.channel
+    return d * (seconds + requests * channel.request_core_s + sent * channel.byte_core_s) / place.cores
 
 
 def _merge(

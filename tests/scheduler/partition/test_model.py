@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
+import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ QUICK = settings(max_examples=40, deadline=None)
 def test_seconds_are_those_of_the_schedule(seed: int) -> None:
     """GPipe exactly; 1F1B never less than the schedule takes, since it counts transfers as not hidden."""
     asked = problem(seed)
+    asked = replace(asked, places=tuple(replace(place, cores=0.0) for place in asked.places))
     try:
         plans = front(asked)
     except NothingFitsError:
@@ -41,16 +43,68 @@ def test_seconds_are_those_of_the_schedule(seed: int) -> None:
                 assert own.seconds >= played * (1 - 1e-9)
 
 
+@QUICK
+@given(st.integers(0, 100_000), st.sampled_from([1.0, 2.0, 3.0]))
+def test_on_shared_cores_the_schedule_takes_no_less(seed: int, cores: float) -> None:
+    """And no more than the cores' work and the whole schedule, one after the other (Graham 1966)."""
+    asked = problem(seed)
+    layers = tuple(replace(layer, update_s=0.0) for layer in asked.profile.layers)
+    own = tuple(
+        replace(
+            place,
+            sizes=tuple(replace(size, speed=1.0) for size in place.sizes),
+            channel=replace(place.channel, request_core_s=0.0, byte_core_s=0.0),
+            cores=0.0,
+        )
+        for place in asked.places
+    )
+    asked = replace(asked, profile=replace(asked.profile, layers=layers), places=own, degrees=(1,))
+    shared = replace(asked, places=tuple(replace(place, cores=cores) for place in own))
+    try:
+        plans = front(shared)
+    except NothingFitsError:
+        return
+    for plan in plans[:: max(1, len(plans) // 3)]:
+        cuts, way = cuts_of(asked, plan), replace(plan.way, order="gpipe")
+        ours, alone = evaluate(shared, way, cuts), evaluate(asked, way, cuts)
+        if ours is None or alone is None:
+            continue
+        took, order, needs = _tasks(asked, way, cuts)
+        played = _run(took, order, needs, cores)
+        last = max(done for (kind, _, _), done in played.items() if kind in ("R", "gput"))
+        work = sum(seconds for (kind, _, _), seconds in took.items() if kind in ("F", "R"))
+        assert ours.seconds <= last * (1 + 1e-9)
+        assert last <= (work / cores + alone.seconds) * (1 + 1e-9)
+
+
 def _play(asked: Problem, way: Way, cuts: tuple[Cut, ...]) -> float:
     """Seconds of one iteration, every task as soon as its lane is free, in each lane's order."""
+    plan, count = evaluate(asked, way, cuts), way.micro_batches(asked.batch)
+    assert plan is not None
+    done = _run(*_tasks(asked, way, cuts))
+    ends = []
+    for g, stage in enumerate(plan.stages):
+        sent = ("R", g, count - 1) if g == 0 else ("gput", g, count - 1)
+        ends.append(done[sent] + stage.merge_s + stage.update_s)
+    return max(ends)
+
+
+Task = tuple[str, int, int]
+"""What is done, in which stage, with which micro-batch."""
+
+
+def _tasks(
+    asked: Problem, way: Way, cuts: tuple[Cut, ...]
+) -> tuple[dict[Task, float], dict[tuple[str, int], list[Task]], dict[Task, Task | None]]:
+    """Seconds of each, the order in each lane, and what each needs besides."""
     plan = evaluate(asked, way, cuts)
     assert plan is not None
     count, stages = way.micro_batches(asked.batch), len(cuts)
     after = [*cuts[1:], None]
     lanes = [_lanes(asked, way, c, a, s) for c, a, s in zip(cuts, after, plan.stages, strict=True)]
-    took: dict[tuple[str, int, int], float] = {}
-    order: dict[tuple[str, int], list[tuple[str, int, int]]] = {}
-    needs: dict[tuple[str, int, int], tuple[str, int, int] | None] = {}
+    took: dict[Task, float] = {}
+    order: dict[tuple[str, int], list[Task]] = {}
+    needs: dict[Task, Task | None] = {}
     for g, (forward, backward) in enumerate(lanes):
         first, last = g == 0, g == stages - 1
         for m in range(count):
@@ -68,12 +122,7 @@ def _play(asked: Problem, way: Way, cuts: tuple[Cut, ...]) -> float:
         gets = {"F": "get", "R": "back"}
         order["up", g] = [(puts[k], g, m) for k, _, m in order["compute", g] if (puts[k], g, m) in took]
         order["down", g] = [(gets[k], g, m) for k, _, m in order["compute", g] if (gets[k], g, m) in took]
-    done = _run(took, order, needs)
-    ends = []
-    for g, stage in enumerate(plan.stages):
-        sent = ("R", g, count - 1) if g == 0 else ("gput", g, count - 1)
-        ends.append(done[sent] + stage.merge_s)
-    return max(ends)
+    return took, order, needs
 
 
 def _sequence(way: Way, g: int, stages: int, count: int) -> list[tuple[str, int, int]]:
@@ -89,32 +138,31 @@ def _sequence(way: Way, g: int, stages: int, count: int) -> list[tuple[str, int,
 
 
 def _run(
-    took: dict[tuple[str, int, int], float],
-    order: dict[tuple[str, int], list[tuple[str, int, int]]],
-    needs: dict[tuple[str, int, int], tuple[str, int, int] | None],
-) -> dict[tuple[str, int, int], float]:
-    """When each task is done: after the one before it in its lane, and after what it needs."""
-    waits: dict[tuple[str, int, int], list[tuple[str, int, int]]] = {}
+    took: dict[Task, float],
+    order: dict[tuple[str, int], list[Task]],
+    needs: dict[Task, Task | None],
+    cores: float = math.inf,
+) -> dict[Task, float]:
+    """When each task is done: after the one before it in its lane, and after what it needs. What computes shares the
+    cores evenly."""
+    before: dict[Task, list[Task]] = {}
     for tasks in order.values():
-        for before, task in zip([None, *tasks], tasks, strict=False):
-            waits[task] = [need for need in (before, needs[task]) if need is not None]
-    followers: dict[tuple[str, int, int], list[tuple[str, int, int]]] = {}
-    for task, before in waits.items():
-        for need in before:
-            followers.setdefault(need, []).append(task)
-    left = {task: len(before) for task, before in waits.items()}
-    ready = dict.fromkeys(waits, 0.0)
-    done: dict[tuple[str, int, int], float] = {}
-    queue = [(0.0, task) for task, count in left.items() if count == 0]
-    heapq.heapify(queue)
-    while queue:
-        start, task = heapq.heappop(queue)
-        done[task] = start + took[task]
-        for follower in followers.get(task, []):
-            ready[follower] = max(ready[follower], done[task])
-            left[follower] -= 1
-            if left[follower] == 0:
-                heapq.heappush(queue, (ready[follower], follower))
+        for earlier, task in zip([None, *tasks], tasks, strict=False):
+            before[task] = [need for need in (earlier, needs[task]) if need is not None]
+    done: dict[Task, float] = {}
+    left, now = dict(took), 0.0
+    while left:
+        running = [task for task in left if all(need in done for need in before[task])]
+        computing = sum(task[0] in ("F", "R") for task in running)
+        rate = min(1.0, cores / computing) if computing else 1.0
+        rates = {task: rate if task[0] in ("F", "R") else 1.0 for task in running}
+        passes = min(left[task] / rates[task] for task in running)
+        now += passes
+        for task in running:
+            left[task] -= passes * rates[task]
+            if left[task] <= 1e-12:
+                done[task] = now
+                del left[task]
     assert len(done) == len(took)
     return done
 
