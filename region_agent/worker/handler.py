@@ -17,6 +17,7 @@ import torch
 
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data import fetch_split, joined
+from region_agent.worker.heap import keep_pages
 from region_agent.worker.holding import Holding, WholeModel
 from region_agent.worker.invocation import Invocation, Outcome, read_invocation
 from region_agent.worker.loop import WorkerLoop
@@ -66,19 +67,20 @@ def handle(event: Event, context: object) -> dict[str, object]:
 
 
 def _profile(call: ProfileCall, begun: float) -> Profiled:
-    _set_threads()
+    _make_ready()
     channel = open_channel(call.channel, call.channel_address)
     task = _task(channel, call)
     told = profile(call, task, _data(call, task), begun)
     return told.model_copy(update={"seconds": time.monotonic() - begun, "channel": asdict(channel.usage)})
 
 
-def _set_threads() -> None:
+def _make_ready() -> None:
+    keep_pages()
     torch.set_num_threads(max(1, int(os.environ.get("GEOFED_WORKER_THREADS", "1"))))
 
 
 def _run(invocation: Invocation, begun: float) -> Outcome:
-    _set_threads()
+    _make_ready()
     channel = open_channel(invocation.channel, invocation.channel_address)
     task = _task(channel, invocation)
     return WorkerLoop(invocation, _holding(invocation, task, channel), channel, begun).run()
