@@ -31,7 +31,7 @@ __all__ = ["Keeping", "state_key"]
 
 _log = logging.getLogger("geofed.worker")
 _SHARE = 0.05
-"""Of a stage's time that storing its state may take."""
+"""Of a stage's time that storing its state may take, and of what the stage keeps a core busy."""
 _REPLAY_SECONDS = 30.0
 """Compute that a log may hold: the other stages wait while it is made anew, and give up after 90 s."""
 _LEAST_LOG_BYTES = 64 << 20
@@ -100,9 +100,13 @@ class Keeping:
         channel: Channel,
         state_bytes: int,
         clock: Callable[[], float] = time.monotonic,
+        busy: Callable[[], float] = time.process_time,
+        own_busy: Callable[[], float] = time.thread_time,
     ) -> None:
-        """``channel``: one whose waits end with the attempt. ``state_bytes``: of the stage's parameters, at least."""
+        """``channel``: one whose waits end with the attempt. ``state_bytes``: of the stage's parameters, at least.
+        ``busy``: seconds that the process has kept cores busy; ``own_busy``: the same, of the thread that asks."""
         self._call, self._shape, self._channel, self._clock = call, shape, channel, clock
+        self._busy, self._own_busy = busy, own_busy
         self._stage, replica = shape.position(call.worker).stage, shape.position(call.worker).replica
         self._leads = replica == 0
         self._agreed = _Agreement(_NOTHING, (), (self._own_era(1),))
@@ -119,6 +123,9 @@ class Keeping:
         """Since when a state was asked for that has not come."""
         self._state_bytes = state_bytes
         self._stored_at, self._store_seconds = clock(), 0.0
+        self._busy_at, self._store_busy, self._asked_busy = busy(), 0.0, 0.0
+        """The same of what keeps cores busy: a stage on a machine of its own mostly waits for others while it stores,
+        but where functions share cores, storing takes its time from all of them."""
         self._log_bytes, self._log_seconds = 0, 0.0
         """What came into all replicas, and what they computed, since the last state."""
 
@@ -237,19 +244,21 @@ class Keeping:
             return False
         now = self._clock()
         rare = now - self._stored_at >= max(self._call.store_seconds, self._store_seconds / _SHARE)
+        rare = rare and self._busy() - self._busy_at >= self._store_busy / _SHARE
         large = self._log_bytes >= max(self._state_bytes, _LEAST_LOG_BYTES)
         if rare or large or self._log_seconds >= _REPLAY_SECONDS:
-            self._asked = now
+            self._asked, self._asked_busy = now, self._own_busy()
         return self._asked == now
 
     def store(self, step: int, pieces: list[memoryview]) -> None:
         """Put the state after a step into the channel, beside what follows; `settle` before it changes."""
         self.settle()
         begun, self._asked = self._asked or self._clock(), None
+        busy, self._busy_at = self._own_busy() - self._asked_busy, self._busy()
         self._log_bytes, self._log_seconds = 0, 0.0
         self._state_bytes = sum(piece.nbytes for piece in pieces)
         self._stored_at = self._clock()
-        self._storing = self._beside.submit(self._store, step, pieces, begun)
+        self._storing = self._beside.submit(self._store, step, pieces, begun, busy)
 
     def settle(self) -> None:
         """Wait until what is being stored has been; raises what the channel raised."""
@@ -257,7 +266,9 @@ class Keeping:
             storing, self._storing = self._storing, None
             storing.result()
 
-    def _store(self, step: int, pieces: list[memoryview], begun: float) -> None:
+    def _store(self, step: int, pieces: list[memoryview], begun: float, busy: float) -> None:
+        """``busy``: what making the pieces has kept a core busy."""
+        before = self._own_busy()
         self._channel.put(state_key(self._call.attempt, self._stage, step), pieces)
         states = [*self._states[-1:], step]
         told = {str(number): float(state) for number, state in enumerate(states)}
@@ -265,6 +276,7 @@ class Keeping:
         self._states = states
         self._stored_at = self._clock()
         self._store_seconds = self._stored_at - begun
+        self._store_busy = busy + self._own_busy() - before
 
     def _delete(self, states: list[int], steps: range) -> None:
         logged = self._logged_in(self._own_era(1))

@@ -210,3 +210,30 @@ def _probe(world: World, attempt: int, key: str, store_seconds: float) -> int:
     keeping.take_over(key, 1.0)
     keeping.close()
     return max(keeping._agreed.step, world.round * PER_ROUND)
+
+
+def test_what_storing_keeps_a_core_busy_counts_apart_from_how_long_it_takes() -> None:
+    """Where functions share cores, little of the time passes for a stage itself."""
+    clock = {"now": 0.0, "process": 0.0, "thread": 0.0}
+    call = _call(0, 1, 1, 1, 5.0)
+    channel = MemoryChannel()
+    told = [lambda name=name: clock[name] for name in clock]
+    keeping = Keeping(call, Pipeline(((0, 0),), 1, 2, "1f1b"), channel, 100, *told)  # type: ignore[arg-type]
+    put = channel.put
+
+    def slowly(key: str, pieces: object) -> None:
+        clock["thread"] += 0.15 if key == state_key(1, 0, 1) else 0.0
+        put(key, pieces)  # type: ignore[arg-type]
+
+    channel.put = slowly  # type: ignore[method-assign]
+    clock["now"] += 5.0
+    assert keeping.due()
+    clock["thread"] += 0.05  # what making the frame takes
+    keeping.store(1, framing.encode({}, {"step": 1, "round": 0}))
+    keeping.settle()
+    clock["now"] += 1000.0
+    clock["process"] += 3.9
+    assert not keeping.due()
+    clock["process"] += 0.2
+    assert keeping.due()
+    keeping.close()
