@@ -22,6 +22,8 @@ MERGE_SECONDS = 0.004
 
 _SIZES_KNOWN = (0.9, 1.15)
 """How far bytes may stray from what is expected where the sizes of what is sent are known."""
+_COPY_OVERHEAD = 1.001
+"""Bytes that a shard's copy is counted with over its own: frames, offers, and the list of its files."""
 _SPREAD = {"measured": (0.75, 1.4), "stated": (0.5, 2.0), "prior": (0.2, 5.0)}
 """How far time may stray from what is expected, by what the expectation rests on."""
 
@@ -174,7 +176,7 @@ def _copies(copies: Sequence[Copy], regions: Mapping[str, Region]) -> tuple[dict
     """Bytes by link, and what they cost their sources."""
     sent, paid = dict[str, int](), list[Cost]()
     for copy in copies:
-        size = int(line_bytes(copy.bytes))
+        size = int(copy.bytes * _COPY_OVERHEAD)
         sent[f"{copy.source}>{copy.destination}"] = size
         prices = _prices(regions[copy.source])
         usd = size / 1e9 * prices.egress(copy.destination)

@@ -36,8 +36,11 @@ offered, a bulk stream opened with TLS. Reading the files for their digests is n
 than links are."""
 MOST_PLACES = 3
 """Regions that are tried for one shard: the best by a rough sum of money, and by one of time."""
-MOST_PLANS, LEAST_PLANS, MOST_REGIONS_PLANNED = 60, 12, 500
-"""Plans that are asked for: so many at most, and fewer over many regions, since each then takes longer."""
+WORTH_EACH = 0.02
+"""The same of each shard by itself: what is left of the money or time if it alone stayed at home."""
+MOST_PLANS, LEAST_PLANS, PLANNED_REGIONS = 60, 12, 500
+"""Plans that are asked for: so many at most, and over many regions, where each takes longer, about so many regions in
+all of them together."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +77,20 @@ def best_moves(snapshot: Snapshot, demand: Demand, answer: _Answer) -> Plan | De
     if not places:
         return _told(at_home, {}, snapshot, demand) if isinstance(at_home, Plan) else _hinted(at_home, snapshot, demand)
     tried: dict[tuple[tuple[str, str], ...], Plan | Declined] = {(): at_home}
-    most = min(MOST_PLANS, max(LEAST_PLANS, MOST_REGIONS_PLANNED // len(snapshot.regions)))
+    most = min(MOST_PLANS, max(LEAST_PLANS, PLANNED_REGIONS // len(snapshot.regions)))
 
-    def asked(moves: _Moves) -> Plan | Declined:
+    def asked(moves: _Moves, *, at_most: int = most) -> Plan | Declined:
         key = tuple(sorted(moves.items()))
         if key not in tried:
-            placed = _placed(snapshot, demand, moves) if len(tried) < most else None
-            tried[key] = answer(placed, demand) if placed is not None else Declined(())
+            if len(tried) >= at_most:
+                return Declined(())
+            tried[key] = answer(_placed(snapshot, demand, moves), demand)
         return tried[key]
 
     best = _climbed(_first(snapshot, demand, places), places, asked, demand)
-    found = None if best is None else asked(best)
-    if not isinstance(found, Plan) or not best:
+    best = _thinned(best, lambda moves: asked(moves, at_most=most + len(places)), demand)
+    found = asked(best) if best else None
+    if not isinstance(found, Plan):
         if isinstance(at_home, Plan):
             return _told(at_home, tried, snapshot, demand)
         return at_home
@@ -102,12 +107,9 @@ def best_moves(snapshot: Snapshot, demand: Demand, answer: _Answer) -> Plan | De
 
 
 def _climbed(
-    first: Sequence[_Moves],
-    places: Mapping[str, Sequence[str]],
-    asked: Callable[[_Moves], Plan | Declined],
-    demand: Demand,
-) -> dict[str, str] | None:
-    """The best moves that one change at a time leads to; None where nothing is admissible."""
+    first: Sequence[_Moves], places: Mapping[str, Sequence[str]], asked: _Asked, demand: Demand
+) -> dict[str, str]:
+    """The best moves that one change at a time leads to; none where nothing is admissible."""
     best: tuple[tuple[float, ...], dict[str, str]] | None = None
 
     def weigh(moves: _Moves) -> bool:
@@ -134,7 +136,20 @@ def _climbed(
                     del moves[shard]
                 if not set(moves.values()) & set(moves) and weigh(moves):
                     helped = True
-    return best[1] if best is not None else None
+    return best[1] if best is not None else {}
+
+
+def _thinned(moves: dict[str, str], asked: _Asked, demand: Demand) -> dict[str, str]:
+    """Without the moves that help hardly by themselves."""
+    for shard in sorted(moves):
+        present = asked(moves)
+        rest = {source: region for source, region in moves.items() if source != shard}
+        without = asked(rest)
+        if not (isinstance(present, Plan) and isinstance(without, Plan)):
+            continue
+        if _worth(without, demand) <= (1 + WORTH_EACH) * _worth(present, demand):
+            moves = rest
+    return moves
 
 
 def _first(snapshot: Snapshot, demand: Demand, places: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:

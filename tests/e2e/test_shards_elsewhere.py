@@ -135,7 +135,7 @@ def test_over_a_wan_it_takes_its_own_link_and_no_other(tmp_path: Path) -> None:
         sent = emulator.bytes()
     (planned,) = described["plan"]["copies"]
     took = events["shard.sent"]["data"]["seconds"]
-    print(f"the copy of {planned['bytes']} bytes: planned {planned['seconds']:.2f} s, took {took:.2f} s")
+    print(f"{emulator.backend}: {planned['bytes']} bytes, planned {planned['seconds']:.2f} s, took {took:.2f} s")
     metered = described["result"]["wan_bytes"]
     assert planned["bytes"] < metered["frankfurt>virginia"] < planned["bytes"] * 1.1
     for source, destination in permutations(("frankfurt", "shanghai", "virginia"), 2):

@@ -155,6 +155,20 @@ def test_data_move_to_where_work_is_much_cheaper_and_not_where_it_is_a_little() 
     assert any("the shard of a in b" in other.text for other in stays.alternatives)
 
 
+def test_a_shard_that_would_gain_hardly_anything_by_itself_stays() -> None:
+    """Though all together gain much."""
+
+    def made(name: str, samples: int, usd: float, workers: int = 1) -> Region:
+        # Nothing but the functions costs anything, and nobody waits for anybody once a is in b.
+        prices = replace(PRICES, function_usd_per_gb_second=usd, server_usd_per_hour=0.0, egress_usd_per_gb=0.0)
+        return replace(region(name, samples, workers, size=MB), prices=prices)
+
+    rarely = demand(interval=5_000)
+    dear, cheap = made("a", 1_000_000, 1e-4), made("b", 1_000_000, 1e-5)
+    assert moves(planned([dear, cheap, made("c", 2_000_000, 1.01e-5)], rarely)) == {"a": "b"}
+    assert moves(planned([dear, cheap, made("c", 2_000_000, 1.2e-5)], rarely)) == {"a": "b", "c": "b"}
+
+
 def test_egress_that_costs_more_than_is_saved_keeps_data_at_home() -> None:
     dear, cheap = region("a", usd=1e-4, size=100_000 * MB), region("b", samples=0, usd=1e-5)
     assert moves(planned([dear, cheap])) == {}
