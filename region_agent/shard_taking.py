@@ -50,7 +50,6 @@ class Shelf:
         self._blobs, self._splits, self._list_file = folder / "blobs", folder / "splits", folder / "list"
         self._blobs.mkdir(parents=True, exist_ok=True)
         self.list: ShardList | None = None
-        self._digests: dict[str, int] = {}
         self._through = LIST_SEQUENCE
         self.failed: GeofedError | None = None
         """What came cannot be used, whoever sends it again."""
@@ -68,7 +67,6 @@ class Shelf:
                 "LIMIT_EXCEEDED", text, hint="start its agent anew, so that it tells the size, and submit"
             )
         self.list, self._through = shard, LIST_SEQUENCE
-        self._digests = {file.digest: file.size for file in shard.files}
 
     # What comes
 
@@ -76,7 +74,12 @@ class Shelf:
         if manifest.sequence == LIST_SEQUENCE:
             known = self.list is not None and self.list.digest == manifest.digest
             return Verdict.HAVE if known else Verdict.WANT
-        if self._digests.get(manifest.digest) != manifest.total_bytes:
+        files, number = () if self.list is None else self.list.files, manifest.sequence - LIST_SEQUENCE - 1
+        if number >= len(files) or (files[number].digest, files[number].size) != (
+            manifest.digest,
+            manifest.total_bytes,
+        ):
+            # Nor may the same file come under many numbers, each of which takes room.
             return Verdict.LATER
         return Verdict.HAVE if self._blob(manifest.digest).exists() else Verdict.WANT
 
@@ -90,10 +93,13 @@ class Shelf:
             return
         place = self.place_of(manifest)
         try:
-            self._know(read_list(place.read_bytes()))
-            write_durably(self._list_file, [place.read_bytes()])
+            told = place.read_bytes()
+            self._know(read_list(told))
+            write_durably(self._list_file, [told])
         except GeofedError as error:
             self.list, self.failed = None, error
+        for file in (place, place.with_suffix(".json")):
+            file.unlink(missing_ok=True)
 
     def _blob(self, digest: str) -> Path:
         return self._blobs / digest.removeprefix("sha256:")

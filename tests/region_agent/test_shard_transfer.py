@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from region_agent.shard_sending import Hands, Sending
 from region_agent.shard_taking import Shelf, ShelfPort, forget_shards, open_port
 from region_agent.store import AgentStore
 from sync.framing import digest_of
+from sync.ps.events import Manifest, Verdict
 
 MIB = 1 << 20
 JOB = "job-1"
@@ -297,6 +298,27 @@ async def test_only_the_source_may_bring_its_shard(source: Source, west: Path) -
                     with pytest.raises(grpc.RpcError) as raised:
                         await call
                     assert error_of(raised.value).code == "FORBIDDEN"
+
+
+@runs
+async def test_what_is_not_on_the_list_is_not_wanted(source: Source, west: Path) -> None:
+    """Nor a file under another number than its own."""
+    async with taking(west) as taker:
+        source.send(taker.address)
+        await asyncio.wait_for(taker.port.complete(), 60)
+        assert taker.shelf.list is not None
+        files = taker.shelf.list.files
+        for number, file in enumerate(files, 2):
+            if file.size:
+                right = Manifest("east", 1, number, file.digest, file.size, 0.0)
+                assert taker.shelf.verdict(right) is Verdict.HAVE
+                for wrong in (
+                    replace(right, sequence=number % len(files) + 2),
+                    replace(right, sequence=len(files) + 2),
+                    replace(right, digest=digest_of([b"other"])),
+                    replace(right, total_bytes=file.size + 1),
+                ):
+                    assert taker.shelf.verdict(wrong) is Verdict.LATER
 
 
 @runs
