@@ -82,6 +82,7 @@ class LayerNumbers(_Body):
     forward_beta_seconds: float
     backward_alpha_seconds: float
     backward_beta_seconds: float
+    update_seconds: float = 0.0
 
 
 class Profiled(_Body):

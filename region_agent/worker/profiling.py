@@ -35,6 +35,8 @@ _NORM_STEPS = 8
 """Steps of training along which gradients are looked at: at its very start they are not what they become."""
 
 
+_LAYER_ROUNDS, _FEWER_ROUNDS, _MANY_LAYERS = 5, 3, 24
+"""Of each layer, the first not counted; fewer where there are many, as an invocation must come to its end."""
 _COPIES = 8
 """Of a model, that measuring it whole may hold: parameters, gradients, the optimiser's state, vectors for norms."""
 
@@ -123,10 +125,14 @@ def _in_layers(call: ProfileCall, task: Task, layers: Layers, data: Any, begun: 
     base_mb, loaded = _peak_mb(), time.monotonic() - begun
     if not call.measure:
         return Profiled(status="done", samples=len(data), loaded_seconds=loaded)
-    sizes = _sizes(call, data)
+    # No micro-batch is larger than a replica's batch.
+    sizes = [size for size in _sizes(call, data) if size <= call.batch]
     with task_errors(task.folder, "dataset"):
         batch = BatchStream(data, call.seed, call.region, 0, 1, sizes[-1]).batch(1)
-    told = measure_layers(layers, model_input(task.loss, batch), sizes)
+    rounds = _LAYER_ROUNDS if len(layers) <= _MANY_LAYERS else _FEWER_ROUNDS
+    told = measure_layers(
+        layers, model_input(task.loss, batch), sizes, rounds=rounds, optimizer=task.optimizer
+    )  # fmt: skip
     held = sum(one.parameter_bytes + one.state_bytes for one in told)
 
     def step(size: int) -> StepNumbers:
@@ -143,6 +149,7 @@ def _in_layers(call: ProfileCall, task: Task, layers: Layers, data: Any, begun: 
         samples=len(data),
         loaded_seconds=loaded,
         steps=tuple(step(size) for size in sizes),
+        update_seconds=sum(one.update_seconds for one in told),
         layers=tuple(LayerNumbers(**asdict(one)) for one in told),
     )
 
@@ -231,7 +238,7 @@ def _layers(bench: _Bench) -> tuple[tuple[LayerNumbers, ...], str]:
     batch = bench.batch(sizes[-1], 1)
     try:
         given = model_input(bench.task.loss, batch)
-        measured = measure_layers(bench.task.layers(bench.call.seed), given, sizes)
+        measured = measure_layers(bench.task.layers(bench.call.seed), given, sizes, optimizer=bench.task.optimizer)
     except GeofedError as error:
         return (), error.message
     except Exception as error:  # noqa: BLE001 - the task's model was not written to be run so; the rest stays valid

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,9 @@ __all__ = ["LayerMeasure", "measure_layers"]
 
 _ROUNDS = 5
 """Of which the first is not counted: it takes memory and makes plans."""
+_FORGOTTEN_BYTES = 64 << 20
+"""Written before each pass that is timed. In a pipeline other layers run in between, and other workers, so that a
+layer's parameters and gradients are not in the processor's caches when it is its turn."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class LayerMeasure:
     backward_alpha_seconds: float
     backward_beta_seconds: float
     """Per sample."""
+    update_seconds: float = 0.0
+    """Of the optimiser's step; 0: not measured."""
 
     def forward_seconds(self, samples: int) -> float:
         """Of a micro-batch."""
@@ -65,12 +71,15 @@ def measure_layers(
     micro_batches: Sequence[int],
     *,
     rounds: int = _ROUNDS,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
 ) -> list[LayerMeasure]:
     """Measure every layer on this machine; layers are made, measured and let go of one after the other.
 
     ``layers``: a model's, or functions that make one each. ``batch``: what the first layer is given, a tensor or a
     tuple of tensors whose first dimension counts samples; at least as many as the largest of ``micro_batches``, for
-    which times are taken (median of ``rounds`` - 1) and fitted. The threads are those that torch is set to.
+    which times are taken (median of ``rounds`` - 1) and fitted. Backward passes add to gradients that are there, as all
+    but the first of a step do. ``optimizer``: the task's, whose step is then measured, too. The threads are those that
+    torch is set to.
 
     Raises ``GeofedError``: ``CONFIG_INVALID`` for micro-batches that the batch does not hold, ``TASK_INVALID`` for
     layers that cannot be made or that pass on something else than tensors.
@@ -82,15 +91,25 @@ def measure_layers(
         raise GeofedError("CONFIG_INVALID", f"micro-batches of {sizes} samples cannot be cut out of the batch")
     carried = like(batch, tuple(one[: sizes[-1]] for one in given))
     kept: set[int] = set()
+    forget = partial(torch.zeros(_FORGOTTEN_BYTES, dtype=torch.uint8).fill_, 1)
     measures = []
     for number, name in enumerate(chain.names):
-        measure, carried, kept = _measure(chain.make(number).train(), name, carried, kept, sizes, rounds)
+        measure, carried, kept = _measure(
+            chain.make(number).train(), name, carried, kept, sizes, rounds, optimizer, forget
+        )
         measures.append(measure)
     return measures
 
 
 def _measure(
-    layer: nn.Module, name: str, given: Carried, kept_before: set[int], sizes: Sequence[int], rounds: int
+    layer: nn.Module,
+    name: str,
+    given: Carried,
+    kept_before: set[int],
+    sizes: Sequence[int],
+    rounds: int,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
+    forget: Callable[[], object],
 ) -> tuple[LayerMeasure, Carried, set[int]]:
     """Also what the layer passes on, and which memory of it the layer has kept itself."""
     largest = sizes[-1]
@@ -111,7 +130,7 @@ def _measure(
     activations = sum(size for at, size in saved.items() if at not in kept_before)
     forward, backward = [], []
     for size in sizes:
-        times = [_timed(layer, given, size) for _ in range(rounds)][1 if rounds > 1 else 0 :]
+        times = [_timed(layer, given, size, forget) for _ in range(rounds)][1 if rounds > 1 else 0 :]
         forward.append(statistics.median(there for there, _ in times))
         backward.append(statistics.median(back for _, back in times))
     ahead, back = _line(sizes, forward), _line(sizes, backward)
@@ -128,14 +147,15 @@ def _measure(
         forward_beta_seconds=ahead[1],
         backward_alpha_seconds=back[0],
         backward_beta_seconds=back[1],
+        update_seconds=_update_seconds(layer, optimizer, rounds, forget) if optimizer is not None else 0.0,
     )
     return measure, like(output, tuple(one.detach() for one in outputs)), held
 
 
-def _timed(layer: nn.Module, given: Carried, samples: int) -> tuple[float, float]:
+def _timed(layer: nn.Module, given: Carried, samples: int, forget: Callable[[], object]) -> tuple[float, float]:
     """Seconds of one forward and one backward pass."""
     inputs = requiring(tuple(one[:samples] for one in as_tuple(given, "the batch")))
-    layer.zero_grad(set_to_none=True)
+    forget()
     begun = time.perf_counter()
     outputs = as_tuple(layer(like(given, inputs)), "the output")
     there = time.perf_counter() - begun
@@ -143,9 +163,29 @@ def _timed(layer: nn.Module, given: Carried, samples: int) -> tuple[float, float
     if not asking:
         return there, 0.0
     gradients = [torch.ones_like(one) for one in asking]
+    forget()
     begun = time.perf_counter()
     torch.autograd.backward(asking, gradients)
     return there, time.perf_counter() - begun
+
+
+def _update_seconds(
+    layer: nn.Module,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    rounds: int,
+    forget: Callable[[], object],
+) -> float:
+    """Of a step over the layer's parameters; the first one makes its state."""
+    parameters = [one for one in layer.parameters() if one.requires_grad]
+    if not parameters:
+        return 0.0
+    stepping, times = optimizer(iter(parameters)), []
+    for _ in range(rounds):
+        forget()
+        begun = time.perf_counter()
+        stepping.step()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[1 if rounds > 1 else 0 :])
 
 
 def _line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:

@@ -119,8 +119,9 @@ def test_a_model_that_the_function_cannot_hold_is_measured_without_being_made_wh
     told, _ = profiled(tmp_path, DEEP, memory_mb=64)
     assert (told.status, told.message) == ("done", "")
     assert len(told.layers) == 6
+    assert told.update_seconds == sum(layer.update_seconds for layer in told.layers) > 0
     assert told.model_bytes == sum(layer.parameter_bytes + layer.state_bytes for layer in told.layers)
-    assert [step.batch for step in told.steps] == [4, 8, 16, 32]
+    assert [step.batch for step in told.steps] == [4, 8, 16]
     assert all(step.seconds > 0 for step in told.steps)
     assert told.steps[0].peak_mb > 2 * told.model_bytes / 2**20
     again, _ = profiled(tmp_path, DEEP, memory_mb=64, measure=False)

@@ -142,6 +142,25 @@ def test_times_grow_with_the_work() -> None:
     assert all(a.forward_seconds(8) <= a.forward_seconds(64) for a in (small, large))
 
 
+def test_backward_passes_add_to_gradients_and_the_optimisers_step_is_measured() -> None:
+    """As in a step of several micro-batches."""
+    added: list[bool] = []
+
+    class Watched(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            added.append(self.weight.grad is not None)
+            return super().forward(x)
+
+    layers: list[Callable[[], nn.Module]] = [lambda: Watched(8, 8), nn.ReLU]
+    optimizer = lambda parameters: torch.optim.Adam(parameters, lr=0.1)  # noqa: E731
+    linear, relu = measure_layers(layers, torch.randn(4, 8), [2, 4], optimizer=optimizer)
+    # What the layer passes on is found without a backward pass, and the first one makes the gradients.
+    assert added == [False, False, *[True] * (len(added) - 2)]
+    assert len(added) > 4
+    assert linear.update_seconds > 0
+    assert relu.update_seconds == 0
+
+
 def test_tokens_and_tuples_pass() -> None:
     class Both(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
