@@ -1,4 +1,4 @@
-"""`/metrics` and `/healthz` over HTTPS."""
+"""The dashboard, `/metrics` and `/healthz` over HTTPS."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from control_plane._address import bound_socket, split_address
+from control_plane.dashboard import Dashboard
 from control_plane.service import Meter
 
 
 class Web:
     """The HTTPS server; it serves while the context is open."""
 
-    def __init__(self, meter: Meter, listen: str, certificate: Path, key: Path) -> None:
+    def __init__(self, meter: Meter, dashboard: Dashboard, listen: str, certificate: Path, key: Path) -> None:
         self._meter = meter
         self._listen = listen
-        routes = [Route("/metrics", self._metrics), Route("/healthz", self._healthz)]
+        routes = [*dashboard.routes, Route("/metrics", self._metrics), Route("/healthz", self._healthz)]
         self._server = _Quiet(
             uvicorn.Config(
                 Starlette(routes=routes),

@@ -26,6 +26,7 @@ from control_plane._address import advertised_host, bound_socket, split_address
 from control_plane._files import write_whole
 from control_plane._web import Web
 from control_plane.blobs import BlobStore
+from control_plane.dashboard import Dashboard
 from control_plane.pki import REGION_LIFE, Authority, hash_secret, new_secret, utc_now
 from control_plane.service import AgentHubService, ControlService, Door, EnrolmentService, Federation, Meter, Profiling
 from control_plane.store import Store, open_store
@@ -124,7 +125,7 @@ async def _open_state(config: ServeConfig, stack: AsyncExitStack) -> _State:
 async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> Ports:
     """Bind all ports before the first is answered, since what one says depends on the others."""
     federation, authority = state.federation, state.authority
-    meter = Meter(federation)
+    meter, dashboard = Meter(federation), Dashboard(federation, state.token_hash)
     profiling = Profiling(federation)
     users = ControlService(federation, profiling, Door(state.token_hash, authority.ca_pem, ""))
     enrolment = EnrolmentService(federation, authority, config.region_certificate_life)
@@ -142,7 +143,7 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     control_port = _bind(control, config.listen, grpc.ssl_server_credentials(pair))
     enrolment.agent_port = _bind(agents, config.agent_listen, mutual)
     users.door = replace(users.door, address=_reached_at(config, control_port))
-    web = await stack.enter_async_context(Web(meter, config.metrics_listen, state.certificate, state.key))
+    web = await stack.enter_async_context(Web(meter, dashboard, config.metrics_listen, state.certificate, state.key))
     ports = Ports(control_port, enrolment.agent_port, web.port)
     for server in (control, agents):
         await server.start()

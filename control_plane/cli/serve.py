@@ -17,7 +17,9 @@ def serve(
     ] = Path(".geofed/control-plane"),
     listen: Annotated[str, typer.Option(help="host:port for users and for regions that join.")] = "127.0.0.1:7443",
     agent_listen: Annotated[str, typer.Option(help="host:port for region agents.")] = "127.0.0.1:7444",
-    metrics_listen: Annotated[str, typer.Option(help="host:port for /metrics and /healthz.")] = "127.0.0.1:7445",
+    metrics_listen: Annotated[
+        str, typer.Option(help="host:port for the dashboard, /metrics and /healthz.")
+    ] = "127.0.0.1:7445",
     advertise: Annotated[
         list[str] | None,
         typer.Option(help="Host or host:port under which this is reached; the first goes into invitations."),

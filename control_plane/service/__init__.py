@@ -6,5 +6,18 @@ from control_plane.service._enrolment import EnrolmentService
 from control_plane.service._federation import Federation
 from control_plane.service._metrics import Meter
 from control_plane.service._profiling import Profiling
+from control_plane.service._users import Caller, caller_of
+from control_plane.service._wire import event_message
 
-__all__ = ["AgentHubService", "ControlService", "Door", "EnrolmentService", "Federation", "Meter", "Profiling"]
+__all__ = [
+    "AgentHubService",
+    "Caller",
+    "ControlService",
+    "Door",
+    "EnrolmentService",
+    "Federation",
+    "Meter",
+    "Profiling",
+    "caller_of",
+    "event_message",
+]

@@ -14,7 +14,6 @@ import grpc.aio
 from control_plane.core import CancelAsked
 from control_plane.pki import InvitationToken, hash_secret, new_secret
 from control_plane.service._bell import Bell
-from control_plane.service._draft import RegionEntry
 from control_plane.service._enrolment import unseen_region
 from control_plane.service._federation import Federation
 from control_plane.service._profiling import Profiling
@@ -176,7 +175,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         """All regions, sorted by name."""
         self._admit(context)
         regions = sorted(self._federation.regions.values(), key=lambda entry: entry.row.name)
-        return control_pb2.ListRegionsReply(regions=[self._region(entry) for entry in regions])
+        return control_pb2.ListRegionsReply(regions=[self._federation.describe_region(entry) for entry in regions])
 
     @answering
     async def Invite(self, request: control_pb2.InviteRequest, context: Context) -> control_pb2.InviteReply:
@@ -246,27 +245,6 @@ class ControlService(control_pb2_grpc.ControlServicer):
         headers = {str(key): value for key, value in context.invocation_metadata() or ()}
         shown = str(headers.get("authorization", ""))
         return caller_of(shown, self.door.token_hash, self._federation.users.values())
-
-    def _region(self, entry: RegionEntry) -> control_pb2.Region:
-        state = entry.state
-        left = max(0.0, state.lease_ends - self._federation.clock())
-        conditions = {
-            "invited": "waiting: for its agent to join"
-            if not entry.row.serials
-            else "waiting: for its agent to connect",
-            "unreachable": f"nothing is heard of it; its lease runs for {left:.0f} s",
-            "lost": "its lease is over; waiting: for its agent to come back",
-        }
-        return control_pb2.Region(
-            name=entry.row.name,
-            cloud=entry.row.cloud,
-            state=state.phase,
-            condition=conditions.get(state.phase, ""),
-            last_contact=state.last_contact,
-            agent_version=entry.row.agent_version,
-            catalogue_json=entry.row.catalogue_json,
-            certificate_expires=entry.row.certificate_expires,
-        )
 
 
 def _version() -> str:

@@ -319,6 +319,28 @@ class Federation:
         message.user = entry.row.user
         return message
 
+    def describe_region(self, entry: RegionEntry) -> control_pb2.Region:
+        """The region as users see it."""
+        state = entry.state
+        left = max(0.0, state.lease_ends - self.clock())
+        conditions = {
+            "invited": "waiting: for its agent to join"
+            if not entry.row.serials
+            else "waiting: for its agent to connect",
+            "unreachable": f"nothing is heard of it; its lease runs for {left:.0f} s",
+            "lost": "its lease is over; waiting: for its agent to come back",
+        }
+        return control_pb2.Region(
+            name=entry.row.name,
+            cloud=entry.row.cloud,
+            state=state.phase,
+            condition=conditions.get(state.phase, ""),
+            last_contact=state.last_contact,
+            agent_version=entry.row.agent_version,
+            catalogue_json=entry.row.catalogue_json,
+            certificate_expires=entry.row.certificate_expires,
+        )
+
     def promised_workers(self) -> dict[str, int]:
         """The most workers that the promises to a user hold at any instant from now on, by user."""
         return self.allocation.promised_workers(Draft(self.clock(), self.jobs, self.regions, self.users))

@@ -150,6 +150,15 @@ class Store:
             rows = connection.execute(wanted.order_by(t.events.c.cursor).limit(limit)).mappings()
             return [EventRow(**row) for row in rows]
 
+    def newest_events(self, *, job: str, kind: str = "", limit: int = 500) -> list[EventRow]:
+        """The last events of a job, in order, of one kind or of all."""
+        wanted = select(t.events).where(t.events.c.job == job)
+        if kind:
+            wanted = wanted.where(t.events.c.kind == kind)
+        with self._reading() as connection:
+            rows = connection.execute(wanted.order_by(t.events.c.cursor.desc()).limit(limit)).mappings()
+            return [EventRow(**row) for row in rows][::-1]
+
     def logs_after(self, job: str, cursor: int, *, region: str = "", limit: int = 500) -> list[LogRow]:
         """Log lines of a job in order."""
         with self._reading() as connection:

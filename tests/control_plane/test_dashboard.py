@@ -1,0 +1,159 @@
+"""The dashboard, over HTTPS, of a real control plane with agents that report."""
+
+from __future__ import annotations
+
+import ssl
+import xml.etree.ElementTree as Xml
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from control_plane.dashboard._chart import line_chart, thinned, ticks
+from control_plane.server import ServeConfig
+from geofed_pb.v1 import common_pb2
+from tests.control_plane.conftest import Stage, staged
+from tests.control_plane.fake_agent import FakeAgent
+from tests.control_plane.scenario import bring_up, figures, finish, run, train
+
+EVIL = "<script>alert(1)</script>"
+
+
+@asynccontextmanager
+async def browser(stage: Stage, token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    """``token`` None: the operator's."""
+    password = stage.context.token_file.read_text().strip() if token is None else token
+    trusted = ssl.create_default_context(cafile=str(stage.context.ca_file))
+    address = f"https://127.0.0.1:{stage.ports.metrics}"
+    async with httpx.AsyncClient(
+        base_url=address, verify=trusted, auth=("me", password) if password else None
+    ) as client:
+        yield client
+
+
+def told(serve_config: ServeConfig, scene: Callable[[Stage, FakeAgent, FakeAgent], Awaitable[None]]) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            await scene(stage, a, b)
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
+
+
+def test_the_pages_follow_a_job_to_its_end(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
+        async with browser(stage) as pages:
+            empty = (await pages.get("/")).text
+            assert "None is going on." in empty
+            job = (await stage.submit(job_file)).job.id
+            await train(job, a, b)
+            for round_ in (1, 2):
+                a.report(job, "training", **figures("a", "b", round_))
+                await a.settled()
+            overview = await pages.get("/")
+            assert overview.status_code == 200
+            assert f'href="/jobs/{job}"' in overview.text
+            assert 'http-equiv="refresh"' in overview.text
+            page = (await pages.get(f"/jobs/{job}")).text
+            chart = Xml.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
+            (line,) = chart.findall("polyline")
+            assert len(line.attrib["points"].split()) == 2
+            assert "partition.round" in page
+            await finish(job, a, b)
+            page = (await pages.get(f"/jobs/{job}")).text
+            assert "job.succeeded" in page
+            assert "$0.50" in page
+            assert 'http-equiv="refresh"' not in page
+            assert "None is going on." in (await pages.get("/")).text
+
+    told(serve_config, scene)
+
+
+def test_only_who_has_a_token_may_look(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
+        job = (await stage.submit(job_file)).job.id
+        user = (await stage.client.add_user("ann")).token
+        for path in ("/", f"/jobs/{job}", "/jobs/none"):
+            for token in ("", "guessed"):
+                async with browser(stage, token) as pages:
+                    refused = await pages.get(path)
+                    assert refused.status_code == 401
+                    assert refused.headers["www-authenticate"].startswith("Basic")
+                    assert job not in refused.text
+        async with browser(stage, user) as pages:
+            assert (await pages.get(f"/jobs/{job}")).status_code == 200
+            assert "ann" in (await pages.get("/")).text
+            gone = await pages.get("/jobs/none")
+            assert (gone.status_code, "JOB_NOT_FOUND" in gone.text) == (404, True)
+        async with browser(stage, "") as pages:
+            for shown in ("Basic !", "Basic", "Bearer x", "Basic /w=="):
+                assert (await pages.get("/", headers={"authorization": shown})).status_code == 401
+        await stage.client.remove_user("ann")
+        async with browser(stage, user) as pages:
+            assert (await pages.get("/")).status_code == 401
+
+    told(serve_config, scene)
+
+
+def test_what_job_code_says_is_text_on_the_page_and_nothing_runs(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
+        job = (await stage.submit(job_file)).job.id
+        await train(job, a, b)
+        error = common_pb2.Error(code="TASK_FAILED", message=EVIL)
+        a.report(job, "failed", error=error, condition=EVIL, metrics={EVIL: 1.0}, loss=float("nan"))
+        await a.settled()
+        async with browser(stage) as pages:
+            for path in ("/", f"/jobs/{job}"):
+                answer = await pages.get(path)
+                assert EVIL not in answer.text
+                assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+            assert "&lt;script&gt;" in answer.text
+            style = await pages.get("/style.css")
+            assert style.headers["content-type"].startswith("text/css")
+
+    told(serve_config, scene)
+
+
+# Charts
+
+NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
+POINTS = st.lists(st.tuples(NUMBERS, NUMBERS), max_size=20)
+
+
+@given(series=st.dictionaries(st.text(min_size=1, max_size=5), POINTS, max_size=4))
+def test_any_numbers_make_a_chart_whose_points_lie_in_it(series: dict[str, list[tuple[float, float]]]) -> None:
+    plain = {name.encode("ascii", "xmlcharrefreplace").decode(): points for name, points in series.items()}
+    small = {name: [(x, y) for x, y in points if abs(x) < 1e100 and abs(y) < 1e100] for name, points in plain.items()}
+    text = line_chart(small, x_name="round", y_name="loss & more")
+    if not text:
+        assert not any(small.values())
+        return
+    chart = Xml.fromstring("".join(character for character in text if character.isprintable()))
+    _, _, width, height = map(float, chart.attrib["viewBox"].split())
+    for line in chart.findall("polyline"):
+        for x, y in (map(float, pair.split(",")) for pair in line.attrib["points"].split()):
+            assert 0 <= x <= width
+            assert 0 <= y <= height
+
+
+@given(low=st.floats(-1e6, 1e6), span=st.floats(1e-3, 1e6))
+def test_ticks_are_few_and_span_the_range(low: float, span: float) -> None:
+    found = ticks(low, low + span)
+    assert 2 <= len(found) <= 8
+    assert found[0] <= low + 1e-9 * max(1, abs(low))
+    assert found[-1] >= low + span - 1e-9 * max(1, abs(low + span))
+
+
+@pytest.mark.parametrize("count", [0, 1, 299, 300, 301, 5000])
+def test_many_points_are_thinned_evenly_to_the_last(count: int) -> None:
+    points = [(float(number), 0.0) for number in range(count)]
+    kept = thinned(points)
+    assert len(kept) == min(count, 300)
+    assert kept[:1] == points[:1]
+    assert kept[-1:] == points[-1:]
