@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from control_plane.core import WanLink, wan_links
+from control_plane.core import TERMINAL, Report, WanLink, wan_links
 from control_plane.service._federation import ACTIVE, Federation
 from geofed_pb.errors import GeofedError
 
@@ -37,6 +37,18 @@ LINK_GAUGES: tuple[tuple[str, str, Callable[[WanLink], float | None]], ...] = (
     ("geofed_link_refused_updates", "That did not pass the destination's guard", lambda link: link.refused),
 )
 """Name, meaning and value of what is told of each link; None: not measured."""
+PARTITION_GAUGES: tuple[tuple[str, str, Callable[[Report], float | None]], ...] = (
+    (
+        "geofed_partition_loss",
+        "Of the workers, in their last step",
+        lambda report: report.loss if report.step else None,
+    ),
+    ("geofed_partition_round", "Rounds completed", lambda report: report.round),
+    ("geofed_partition_workers", "At work", lambda report: report.workers),
+    ("geofed_partition_samples_per_second", "Of all workers together", lambda report: report.samples_per_second),
+    ("geofed_partition_usd", "Metered so far", lambda report: sum(charge.usd for charge in report.money)),
+)
+"""The same of what each region of a job that goes on has told last."""
 
 
 class Meter(grpc.aio.ServerInterceptor, Collector):
@@ -45,6 +57,7 @@ class Meter(grpc.aio.ServerInterceptor, Collector):
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
         self._pending: dict[str, int] = {}
+        self._phases: dict[str, int] = {}
         self._registry = CollectorRegistry()
         self._calls = Counter(
             "geofed_rpc_calls", "gRPC calls that ended, by outcome", ["method", "outcome"], registry=self._registry
@@ -54,6 +67,7 @@ class Meter(grpc.aio.ServerInterceptor, Collector):
     async def exposition(self) -> bytes:
         """The text of `/metrics`."""
         self._pending = await self._federation.read(lambda store: store.commands_pending())
+        self._phases = await self._federation.read(lambda store: store.jobs_by_phase())
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -68,10 +82,18 @@ class Meter(grpc.aio.ServerInterceptor, Collector):
 
     def _job_metrics(self) -> Iterator[Metric]:
         jobs = list(self._federation.jobs.values())
-        by_phase = GaugeMetricFamily("geofed_jobs", "Jobs that have not ended, by state", labels=["state"])
-        for phase in sorted(ACTIVE):
-            by_phase.add_metric([phase], sum(entry.state.phase == phase for entry in jobs))
+        by_phase = GaugeMetricFamily("geofed_jobs", "Jobs by state, ended ones too", labels=["state"])
+        for phase in sorted(ACTIVE | TERMINAL):
+            by_phase.add_metric([phase], self._phases.get(phase, 0))
         yield by_phase
+        deadline = GaugeMetricFamily(
+            "geofed_job_deadline_seconds", "Unix time that was promised, of the jobs going on", labels=["job"]
+        )
+        for entry in jobs:
+            if entry.state.deadline_at is not None:
+                deadline.add_metric([entry.row.id], entry.state.deadline_at)
+        yield deadline
+        yield from self._partition_metrics()
         rounds = GaugeMetricFamily("geofed_rounds", "Rounds completed by the jobs going on", labels=["region"])
         sent = GaugeMetricFamily(
             "geofed_wan_bytes", "Bytes sent over the WAN by the jobs going on", labels=["source", "destination"]
@@ -94,6 +116,20 @@ class Meter(grpc.aio.ServerInterceptor, Collector):
             sent.add_metric(list(link), count)
         yield rounds
         yield sent
+
+    def _partition_metrics(self) -> Iterator[Metric]:
+        told = [
+            (job, part.region, part.report)
+            for job, entry in self._federation.jobs.items()
+            for part in entry.state.partitions
+            if part.report is not None
+        ]
+        for name, text, value in PARTITION_GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=["job", "region"])
+            for job, region, report in told:
+                if (shown := value(report)) is not None:
+                    gauge.add_metric([job, region], shown)
+            yield gauge
 
     def _link_metrics(self) -> Iterator[Metric]:
         links = [(job, link) for job, entry in self._federation.jobs.items() for link in wan_links(entry.state)]

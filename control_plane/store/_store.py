@@ -150,6 +150,12 @@ class Store:
             rows = connection.execute(wanted.order_by(t.events.c.cursor).limit(limit)).mappings()
             return [EventRow(**row) for row in rows]
 
+    def jobs_by_phase(self) -> dict[str, int]:
+        """How many jobs there are in each phase."""
+        with self._reading() as connection:
+            rows = connection.execute(select(t.jobs.c.phase, func.count()).group_by(t.jobs.c.phase))
+            return {row[0]: row[1] for row in rows}
+
     def newest_events(self, *, job: str, kind: str = "", limit: int = 500) -> list[EventRow]:
         """The last events of a job, in order, of one kind or of all."""
         wanted = select(t.events).where(t.events.c.job == job)

@@ -55,9 +55,8 @@ def test_prometheus_sees_what_describe_shows() -> None:
     async def pending(_: object) -> dict[str, int]:
         return {}
 
-    federation: Any = SimpleNamespace(
-        jobs={"job-1": SimpleNamespace(state=job())}, regions={}, sessions={}, clock=lambda: 0.0, read=pending
-    )
+    going = {"job-1": SimpleNamespace(state=job(), row=SimpleNamespace(id="job-1"))}
+    federation: Any = SimpleNamespace(jobs=going, regions={}, sessions={}, clock=lambda: 0.0, read=pending)
     lines = asyncio.run(Meter(federation).exposition()).decode().splitlines()
     labels = '{destination="b",job="job-1",source="a"}'
     shown = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
