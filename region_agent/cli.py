@@ -161,6 +161,9 @@ def _print_status(told: dict[str, Any]) -> None:
     print(f"gateway        {told['gateway']}")
     for job, part in told["partitions"].items():
         print(f"job            {job}: {part['state']}, attempt {part['attempt']}  {part['condition']}".rstrip())
+    # An older agent does not tell.
+    for job, shard in told.get("shards", {}).items():
+        print(f"shard          for {job} to {shard['to']}: {shard['state']}  {shard['condition']}".rstrip())
 
 
 def _runs(pid: int) -> bool:

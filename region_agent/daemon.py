@@ -69,6 +69,8 @@ class Status:
     certificate_ends: float
     gateway: str
     partitions: dict[str, dict[str, object]]
+    shards: dict[str, dict[str, object]]
+    """Of this region on their way to others, by job."""
     condition: str
 
 
@@ -335,6 +337,10 @@ class Agent:
             partitions={
                 job: {"state": p.machine.state, "attempt": p.machine.attempt, "condition": p.machine.condition}
                 for job, p in sorted(self._partitions.items())
+            },
+            shards={
+                job: {"to": s.order.to, "state": s.state, "condition": s.condition}
+                for job, s in sorted(self._sendings.items())
             },
             condition=str(self._hub.refusal) if self._hub.refusal else "",
         )

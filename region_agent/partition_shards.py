@@ -51,14 +51,17 @@ class PartitionShards:
         self._own = not shards or any(ref.region == config.name for ref in shards)
         self._foreign = [ref for ref in shards if ref.region != config.name]
         self._shelves: list[Shelf] = []
+        self._port: ShelfPort | None = None
+        """While shards are waited for."""
 
     @property
     def condition(self) -> str:
         """What it waits for, in words."""
-        if not self.address:
+        port = self._port
+        if port is None:
             return ""
-        lacking = [shelf for shelf in self._shelves if not shelf.complete]
-        return "; ".join(f"waits for the shard of {shelf.source}: {shelf.progress}" for shelf in lacking)
+        lacking = [source for source, shelf in port.shelves.items() if not shelf.complete]
+        return "; ".join(f"waits for the shard of {source}: {port.progress(source)}" for source in lacking)
 
     async def take(self, run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
         """Wait until the shards of others are here; ``run`` does something beside.
@@ -74,7 +77,7 @@ class PartitionShards:
         if await asyncio.to_thread(look):
             self.here = True
             return
-        port = ShelfPort(self._start.job, self._config.name, self._config.cloud, self._shelves)
+        port = self._port = ShelfPort(self._start.job, self._config.name, self._config.cloud, self._shelves)
         opened, whole = contextlib.AsyncExitStack(), False
         try:
             self.address = await opened.enter_async_context(open_port(port, self._config, self._identity))
@@ -82,7 +85,7 @@ class PartitionShards:
             await self._complete(port)
             whole = True
         finally:
-            self.address = ""
+            self.address, self._port = "", None
             if not whole:
                 await opened.aclose()
         self.here = True

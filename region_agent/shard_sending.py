@@ -60,9 +60,11 @@ class Sending:
     def __init__(self, hands: Hands, order: agent_pb2.SendShard, *, sent: bool = False) -> None:
         """``sent``: in an earlier life of the agent."""
         self._hands, self.order, self.job = hands, order, order.job
-        self.state, self._condition = "sent" if sent else "sending", ""
+        self.state, self.condition = "sent" if sent else "sending", ""
         self._error: GeofedError | None = None
         self._courier: Courier | None = None
+        self._carrying: asyncio.Task[None] | None = None
+        """The courier's work."""
         self._counted, self._sent = 0, 0
         """Bytes of the present courier, and of all."""
         self._task: asyncio.Task[None] | None = None
@@ -78,6 +80,8 @@ class Sending:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        # It may have been cancelled while it was putting it down itself.
+        await self._put_down()
         if self.state == "stopped":
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
@@ -106,7 +110,7 @@ class Sending:
                 self._error = error
                 self._enter("refused" if error.code in _GIVEN_UP else "failed", error.message)
                 return
-            self._condition = f"{error.code}: {error.message}; trying again"
+            self.condition = f"{error.code}: {error.message}; trying again"
             self._report(durable=False)
             await asyncio.sleep(pause)
 
@@ -122,7 +126,7 @@ class Sending:
         check_sending(config, order, None)
         there = await self._introduced()
         check_sending(config, order, there.cloud)
-        self._condition = "reading the shard"
+        self.condition = "reading the shard"
         self._report(durable=False)
         dataset = config.datasets[order.dataset]
         shard = await asyncio.to_thread(listed, order.dataset, dataset, config.stores, self._folder / "objects")
@@ -179,7 +183,7 @@ class Sending:
                 raise
 
         courier = self._courier = Courier(order.job, self._hands.identity, path_of, arrived, _STALL_SECONDS)
-        carrying = asyncio.create_task(courier.run(), name=f"the shard of {order.job} to {order.to}")
+        carrying = self._carrying = asyncio.create_task(courier.run(), name=f"the shard of {order.job} to {order.to}")
         self._counted = 0
         try:
             peer = Peer(order.to, order.epoch, order.address)
@@ -198,12 +202,18 @@ class Sending:
                     # Before the list is there nothing else is wanted.
                     listed_there = True
                     courier.ship(peer, tuple(m for m in manifests if m.sequence in left))
-                self._tell(courier, shard.shard, left)
+                self._tell(courier, shard.shard)
         finally:
-            carrying.cancel()
-            await asyncio.gather(carrying, return_exceptions=True)
-            await courier.close()
-            self._count(courier)
+            await self._put_down()
+
+    async def _put_down(self) -> None:
+        """Let go of the lines to the other region. Does no harm if it is done twice."""
+        if self._carrying is not None:
+            self._carrying.cancel()
+            await asyncio.gather(self._carrying, return_exceptions=True)
+        if self._courier is not None:
+            await self._courier.close()
+            self._count(self._courier)
 
     def _manifests(self, shard: ShardList, there: sync_pb2.Introduction) -> tuple[Manifest, ...]:
         """What the other region lacks, in order."""
@@ -218,15 +228,14 @@ class Sending:
 
     # What is told
 
-    def _tell(self, courier: Courier, shard: ShardList, left: set[int]) -> None:
+    def _tell(self, courier: Courier, shard: ShardList) -> None:
         self._count(courier)
-        gone = sum(file.size for n, file in enumerate(shard.files, LIST_SEQUENCE + 1) if n not in left)
-        self._condition = f"{gone:,} of {shard.total_bytes:,} bytes are in {self.order.to}"
         meter = courier.meter
+        self.condition = f"{meter.sent_bytes:,} bytes are sent, {shard.total_bytes:,} is the whole"
         if not meter.up:
-            self._condition += f"; the way there is down: {meter.fault}"
+            self.condition += f"; the way there is down: {meter.fault}"
         elif meter.slow_way:
-            self._condition += f"; a slower way is taken: {meter.slow_way}"
+            self.condition += f"; a slower way is taken: {meter.slow_way}"
         self._report(durable=False)
 
     def _count(self, courier: Courier) -> None:
@@ -242,7 +251,7 @@ class Sending:
         self._hands.happened(self.job, Happened(kind, f"{self._hands.config.name}: {text}", data))
 
     def _enter(self, state: str, condition: str = "") -> None:
-        self.state, self._condition = state, condition
+        self.state, self.condition = state, condition
         self._report(durable=True)
 
     def _report(self, *, durable: bool) -> None:
@@ -252,7 +261,7 @@ class Sending:
             job=self.job,
             epoch=self.order.epoch,
             state=self.state,
-            condition=self._condition,
+            condition=self.condition,
             sent_bytes={to: int(count) for to, count in sent.items()},
             money=[
                 common_pb2.Money(item=i.item, quantity=i.quantity, unit=i.unit, usd=i.usd, source=i.source)

@@ -128,13 +128,6 @@ class Shelf:
     def complete(self) -> bool:
         return self.list is not None and self.through == LIST_SEQUENCE + len(self.list.files)
 
-    @property
-    def progress(self) -> str:
-        """In words."""
-        if self.list is None:
-            return "nothing has come yet"
-        return f"{self.have_bytes:,} of {self.list.total_bytes:,} bytes are here"
-
     def laid_out(self) -> dict[str, tuple[ShardFile, ...]]:
         """The splits as a worker reads them; files that are complete only. Blocking."""
         assert self.list is not None
@@ -206,6 +199,15 @@ class ShelfPort(Intake, sync_pb2_grpc.ShardPortServicer):
             have_through=shelf.through,
         )
 
+    def progress(self, source: str) -> str:
+        """How far a region's shard is, in words."""
+        shelf = self.shelves[source]
+        if shelf.list is None:
+            return "nothing has come yet"
+        arriving = (arrival.landing.have for (region, _), arrival in self._incoming.items() if region == source)
+        here = shelf.have_bytes + sum(end - begin for have in arriving for begin, end in have)
+        return f"{min(here, shelf.list.total_bytes):,} of {shelf.list.total_bytes:,} bytes are here"
+
     async def complete(self) -> None:
         """Wait until all shards are here; raises ``GeofedError`` where what came is of no use."""
         while True:
@@ -239,9 +241,11 @@ async def open_port(port: ShelfPort, config: RegionConfig, identity: Callable[[]
         await server.start()
         yield f"{config.advertise}:{listens}"
     finally:
-        await server.stop(_STOP_GRACE_SECONDS)
-        if port.bulk is not None:
-            await asyncio.to_thread(port.bulk.close)
+        try:
+            await server.stop(_STOP_GRACE_SECONDS)
+        finally:
+            if port.bulk is not None:
+                await asyncio.to_thread(port.bulk.close)
 
 
 def _upper(ports: tuple[int, int] | None) -> tuple[int, int] | None:
