@@ -1,7 +1,8 @@
 """Pipelines of functions: the planner's speed, exactness and gain; and live, what the runtime makes of its plans.
 
-    nice .venv/bin/python tests/bench/pipeline.py [--quick] [--json PATH] [--part planner|live|all] [--instances N]
+    nice .venv/bin/python tests/bench/pipeline.py [--quick] [--json PATH] [--part PART] [--instances N]
 
+Parts are planner, live, large (a model of three times a function's memory through real daemons) and all of them.
 The planner's part computes alone. Exactness: an independent mixed-integer program (HiGHS) must find the same price at
 both ends and in the middle of the front of random problems, of up to 4 layers and 2 sizes, each fourth one of up to 5
 and 3. Speed: models of made-up layers, 8 memory sizes, degrees 1 to 8, every divisor as micro-batch, both orders; exact
@@ -69,12 +70,16 @@ def main() -> int:
         import pipeline_live  # loads torch
 
         pipeline_live.measure(report, quick=given.quick)
+    if given.part in ("large", "all"):
+        import pipeline_large  # loads torch
+
+        pipeline_large.measure(report, quick=given.quick)
     report.close(given.json)
     return 0
 
 
 def _more(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--part", choices=("planner", "live", "all"), default="all", help="default: all")
+    parser.add_argument("--part", choices=("planner", "live", "large", "all"), default="all", help="default: all")
     parser.add_argument("--instances", type=int, metavar="N", help="random problems; default: 200, with --quick 12")
 
 
