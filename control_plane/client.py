@@ -130,6 +130,14 @@ class ControlClient:
             )
         return reply
 
+    async def finish(self, job: str, reason: str = "") -> control_pb2.Job:
+        """Have a job end with the model that it has."""
+        with _mapped():
+            reply: control_pb2.Job = await self._stub.Finish(
+                control_pb2.FinishRequest(job=job, reason=reason), **self._options()
+            )
+        return reply
+
     async def scale(self, job: str, workers: dict[str, int], reason: str = "") -> control_pb2.Job:
         """Have regions of a job go on with other numbers of workers."""
         with _mapped():

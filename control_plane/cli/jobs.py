@@ -95,6 +95,22 @@ def cancel(
     emit(ask_control_plane(context, ask), table=job_head, name=_id_of)
 
 
+def finish(
+    job: JobArgument,
+    reason: Annotated[str, typer.Option(help="Why, for its history.")] = "",
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Have a running job end now, with the model that it has."""
+
+    async def ask(client: ControlClient) -> Data:
+        return job_summary(job_view(await client.finish(job, reason)))
+
+    from control_plane.cli._report import job_head
+
+    emit(ask_control_plane(context, ask), table=job_head, name=_id_of)
+
+
 def scale(
     job: JobArgument,
     workers: Annotated[

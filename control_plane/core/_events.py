@@ -53,6 +53,14 @@ class CancelAsked:
 
 
 @dataclass(frozen=True)
+class FinishAsked:
+    """A user wants the job to end with the model that it has."""
+
+    at: float
+    reason: str
+
+
+@dataclass(frozen=True)
 class ScaleAsked:
     """Regions are to go on with other numbers of workers."""
 
@@ -120,6 +128,7 @@ JobEvent = (
     | Begun
     | Reported
     | CancelAsked
+    | FinishAsked
     | ScaleAsked
     | Rerouted
     | RegionLive

@@ -8,7 +8,7 @@ from typing import Any
 
 from control_plane.core._state import JobState, Report
 
-__all__ = ["Reached", "federated_metrics", "metrics_without_goal", "reached"]
+__all__ = ["Reached", "federated_metrics", "may_end_early", "metrics_without_goal", "reached"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,11 @@ def federated_metrics(reports: Iterable[Report]) -> dict[str, float]:
             sums[name] = sums.get(name, 0.0) + value * report.metrics_samples
             weights[name] = weights.get(name, 0) + report.metrics_samples
     return {name: sums[name] / weights[name] for name in sums if weights[name]}
+
+
+def may_end_early(state: JobState) -> bool:
+    """Where one region has made its last round by the plan, the others are about to."""
+    return state.phase == "running" and not state.ends_early and all(p.state != "finished" for p in state.partitions)
 
 
 def reached(state: JobState) -> Reached | None:

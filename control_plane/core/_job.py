@@ -16,6 +16,7 @@ from control_plane.core._copies import copies_ended, copying, held_back, orders,
 from control_plane.core._events import (
     Begun,
     CancelAsked,
+    FinishAsked,
     JobAction,
     JobEvent,
     Planned,
@@ -34,7 +35,7 @@ from control_plane.core._events import (
     Tick,
     Waits,
 )
-from control_plane.core._goal import metrics_without_goal, reached
+from control_plane.core._goal import may_end_early, metrics_without_goal, reached
 from control_plane.core._meters import with_all_meters
 from control_plane.core._state import ENDED_PARTITION, Copy, Failure, JobPhase, JobState, Link, Partition, Peer, Report
 
@@ -58,6 +59,7 @@ class JobMachine:
             Begun: self._begun,
             Reported: self._reported,
             CancelAsked: self._cancel_asked,
+            FinishAsked: self._finish_asked,
             ScaleAsked: self._scale_asked,
             Rerouted: self._rerouted,
             RegionLive: self._region_live,
@@ -279,8 +281,7 @@ class JobMachine:
     def _end_early(self) -> None:
         """Where the goal is reached: all regions hear of it, and end with the same round (`sync.ps`)."""
         state = self.state
-        # Where one has made its last round by the plan the others are about to.
-        if state.phase != "running" or state.ends_early or any(p.state == "finished" for p in state.partitions):
+        if not may_end_early(state):
             return
         known = metrics_without_goal(state)
         if known is not None and not state.goal_unknown:
@@ -291,6 +292,14 @@ class JobMachine:
         if why is not None:
             self.state = replace(self.state, ends_early=why.text)
             self._record("job.goal", f"ends before its plan: {why.text}", "", {"reached": True, **why.data})
+
+    def _finish_asked(self, event: FinishAsked) -> None:
+        if not may_end_early(self.state):
+            return
+        why = "a user asked for it" + (f": {event.reason}" if event.reason else "")
+        self.state = replace(self.state, ends_early=why)
+        self._record("job.goal", f"ends before its plan: {why}", "", {"reached": True, "asked": True})
+        self._tell_peers()
 
     def _finish_if_all_done(self, at: float) -> None:
         if self.state.phase == "running" and all(part.state == "finished" for part in self.state.partitions):

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc.aio
 
-from control_plane.core import CancelAsked
+from control_plane.core import CancelAsked, FinishAsked
 from control_plane.pki import InvitationToken, hash_secret, new_secret
 from control_plane.service._bell import Bell
 from control_plane.service._enrolment import unseen_region
@@ -158,6 +158,23 @@ class ControlService(control_pb2_grpc.ControlServicer):
         async with federation.change() as draft:
             draft.tell_job(entry.row.id, CancelAsked(draft.at, request.reason))
         return federation.describe(await federation.find_job(entry.row.id))
+
+    @answering
+    async def Finish(self, request: control_pb2.FinishRequest, context: Context) -> control_pb2.Job:
+        """Have a job end with the model that it has. One that is about to end in any case goes on to that."""
+        caller = self._admit(context)
+        federation = self._federation
+        entry = await federation.find_job(request.job)
+        caller.require_own(entry)
+        phase, job = entry.state.phase, entry.row.id
+        if phase in ("queued", "planned", "starting"):
+            hint = f"`control-plane cancel {job}` ends it without one"
+            raise GeofedError("ILLEGAL_STATE", f"job {job} is {phase}: it has no model yet", hint=hint)
+        if phase not in ("running", "finishing", "succeeded"):
+            raise GeofedError("ILLEGAL_STATE", f"job {job} is {phase} already")
+        async with federation.change() as draft:
+            draft.tell_job(job, FinishAsked(draft.at, request.reason))
+        return federation.describe(await federation.find_job(job))
 
     @answering
     async def Scale(self, request: control_pb2.ScaleRequest, context: Context) -> control_pb2.Job:

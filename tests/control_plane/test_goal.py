@@ -11,6 +11,7 @@ import pytest
 from control_plane.core import (
     Begun,
     Charge,
+    FinishAsked,
     Goal,
     JobAction,
     JobMachine,
@@ -161,3 +162,19 @@ def test_a_goal_that_says_too_little_is_refused(job_file: Path, settings: list[s
 def test_a_goal_of_the_job_file_is_the_jobs(job_file: Path) -> None:
     spec = load(job_file, ["train.end.goal={metric: loss, atMost: 0}", "train.evaluateEvery=3"]).spec
     assert goal_of(spec) == Goal("loss", 0.0, at_least=False, every=3)
+
+
+def test_a_user_may_have_a_job_end_with_the_model_that_it_has() -> None:
+    machine = running(None)
+    asked = machine.handle(FinishAsked(3.0, "good enough"))
+    assert finishing(asked) == ["a", "b"]
+    assert told(asked) == [{"reached": True, "asked": True}]
+    assert machine.state.ends_early == "a user asked for it: good enough"
+    assert machine.handle(FinishAsked(4.0, "again")) == []
+
+
+@pytest.mark.parametrize("phase", ["queued", "planned", "starting", "finishing", "cancelling"])
+def test_where_there_is_nothing_to_end_early_asking_for_it_changes_nothing(phase: Any) -> None:
+    machine = running(None)
+    machine.state = replace(machine.state, phase=phase)
+    assert machine.handle(FinishAsked(3.0, "")) == []

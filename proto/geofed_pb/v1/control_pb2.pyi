@@ -308,6 +308,14 @@ class CancelRequest(_message.Message):
     reason: str
     def __init__(self, job: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class FinishRequest(_message.Message):
+    __slots__ = ("job", "reason")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    reason: str
+    def __init__(self, job: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class ListRegionsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -48,6 +48,7 @@ CONTRACTS = {
     "describe": Contract("{job}"),
     "wait": Contract("{job}"),
     "scale": Contract("{running} a=1", mutating=True),
+    "finish": Contract("{running}", mutating=True),
     "cancel": Contract("{cancelled} --yes", mutating=True),
     "logs": Contract("{job}", streaming=True),
     "events": Contract("{job}", streaming=True),
@@ -100,7 +101,8 @@ def test_every_command_is_declared_and_has_the_options_of_its_kind() -> None:
         assert ("--context" in options) == contract.remote, name
         assert bool({"--watch", "--follow"} & set(options)) == contract.streaming, name
     mutating = {name for name, contract in CONTRACTS.items() if contract.mutating}
-    assert mutating == {"submit", "scale", "cancel", "region invite", "user add", "user change", "user remove"}
+    of_users = {"user add", "user change", "user remove"}
+    assert mutating == {"submit", "scale", "finish", "cancel", "region invite", *of_users}
     assert "--request-id" in options_of(found["submit"])
     assert all("--yes" in options_of(found[name]) for name in ("cancel", "user remove"))
 
