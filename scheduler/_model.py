@@ -356,6 +356,8 @@ class Reason:
     text: str
     remedy: str
     """What would make the demand admissible."""
+    earliest_seconds: float | None = None
+    """Where it is the deadline that cannot be kept: the earliest from now that might be; infinite: none is known."""
 
 
 @dataclass(frozen=True)

@@ -376,6 +376,7 @@ def _beyond_limits(chosen: Plan, weighed: list[Weighed], demand: Demand) -> tupl
                 "INADMISSIBLE",
                 f"needs up to {took.seconds.high:.0f} s, the deadline leaves {demand.deadline_seconds:.0f} s",
                 f"a deadline of {math.ceil(least)} s from now could be promised" + _cheaper_hint(demand),
+                earliest_seconds=least,
             )
         )
     if demand.budget_usd is not None and took.usd.high > demand.budget_usd:

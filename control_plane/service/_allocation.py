@@ -16,6 +16,7 @@ import structlog
 
 from control_plane.core import Begun, Planned, ScaleAsked, Waits
 from control_plane.pki import utc_now
+from control_plane.service._dates import too_late, with_dates
 from control_plane.service._draft import Draft, JobEntry
 from control_plane.service._gangs import (
     capacities_of,
@@ -36,8 +37,8 @@ from control_plane.service._scaling import Tuning, is_tuned, told
 from control_plane.service._speeds import Watched
 from control_plane.spec import JobSpec, to_demand
 from control_plane.store import RunRow
-from scheduler import Declined, Demand, Plan, Reason, Restaffing, plan, restaff
-from scheduler.deadline import Gang, Held, Kinds, Offer, allot, allot_kinds, offer, promised_at_once
+from scheduler import Declined, Demand, Plan, Restaffing, plan, restaff
+from scheduler.deadline import Gang, Held, Kinds, allot, allot_kinds, offer, promised_at_once
 
 __all__ = ["Allocation", "Decision", "begin"]
 
@@ -88,9 +89,15 @@ class Allocation:
                 if isinstance(answer, Decision):
                     return answer
                 refusals.append(answer)
-        return refusals[1]
 
-    def _answer(
+        def refusal(other: Demand) -> Declined | None:
+            at_best = self._offered(draft, spec, other, gangs, _fixed_workers(draft), runs, user)
+            told = self._offered(draft, spec, other, gangs, {}, runs, user) if isinstance(at_best, Declined) else None
+            return told if isinstance(told, Declined) else None
+
+        return with_dates(refusals[1], asked[0], refusal)
+
+    def _offered(
         self,
         draft: Draft,
         spec: JobSpec,
@@ -99,7 +106,8 @@ class Allocation:
         busy: dict[str, int],
         runs: list[RunRow],
         user: str,
-    ) -> Decision | Declined:
+    ) -> tuple[Plan, Gang, Mapping[str, Held]] | Declined:
+        """The plan, the job as it is shared out to, and what all with a promise would hold with it."""
         snapshot = replace(snapshot_of(draft.regions.values(), (), runs), busy_workers=busy)
         chosen = plan(snapshot, demand)
         if isinstance(chosen, Declined):
@@ -115,24 +123,42 @@ class Allocation:
             user=user,
             spec=spec if is_tuned(spec) else None,
         )
-        served = self._served(draft)
-        new = replace(new, served_s=served.get(user, 0.0))
+        new = replace(new, served_s=self._served(draft).get(user, 0.0))
+        if demand.deadline_seconds is None:
+            return chosen, new, self._held
         capacities, others = capacities_of(draft.regions.values()), list(gangs.values())
-        held = self._held
-        if demand.deadline_seconds is not None:
-            quota = quota_of(draft.users, user)
-            told = offer(draft.at, capacities, others, new, quota, before=self._held)
-            if told.over_quota:
-                return over_quota(draft.at, capacities, others, new, quota, self._held)
-            if told.deadline_s is None:
-                return _too_late(told, demand, draft.at)
-            held = told.held
-        now = allot_kinds(draft.at, capacities, preemptible_of(draft.regions.values()), [*others, new], before=held)
+        quota = quota_of(draft.users, user)
+        told = offer(draft.at, capacities, others, new, quota, before=self._held)
+        if told.over_quota:
+            return over_quota(draft.at, capacities, others, new, quota, self._held)
+        if told.deadline_s is None:
+            alone = not others or offer(draft.at, capacities, [], new, quota).deadline_s is None
+            return too_late(told, demand, chosen, draft.at, alone=alone)
+        return chosen, new, told.held
+
+    def _answer(
+        self,
+        draft: Draft,
+        spec: JobSpec,
+        demand: Demand,
+        gangs: Mapping[str, Gang],
+        busy: dict[str, int],
+        runs: list[RunRow],
+        user: str,
+    ) -> Decision | Declined:
+        offered = self._offered(draft, spec, demand, gangs, busy, runs, user)
+        if isinstance(offered, Declined):
+            return offered
+        chosen, new, held = offered
+        capacities, preemptibles = capacities_of(draft.regions.values()), preemptible_of(draft.regions.values())
+        now = allot_kinds(draft.at, capacities, preemptibles, [*gangs.values(), new], before=held)
         need, preemptible = new.workers(now.pace(new.name)), new.name in now.preemptible
         free = _free_preemptible(draft) if preemptible else _free(draft)
         there = need and all(count <= free.get(region, 0) for region, count in need.items())
+        served = self._served(draft)
         waits_for = "" if there else _what_for(chosen, _before(draft, chosen, demand.job, turn_of(new), served))
-        return Decision(chosen, None if math.isinf(ends) else ends, need if there else {}, waits_for, preemptible)
+        ends = None if math.isinf(new.deadline_s) else new.deadline_s
+        return Decision(chosen, ends, need if there else {}, waits_for, preemptible)
 
     def review(self, draft: Draft) -> None:
         """Have jobs start, go on with other workers, pause and go on, as is best for all.
@@ -461,12 +487,3 @@ def _change(entry: JobEntry, watched: Watched, draft: Draft) -> Restaffing | Non
         deadline_seconds=None if ends is None else max(0.0, ends - draft.at),
         budget_usd=None if demand.budget_usd is None else max(0.0, demand.budget_usd - paid),
     )
-
-
-def _too_late(told: Offer, demand: Demand, at: float) -> Declined:
-    assert demand.deadline_seconds is not None
-    text = f"cannot be done in {demand.deadline_seconds:.0f} s, the promises to other jobs kept"
-    remedy = "no date can be named while regions are away"
-    if math.isfinite(told.earliest_s):
-        remedy = f"a deadline of {math.ceil(told.earliest_s - at)} s from now could be promised"
-    return Declined((Reason("INADMISSIBLE", text, remedy),))

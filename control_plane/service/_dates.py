@@ -1,0 +1,84 @@
+"""Which date can be promised where the one that was asked for cannot: found by asking for others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from scheduler import Declined, Demand, Plan, Reason
+from scheduler.deadline import Offer
+
+__all__ = ["too_late", "with_dates"]
+
+_WIDER, _TRIED = 1.3, 24
+"""Each further date that is tried is so many times as far away, until one can be promised."""
+_FINE = 0.02
+"""To this part of it the earliest date is found."""
+
+
+def too_late(told: Offer, demand: Demand, chosen: Plan, at: float, *, alone: bool) -> Declined:
+    """Why a date cannot be promised for which a plan is fast enough; ``alone``: not even if there were no other job."""
+    assert demand.deadline_seconds is not None
+    most, asked = chosen.estimate.seconds.high, demand.deadline_seconds
+    text = f"cannot be done in {asked:.0f} s, the promises to other jobs kept"
+    if alone:
+        text = (
+            f"cannot be promised in {asked:.0f} s: the job may take {most:.0f} s, and a promise keeps time besides, "
+            "for the start and changes of workers and for what nobody can foresee"
+        )
+    return Declined((Reason("INADMISSIBLE", text, _named(None), told.earliest_s - at),))
+
+
+def with_dates(declined: Declined, demand: Demand, refusal: Callable[[Demand], Declined | None]) -> Declined:
+    """The same refusal, where a date is named, with the earliest that is not refused in turn.
+
+    ``refusal`` answers to another demand; None: it would be taken. A budget is kept to, if any date is there with it.
+    """
+    asked = demand.deadline_seconds
+    first = next((r.earliest_seconds for r in declined.reasons if r.earliest_seconds is not None), None)
+    if asked is None or first is None:
+        return declined
+    found, more = _earliest(demand, asked, first, refusal), ""
+    if found is None and demand.budget_usd is not None:
+        found, more = _earliest(replace(demand, budget_usd=None), asked, first, refusal), ", with a larger budget"
+    remedy = _named(found) + more * (found is not None)
+    if found is not None and demand.workers:
+        remedy += ", or with train.workers auto perhaps an earlier one"
+    reasons = (r if r.earliest_seconds is None else replace(r, remedy=remedy) for r in declined.reasons)
+    return Declined(tuple(reasons))
+
+
+def _earliest(demand: Demand, asked: float, first: float, refusal: Callable[[Demand], Declined | None]) -> int | None:
+    """In whole seconds, later than `asked`; None where none was found. ``first``: where to begin."""
+
+    def told(seconds: int) -> Declined | None:
+        return refusal(replace(demand, deadline_seconds=float(seconds)))
+
+    refused = max(0, math.floor(asked))
+    tried = max(refused + 1, math.ceil(first) if math.isfinite(first) else 0)
+    for _ in range(_TRIED):
+        no = told(tried)
+        if no is None:
+            break
+        better = next((r.earliest_seconds for r in no.reasons if r.earliest_seconds is not None), None)
+        if better is None:
+            return None
+        refused, tried = tried, max(math.ceil(tried * _WIDER), math.ceil(better) if math.isfinite(better) else 0)
+    else:
+        return None
+    while tried - refused > max(1, math.floor(_FINE * tried)):
+        middle = (tried + refused) // 2
+        if told(middle) is None:
+            tried = middle
+        else:
+            refused = middle
+    # A little later, as a moment passes until it is asked for, and others may turn out slower meanwhile.
+    later = tried + max(1, math.ceil(_FINE * tried))
+    return later if told(later) is None else tried
+
+
+def _named(seconds: int | None) -> str:
+    if seconds is None:
+        return "no date can be named as things stand: leave the deadline out, or wait for regions to be back"
+    return f"a deadline of {seconds} s from now could be promised"

@@ -1,0 +1,126 @@
+"""A date that a refusal names is true in both directions: it can be promised, and much less cannot."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from control_plane.service._allocation import Allocation, Decision
+from control_plane.service._draft import Draft, JobEntry, RegionEntry
+from control_plane.service._enrolment import unseen_region
+from control_plane.service._planning import first_state, plan_json
+from control_plane.spec import JobSpec, load
+from control_plane.store import JobRow
+from scheduler import Capacity, Declined
+from tests.control_plane.fake_agent import catalogue
+
+JOB = """\
+apiVersion: geofed/v1
+kind: TrainingJob
+metadata: {name: digits}
+task: {module: task.py}
+data: {dataset: digits}
+train: {batch: 32, end: {epochs: 10}}
+"""
+
+
+@pytest.fixture(scope="module")
+def job_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("dates") / "job.yaml"
+    path.write_text(JOB)
+    return path
+
+
+def live(name: str, samples: int, workers: int, speed: float | None) -> RegionEntry:
+    entry, told = unseen_region(name), catalogue(name, samples, workers)
+    told = replace(told, capacity=Capacity(workers, 2048, speed))
+    return replace(entry, state=replace(entry.state, phase="live"), catalogue=told)
+
+
+class Stand:
+    """A federation at one moment, with the jobs that were taken in so far."""
+
+    def __init__(self, regions: list[RegionEntry]) -> None:
+        self.allocation, self.regions = Allocation(), {entry.row.name: entry for entry in regions}
+        self.jobs: dict[str, JobEntry] = {}
+        self.at = 1000.0
+
+    def asks(self, job_file: Path, *overrides: str) -> tuple[JobSpec, Decision | Declined]:
+        spec = load(job_file, overrides).spec
+        draft = Draft(self.at, self.jobs, self.regions)
+        return spec, self.allocation.decide(draft, spec, "new", [])
+
+    def takes(self, job_file: Path, *overrides: str) -> None:
+        """Take a job in, if it can be; it waits in line with its promise."""
+        spec, answer = self.asks(job_file, *overrides)
+        if isinstance(answer, Decision):
+            name = f"other-{len(self.jobs)}"
+            state = first_state(name, self.at, spec, answer.plan, self.regions, answer.deadline_at)
+            row = JobRow(name, "o", "r", "", "", "", spec.to_json(), plan_json(answer.plan), "", "queued", self.at)
+            self.jobs[name] = JobEntry(row, state, spec, answer.plan)
+
+
+def named(answer: Declined) -> int:
+    (reason,) = answer.reasons
+    seconds = re.match(r"a deadline of (\d+) s from now could be promised", reason.remedy)
+    assert seconds is not None, reason
+    return int(seconds[1])
+
+
+shapes = st.lists(
+    st.tuples(st.integers(50, 30_000), st.integers(1, 8), st.sampled_from([None, 80.0, 900.0])), min_size=1, max_size=3
+)
+others = st.lists(st.tuples(st.integers(1, 60), st.floats(1.0, 4.0), st.booleans()), max_size=3)
+
+
+@settings(deadline=None, max_examples=40)
+@given(shape=shapes, before=others, part=st.floats(0.01, 1.0), epochs=st.integers(1, 60), fixed=st.booleans())
+def test_the_date_that_a_refusal_names_is_promised_a_moment_later_and_much_less_is_not(
+    job_file: Path,
+    shape: list[tuple[int, int, float | None]],
+    before: list[tuple[int, float, bool]],
+    part: float,
+    epochs: int,
+    fixed: bool,
+) -> None:
+    stand = Stand([live(f"r{number}", *one) for number, one in enumerate(shape)])
+    for passes, slack, is_fixed in before:
+        _, alone = stand.asks(job_file, f"train.end={{epochs: {passes}}}")
+        assert isinstance(alone, Decision)
+        seconds = 60 + int(alone.plan.estimate.seconds.high * slack)
+        workers = ("train.workers=1",) if is_fixed else ()
+        stand.takes(job_file, f"train.end={{epochs: {passes}}}", f"objective.deadline={seconds}s", *workers)
+    asked = (f"train.end={{epochs: {epochs}}}", *(("train.workers=1",) if fixed else ()))
+    _, alone = stand.asks(job_file, *asked)
+    assert isinstance(alone, Decision)
+    soon = max(1, int(part * (15 + alone.plan.estimate.seconds.high)))
+    _, answer = stand.asks(job_file, *asked, f"objective.deadline={soon}s")
+    if isinstance(answer, Decision):
+        return
+    told = named(answer)
+    assert told > soon
+    stand.at += 0.5
+    _, later = stand.asks(job_file, *asked, f"objective.deadline={told}s")
+    assert isinstance(later, Decision), later
+    assert later.deadline_at == stand.at + told
+    well_before = int(0.93 * told) - 3
+    if well_before > soon:
+        _, no = stand.asks(job_file, *asked, f"objective.deadline={well_before}s")
+        assert isinstance(no, Declined), (well_before, told)
+
+
+def test_where_nobody_else_has_a_promise_none_is_blamed(job_file: Path) -> None:
+    stand = Stand([live("r0", 1000, 4, 900.0)])
+    _, answer = stand.asks(job_file, "objective.deadline=1s")
+    assert isinstance(answer, Declined)
+    told = named(answer)
+    for seconds in range(2, told - 3):
+        _, no = stand.asks(job_file, f"objective.deadline={seconds}s")
+        assert isinstance(no, Declined)
+        assert abs(named(no) - told) <= 1, "the date does not depend on how much too early was asked"
+        assert "other jobs" not in no.reasons[0].text
