@@ -215,6 +215,17 @@ def _candidates(snapshot: Snapshot, demand: Demand) -> tuple[list[Region], list[
                     f"invite it with `control-plane region invite {name}`",
                 )
             )
+    here = ", ".join(sorted({*known, *snapshot.absent})) or "none yet"
+    # A rule about places that goes wrong unseen would have data used where their owner does not want it.
+    reasons += [
+        Reason(
+            "REGION_NOT_FOUND",
+            f"region {name} of regions.avoid is not part of the federation",
+            f"correct it or take it out; the regions are {here}",
+        )
+        for name in demand.avoid
+        if name not in known and name not in snapshot.absent
+    ]
     wanted = [
         region
         for name, region in sorted(known.items())

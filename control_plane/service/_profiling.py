@@ -98,6 +98,9 @@ class Profiling:
 
     def _holders(self, spec: JobSpec) -> list[str]:
         """Live regions that hold a training split and may be used, sorted."""
+        for name in (*spec.regions.use, *spec.regions.avoid):
+            if name not in self._federation.regions:
+                raise GeofedError("REGION_NOT_FOUND", f"region {name} is not part of the federation")
         wanted = [
             (name, entry)
             for name, entry in sorted(self._federation.regions.items())

@@ -151,7 +151,7 @@ def test_a_region_without_the_shard_takes_no_part_unless_it_was_asked_for() -> N
 
 
 def test_an_avoided_region_takes_no_part() -> None:
-    chosen = planned(Snapshot((region("a"), region("b"))), demand(avoid=("b",)))
+    chosen = planned(Snapshot((region("a"), region("b")), absent=("c",)), demand(avoid=("b", "c")))
     assert [part.region for part in chosen.partitions] == ["a"]
 
 
@@ -162,6 +162,7 @@ def test_an_avoided_region_takes_no_part() -> None:
         (Snapshot(()), demand(), "DATASET_UNKNOWN", "none"),
         (Snapshot((region("a"),)), demand(use=("a", "x")), "REGION_NOT_FOUND", "region x"),
         (Snapshot((region("a"),), absent=("x",)), demand(use=("a", "x")), "INADMISSIBLE", "start its agent"),
+        (Snapshot((region("a"), region("b"))), demand(avoid=("bb",)), "REGION_NOT_FOUND", "the regions are a, b"),
         (Snapshot((region("a", prices=None),)), demand(), "PRICE_UNKNOWN", "region a"),
         (Snapshot((region("a"),)), demand(memory_mb=9999), "INADMISSIBLE", "2048 MB"),
         (Snapshot((region("a"),)), demand(deadline_seconds=0.5), "INADMISSIBLE", "could be promised"),
