@@ -320,6 +320,8 @@ class Plan:
     """Of the collective."""
     merging_codec: str = "fp32"
     """Of what the workers of a region send each other."""
+    warnings: tuple[str, ...] = ()
+    """What is done otherwise than it was asked for, in sentences."""
 
     @property
     def background(self) -> bool:

@@ -46,8 +46,8 @@ def _plan_placed(placed: Placed, demand: Demand) -> Plan | Declined:
     if reasons:
         return Declined(tuple(reasons))
     staffing = [_staffing(region, snapshot, demand) for region in candidates]
-    if isinstance(demand.workers, Mapping) and (unnamed := _unnamed(demand.workers, candidates)):
-        return Declined(unnamed)
+    if odd := (*_misnamed(demand.workers, candidates, snapshot), *_unreachable_quorum(demand, candidates)):
+        return Declined(odd)
     ways = _ways(candidates, staffing, snapshot, demand)
     partitions = _partitions(candidates, ways[0], snapshot, demand)
     reasons = [
@@ -94,16 +94,38 @@ def _ways(candidates: list[Region], staffing: list[Staffing], snapshot: Snapshot
     ]
 
 
-def _unnamed(workers: Mapping[str, int], candidates: list[Region]) -> tuple[Reason, ...]:
-    return tuple(
+def _misnamed(workers: int | Mapping[str, int] | None, candidates: list[Region], snapshot: Snapshot) -> list[Reason]:
+    """Regions that need a number of workers and have none, and those that have one and that nobody knows."""
+    if not isinstance(workers, Mapping):
+        return []
+    names = [region.name for region in candidates]
+    known = {*snapshot.absent, *(region.name for region in snapshot.regions)}
+    unnamed = [
         Reason(
             "INADMISSIBLE",
-            f"train.workers has no number for region {region.name}, which holds a shard",
-            f"add {region.name} to train.workers, or keep it out with regions.avoid",
+            f"train.workers has no number for region {name}, which holds a shard",
+            f"add {name} to train.workers, or keep it out with regions.avoid",
         )
-        for region in candidates
-        if region.name not in workers
-    )
+        for name in names
+        if name not in workers
+    ]
+    return unnamed + [
+        Reason(
+            "REGION_NOT_FOUND",
+            f"region {name} of train.workers is not part of the federation",
+            f"correct it or take it out; the regions are {', '.join(sorted(known))}",
+        )
+        for name in sorted(workers)
+        if name not in known
+    ]
+
+
+def _unreachable_quorum(demand: Demand, candidates: list[Region]) -> list[Reason]:
+    quorum = int(demand.wan_settings.get("quorum", 0))
+    if quorum <= len(candidates):
+        return []
+    text = f"wan.quorum is {quorum}, and {len(candidates)} region{'s' * (len(candidates) > 1)} take part"
+    return [Reason("INADMISSIBLE", text, f"set wan.quorum to {len(candidates)} at most, or leave it out")]
 
 
 def _planned(candidates: list[Region], partitions: list[Partition], placed: Placed, demand: Demand) -> Plan | Declined:
@@ -136,7 +158,21 @@ def _planned(candidates: list[Region], partitions: list[Partition], placed: Plac
         residency={},
         alternatives=wan.alternatives,
     )
-    return replace(chosen, estimate=estimate(chosen, snapshot))
+    return replace(chosen, estimate=estimate(chosen, snapshot), warnings=_beware(chosen, demand))
+
+
+def _beware(chosen: Plan, demand: Demand) -> tuple[str, ...]:
+    """Where steps that are larger than a shard make other passes over it than were asked for."""
+    told = []
+    for part in chosen.partitions:
+        step, epochs = part.batch * part.replicas, demand.epochs
+        made = chosen.rounds * part.steps_per_round * step / part.samples
+        if demand.balance == "data" and epochs is not None and step > part.samples and abs(made / epochs - 1) > 0.05:
+            told.append(
+                f"{part.region} makes {made:.3g} passes over its data, where {epochs:.3g} are asked for: a step takes "
+                f"{step} samples, and its shard has {part.samples}"
+            )
+    return tuple(told)
 
 
 def _alike(way: Option, like: Plan, candidates: list[Region], snapshot: Snapshot, demand: Demand) -> Plan:
@@ -152,7 +188,7 @@ def _alike(way: Option, like: Plan, candidates: list[Region], snapshot: Snapshot
         collective=demand.collective or (taken_by_all.collective if taken_by_all else "auto"),
         merging=_merging(demand, taken_by_all),
     )
-    return replace(other, estimate=estimate(other, snapshot))
+    return replace(other, estimate=estimate(other, snapshot), warnings=_beware(other, demand))
 
 
 def _merging(demand: Demand, taken_by_all: Tuned | None) -> dict[str, float]:

@@ -26,6 +26,8 @@ FEWEST_ROUNDS = 20
 """Below it, updates that come a round late are a notable part of all updates: better wait."""
 FEWEST_TERNARY_ROUNDS = 20
 """Below it, too much of what a codec of few bits holds back would come in the last update only."""
+_ONLY_IN_BACKGROUND = {"quorum", "grace_seconds", "damping", "compensation"}
+"""Settings that say nothing where all wait for all: who sets one means the background."""
 WORTH_CODING = 0.9
 """An update is coded only if that takes a tenth off the exchange."""
 
@@ -108,7 +110,7 @@ def _codecs(demand: Demand, rounds: int) -> tuple[str, ...]:
 def _in_background(demand: Demand, seconds: float, compute: float, rounds: int) -> bool:
     if demand.exchange is not None:
         return demand.exchange == "background"
-    if demand.wan_policy in ("asgd", "asgd-ga", "asp"):
+    if demand.wan_policy in ("asgd", "asgd-ga", "asp") or not _ONLY_IN_BACKGROUND.isdisjoint(demand.wan_settings):
         return True
     return demand.wan_policy != "bsp" and rounds >= FEWEST_ROUNDS and seconds > WORTH_WAITING * compute
 

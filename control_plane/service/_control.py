@@ -131,7 +131,10 @@ class ControlService(control_pb2_grpc.ControlServicer):
         """A job's log lines after a cursor, and those that come, until the job has ended."""
         self._admit(context)
         federation, cursor, region = self._federation, request.cursor, request.region
-        job = (await federation.find_job(request.job)).row.id
+        entry = await federation.find_job(request.job)
+        job, parts = entry.row.id, [part.region for part in entry.plan.partitions]
+        if region and region not in parts:
+            raise GeofedError("REGION_NOT_FOUND", f"region {region} takes no part in {job}", hint=", ".join(parts))
         if request.tail and not cursor:
             cursor = await federation.read(lambda store: store.log_tail_cursor(job, request.tail, region=region))
         while True:

@@ -90,7 +90,8 @@ def lasting_workers_now(job: JobEntry) -> dict[str, int]:
 
 def plan_json(answer: Plan | Declined, waits_for: str = "", warnings: Sequence[str] = ()) -> str:
     """The scheduler's answer as JSON, with what a job would wait for first, and what to beware of."""
-    more = {"waits_for": waits_for, "warnings": list(warnings)}
+    own = answer.warnings if isinstance(answer, Plan) else ()
+    more = {"waits_for": waits_for, "warnings": [*own, *warnings]}
     return to_json(asdict(answer) | {name: told for name, told in more.items() if told})
 
 

@@ -259,7 +259,8 @@ class Wan(_Section):
     """The outer optimiser of `diloco`."""
     exchange: Literal["auto", "synchronous", "background"] = "auto"
     """`synchronous`: a round ends when all updates are here. `background`: training goes on while they travel. `auto`:
-    in the background, unless waiting costs less than a twentieth of the time."""
+    in the background, unless waiting costs less than a twentieth of the time; always so with what is said of late
+    updates."""
     interval: AutoOrCount = "auto"
     """Local steps between WAN exchanges of the region that makes the most."""
     codec: Literal["auto", "fp32", "bf16", "int8", "ternary", "topk"] = "auto"
@@ -295,7 +296,7 @@ class Wan(_Section):
             raise ValueError("`policy: bsp` is synchronous")
         if self.significance is not None and self.policy != "asp":
             raise ValueError("`significance` goes with `policy: asp`")
-        if self.exchange == "synchronous":
+        if self.exchange == "synchronous" or self.policy == "bsp":
             late = {"quorum": self.quorum, "grace": self.grace, "lead": self.lead, "staleness": self.staleness}
             if odd := [name for name, value in late.items() if value not in (None, "none")]:
                 raise ValueError(f"`{odd[0]}` goes with `exchange: background`")

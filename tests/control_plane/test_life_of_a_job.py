@@ -49,6 +49,8 @@ def test_a_job_runs_to_its_model(serve_config: ServeConfig, job_file: Path) -> N
             assert b"".join([chunk.data async for chunk in stage.client.model(job)]) == MODEL
             assert [line.text async for line in stage.client.logs(job)] == ["hello"]
             assert [line.text async for line in stage.client.logs("digits", region="b", follow=True)] == []
+            with pytest.raises(GeofedError, match="REGION_NOT_FOUND"):
+                [line async for line in stage.client.logs(job, region="nope")]
             kinds = [event.kind async for event in stage.client.watch(job)]
             assert kinds[0] == "job.submitted"
             assert kinds[-1] == "job.succeeded"

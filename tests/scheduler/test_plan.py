@@ -137,7 +137,7 @@ def test_busy_workers_are_not_given_twice() -> None:
 
 
 def test_workers_may_be_stated_by_region() -> None:
-    snapshot = Snapshot((region("a"), region("b")))
+    snapshot = Snapshot((region("a"), region("b")), absent=("c",))
     chosen = planned(snapshot, demand(workers={"a": 3, "b": 1, "c": 9}))
     assert [part.workers for part in chosen.partitions] == [3, 1]
     assert "no number for region b" in declined(snapshot, demand(workers={"a": 3}))["INADMISSIBLE"]
@@ -163,6 +163,8 @@ def test_an_avoided_region_takes_no_part() -> None:
         (Snapshot((region("a"),)), demand(use=("a", "x")), "REGION_NOT_FOUND", "region x"),
         (Snapshot((region("a"),), absent=("x",)), demand(use=("a", "x")), "INADMISSIBLE", "start its agent"),
         (Snapshot((region("a"), region("b"))), demand(avoid=("bb",)), "REGION_NOT_FOUND", "the regions are a, b"),
+        (Snapshot((region("a"),)), demand(workers={"a": 2, "x": 2}), "REGION_NOT_FOUND", "x of train.workers"),
+        (Snapshot((region("a"),)), demand(wan_settings={"quorum": 2.0}), "INADMISSIBLE", "quorum is 2, and 1 region"),
         (Snapshot((region("a", prices=None),)), demand(), "PRICE_UNKNOWN", "region a"),
         (Snapshot((region("a"),)), demand(memory_mb=9999), "INADMISSIBLE", "2048 MB"),
         (Snapshot((region("a"),)), demand(deadline_seconds=0.5), "INADMISSIBLE", "could be promised"),
@@ -173,6 +175,22 @@ def test_what_cannot_be_done_is_declined_with_a_reason_and_a_remedy(
     snapshot: Snapshot, wanted: Demand, code: str, text: str
 ) -> None:
     assert text in declined(snapshot, wanted)[code]
+
+
+def test_a_step_that_is_larger_than_a_shard_is_told() -> None:
+    regions = (region("a", 500), region("b", 3000))
+    assert planned(Snapshot(regions), demand(batch=100)).warnings == ()
+    (told,) = planned(Snapshot(regions), demand(batch=600)).warnings
+    assert told.startswith("a makes ")
+    assert "where 3 are asked for: a step takes 600 samples, and its shard has 500" in told
+    assert planned(Snapshot(regions), demand(batch=600, epochs=None, steps=9)).warnings == ()
+
+
+def test_who_sets_what_only_late_updates_know_means_the_background() -> None:
+    regions = (replace(region("a"), capacity=Capacity(1, 2048, 1.0)), region("b"))
+    assert not planned(Snapshot(regions), demand()).background
+    assert planned(Snapshot(regions), demand(wan_settings={"quorum": 2.0})).background
+    assert planned(Snapshot(regions), demand(wan_settings={"damping": 1.0})).background
 
 
 @settings(deadline=None, max_examples=40)
