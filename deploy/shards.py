@@ -92,7 +92,9 @@ def read_digits(seed: int) -> Source:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
-        raise GeofedError("UNAVAILABLE", "scikit-learn is not installed", hint="pip install 'geofed[demo]'") from None
+        raise GeofedError(
+            "UNAVAILABLE", "scikit-learn is not installed", hint="in a clone of geofed: pip install '.[demo]'"
+        ) from None
     x, y = load_digits(return_X_y=True)
     images = np.round(x.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     whole = Labelled(images, y.astype(np.int64))

@@ -73,7 +73,9 @@ def _client(store: StoreConfig) -> tuple[Any, tuple[type[Exception], ...]]:
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError, ClientError
     except ModuleNotFoundError:
-        raise GeofedError("CONFIG_INVALID", "s3:// needs boto3", hint="pip install 'geofed[s3]'") from None
+        raise GeofedError(
+            "CONFIG_INVALID", "s3:// needs boto3", hint="in a clone of geofed: pip install '.[s3]'"
+        ) from None
     # Checksums that are newer than most S3-compatible stores are asked for only where they are required.
     config = Config(
         signature_version="s3v4",

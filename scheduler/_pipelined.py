@@ -114,7 +114,11 @@ def unstaged(region: Region, snapshot: Snapshot, demand: Demand) -> Reason | Non
         text = "has no cut that fits its functions and its free workers"
         remedy = "allow more stages, memory or workers, or fewer samples in train.batch"
     if demand.parallelism == "auto":
-        text = f"gives a function at most {most_mb} MB, too little for the model, and {text}"
+        if most_mb < region.capacity.memory_mb:
+            text = f"cannot hold the model in functions of {most_mb} MB, as function.memoryMb asks for, and {text}"
+            remedy += f"; or raise function.memoryMb: the region gives {region.capacity.memory_mb} MB"
+        else:
+            text = f"gives a function at most {most_mb} MB, too little for the model, and {text}"
         remedy += "; `parallelism: data` tries it all the same"
     return Reason("INADMISSIBLE", f"region {region.name} {text}", remedy)
 

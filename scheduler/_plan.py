@@ -282,13 +282,22 @@ def _candidates(snapshot: Snapshot, demand: Demand) -> tuple[list[Region], list[
             )
             for name in without
         ]
+    elif not holders and not reasons and (kept_out := _kept_out(known, demand)):
+        reasons.append(
+            Reason(
+                "INADMISSIBLE",
+                f"regions.avoid leaves out every live region that holds dataset {demand.dataset}",
+                f"take one of them out of it: {', '.join(kept_out)}",
+            )
+        )
     elif not holders and not reasons:
+        away = f"; not connected: {', '.join(snapshot.absent)}" if snapshot.absent else ""
         elsewhere = ", ".join(sorted({d.name for region in snapshot.regions for d in region.datasets})) or "none"
         reasons.append(
             Reason(
                 "DATASET_UNKNOWN",
                 f"no live region holds dataset {demand.dataset}",
-                f"datasets that are there: {elsewhere}",
+                f"datasets that are there: {elsewhere}{away}",
             )
         )
     for region in holders:
@@ -301,6 +310,10 @@ def _candidates(snapshot: Snapshot, demand: Demand) -> tuple[list[Region], list[
                 )
             )
     return holders, reasons
+
+
+def _kept_out(known: Mapping[str, Region], demand: Demand) -> list[str]:
+    return [name for name in sorted(demand.avoid) if name in known and train_samples(known[name], demand.dataset)]
 
 
 def _staffing(region: Region, snapshot: Snapshot, demand: Demand) -> Staffing:
@@ -351,6 +364,12 @@ def _in_stages(region: Region, samples: int, cut: Staged, replicas: int, demand:
     )
 
 
+def _more_workers_than_there_are(needed: int, most: int) -> str:
+    if not most:
+        return _ONLY_HOLDS_DATA
+    return f"lower train.workers to {most} at most" if needed > most else "wait for a job to end, or lower train.workers"
+
+
 def _unfit(region: Region, part: Partition, snapshot: Snapshot, demand: Demand) -> list[Reason]:
     reasons = []
     name, capacity = region.name, region.capacity
@@ -360,7 +379,7 @@ def _unfit(region: Region, part: Partition, snapshot: Snapshot, demand: Demand) 
             Reason(
                 "INADMISSIBLE",
                 f"region {name} has {free} of {capacity.workers} workers free, {part.workers} are needed",
-                "wait for a job to end, or lower train.workers" if capacity.workers else _ONLY_HOLDS_DATA,
+                _more_workers_than_there_are(part.workers, capacity.workers),
             )
         )
     if part.memory_mb > capacity.memory_mb:
@@ -368,7 +387,7 @@ def _unfit(region: Region, part: Partition, snapshot: Snapshot, demand: Demand) 
             Reason(
                 "INADMISSIBLE",
                 f"region {name} gives a function at most {capacity.memory_mb} MB, {part.memory_mb} MB are asked for",
-                "lower function.memory_mb",
+                "lower function.memoryMb",
             )
         )
     if demand.channel not in (None, region.channel):

@@ -106,7 +106,7 @@ def _jobs(trace: Path, speeds: Path) -> list[TraceJob]:
         with trace.open(encoding="utf-8", newline="") as lines:
             jobs = read_trace(lines, _tables(speeds), str(trace))
     except TraceError as error:
-        hint = "correct the file; docs/deadlines.md says what it may hold"
+        hint = "correct the file; docs/deadlines.md, `The trace`, says what it may hold"
         if "no speeds for" in str(error):
             hint = f"--speeds names the folder with MODEL.csv; it was {speeds}"
         raise GeofedError("CONFIG_INVALID", str(error), hint=hint) from None

@@ -54,7 +54,7 @@ def open_cloud(
             raise
         extra = "libcloud" if name in _THROUGH_LIBCLOUD else name
         text = f"{name} is asked through {package}, which is not installed"
-        raise GeofedError("CLOUD_SDK_MISSING", text, hint=f"pip install 'geofed[{extra}]'") from None
+        raise GeofedError("CLOUD_SDK_MISSING", text, hint=f"in a clone of geofed: pip install '.[{extra}]'") from None
 
 
 def open_price_file(path: Path, cloud: str, as_of: str) -> Cloud:

@@ -46,7 +46,7 @@ def _engine(url: str) -> Engine:
             )
         engine = create_engine(parsed, pool_pre_ping=parsed.drivername.startswith("postgresql"))
     except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
-        hint = "for PostgreSQL install geofed[postgres]; write the URL like postgresql://user@host/name"
+        hint = "for PostgreSQL, in a clone of geofed, pip install '.[postgres]'; write the URL like postgresql://user@host/name"
         raise GeofedError("CONFIG_INVALID", f"the database URL cannot be used: {error}", hint=hint) from error
     if parsed.drivername.startswith("sqlite"):
         event.listen(engine, "connect", _prepare_sqlite)

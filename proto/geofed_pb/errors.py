@@ -51,7 +51,9 @@ CATALOGUE: dict[str, Entry] = {
     "SPEC_NOT_FOUND": Entry(
         Exit.SPEC, False, "check the path; `control-plane new TEMPLATE DIR` writes a job to start from"
     ),
-    "TASK_INVALID": Entry(Exit.SPEC, False, "the task module must define model, dataset and loss as functions"),
+    "TASK_INVALID": Entry(
+        Exit.SPEC, False, "correct the task module; docs/job-file.md says what its functions take and return"
+    ),
     "TASK_FAILED": Entry(
         Exit.JOB_ENDED_BADLY, False, "`control-plane logs JOB` shows the traceback of the task module"
     ),
@@ -76,7 +78,7 @@ CATALOGUE: dict[str, Entry] = {
     "CERTIFICATE_INVALID": Entry(Exit.AUTH, False, "the two sides do not share a certificate authority; join again"),
     "PLAINTEXT_REFUSED": Entry(Exit.AUTH, False, "use TLS; plaintext is never accepted"),
     # jobs
-    "JOB_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`control-plane list` shows the jobs"),
+    "JOB_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`control-plane list --all` shows all jobs, ended ones too"),
     "REGION_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`control-plane region list` shows the regions"),
     "USER_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`control-plane user list` shows the users"),
     "TEMPLATE_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`control-plane template list` shows the templates"),
@@ -119,7 +121,7 @@ CATALOGUE: dict[str, Entry] = {
         Exit.INADMISSIBLE, False, "give the price in the region's configuration; unknown is never taken for zero"
     ),
     # what clouds say of themselves
-    "CLOUD_SDK_MISSING": Entry(Exit.USAGE, False, "pip install 'geofed[clouds]' installs all of them"),
+    "CLOUD_SDK_MISSING": Entry(Exit.USAGE, False, "in a clone of geofed, pip install '.[clouds]' installs all of them"),
     "CLOUD_REGION_UNKNOWN": Entry(
         Exit.NOT_FOUND, False, "`control-plane catalogue regions --cloud CLOUD` shows the regions of a cloud"
     ),

@@ -69,7 +69,8 @@ class Task:
         with task_errors(self.folder, "loss"):
             value = self._functions["loss"](module, batch)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            raise GeofedError("TASK_INVALID", "loss(model, batch) must return a tensor of one element")
+            text = f"loss(model, batch) returned {_kind_of(value)}, not a tensor of one element"
+            raise GeofedError("TASK_INVALID", text, hint="return the mean as a tensor, without .item() or float()")
         return value
 
     def optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -89,6 +90,11 @@ class Task:
             return {"loss": sum(losses) / len(losses)} if losses else {}
         with task_errors(self.folder, "metrics"):
             return {str(name): float(value) for name, value in self._functions["metrics"](module, batches).items()}
+
+
+def _kind_of(value: Any) -> str:
+    shaped = isinstance(value, torch.Tensor)
+    return f"a tensor of shape {tuple(value.shape)}" if shaped else f"a {type(value).__name__}"
 
 
 def unpack(bundle: bytes | memoryview, into: Path) -> Path:

@@ -47,5 +47,5 @@ def open_channel(kind: str, address: str) -> Channel:
         if error.name != _CLIENTS[kind]:
             raise
         text = f"the channel {kind!r} needs {error.name}"
-        raise GeofedError("CONFIG_INVALID", text, hint=f"pip install 'geofed[{kind}]'") from None
+        raise GeofedError("CONFIG_INVALID", text, hint=f"in a clone of geofed: pip install '.[{kind}]'") from None
     raise GeofedError("CONFIG_INVALID", f"unknown channel {kind!r}", hint="known: file, redis, s3")

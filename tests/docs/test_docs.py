@@ -12,6 +12,7 @@ from support.failures import command
 
 from control_plane.spec import load
 from region_agent.config import load_config
+from scheduler.simulate._trace import _CHRONUS, _HEADERS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("deploy/templates/*/README.md"))]
@@ -28,6 +29,18 @@ def test_links_lead_to_files(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
     local = [target for target in targets if "://" not in target]
     assert not [target for target in local if not (page.parent / target).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_nothing_is_installed_from_where_it_is_not(page: Path) -> None:
+    # There is no such package in the index: it is installed from a clone.
+    assert not re.findall(r"pip install \S*geofed", page.read_text())
+
+
+def test_the_columns_of_a_trace_are_told() -> None:
+    told = (ROOT / "docs" / "deadlines.md").read_text()
+    columns = [*(name for names in _HEADERS.values() for name in names), *_CHRONUS, "best_effort", "global_batch_size"]
+    assert [name for name in columns if f"`{name}`" not in told] == []
 
 
 def _calls(text: str) -> list[str]:

@@ -189,3 +189,12 @@ def test_a_codec_of_merges_is_counted() -> None:
     assert half is not None
     assert full.degree > 1
     assert half.step_seconds < full.step_seconds
+
+
+def test_who_asks_for_too_small_functions_is_told_so_and_not_that_the_region_has_no_others() -> None:
+    answer = plan(snapshot(300.0, memory_mb=10240), demand(memory_mb=64))
+    assert isinstance(answer, Declined)
+    reason = answer.reasons[0]
+    assert "in functions of 64 MB, as function.memoryMb asks for" in reason.text
+    assert "gives a function at most" not in reason.text
+    assert "raise function.memoryMb: the region gives 10240 MB" in reason.remedy

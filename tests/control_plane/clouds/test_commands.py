@@ -154,7 +154,7 @@ main.main()
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 2
     assert "error[CLOUD_SDK_MISSING]" in ran.stderr
-    assert f"hint: pip install 'geofed[{extra}]'" in ran.stderr
+    assert f"hint: in a clone of geofed: pip install '.[{extra}]'" in ran.stderr
 
 
 def test_the_commands_of_the_page_are_understood(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

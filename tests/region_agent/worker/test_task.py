@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from support.jobs import LINEAR_TASK, pack
 
 from geofed_pb.errors import GeofedError
@@ -77,14 +78,21 @@ def test_a_module_outside_of_the_folder_is_not_loaded(tmp_path: Path, name: str)
         ("def model(config): return 1", "returned int, not a torch.nn.Module"),
         ("def dataset(uri, split, config): return iter([])", "something with a length and items"),
         ("def optimizer(parameters, config): return None", "must return a torch.optim.Optimizer"),
+        ("def loss(model, batch): return 1.0", "returned a float, not a tensor of one element"),
     ],
 )
 def test_functions_that_return_something_else_are_refused(tmp_path: Path, text: str, says: str) -> None:
     task = _load(tmp_path, {"task.py": f"{LINEAR_TASK}\n{text}\n"})
-    calls = {"model": task.model, "dataset": lambda: task.dataset("", "train"), "optimizer": lambda: task.optimizer([])}
+    calls = {
+        "model": task.model,
+        "dataset": lambda: task.dataset("", "train"),
+        "optimizer": lambda: task.optimizer([]),
+        "loss": lambda: task.loss(torch.nn.Linear(1, 1), None),
+    }
     with pytest.raises(GeofedError, match=says) as raised:
         calls[text.split()[1].split("(")[0]]()
     assert raised.value.code == "TASK_INVALID"
+    assert "must define" not in str(raised.value.hint), "it defines them all"
 
 
 # What is not trusted

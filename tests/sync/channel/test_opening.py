@@ -32,4 +32,4 @@ def test_a_client_that_is_not_installed_is_named(kind: str, package: str, monkey
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(GeofedError, match=f"needs {package}") as raised:
         open_channel(kind, "")
-    assert raised.value.hint == f"pip install 'geofed[{kind}]'"
+    assert raised.value.hint == f"in a clone of geofed: pip install '.[{kind}]'"
