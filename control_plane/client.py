@@ -84,27 +84,40 @@ class ControlClient:
             if not have.complete:
                 await self._stub.PutBlob(_chunks(content, digest, have.have_bytes), **self._options())
 
-    async def plan(self, spec_json: str) -> control_pb2.PlanReply:
-        """What would be done with a job."""
+    async def plan(self, spec_json: str, code_digest: str = "") -> control_pb2.PlanReply:
+        """What would be done with a job; ``code_digest``: `LoadedSpec.code_digest`, by which it is known again."""
         with _mapped():
             reply: control_pb2.PlanReply = await self._stub.Plan(
-                control_pb2.PlanRequest(spec_json=spec_json), **self._options()
+                control_pb2.PlanRequest(spec_json=spec_json, code_digest=code_digest), **self._options()
             )
         return reply
 
-    async def submit(self, spec_json: str, bundle_digest: str, request_id: str) -> control_pb2.SubmitReply:
+    async def submit(
+        self, spec_json: str, bundle_digest: str, request_id: str, code_digest: str = ""
+    ) -> control_pb2.SubmitReply:
         """Run a job; once for each request id."""
-        request = control_pb2.SubmitRequest(request_id=request_id, spec_json=spec_json, bundle_digest=bundle_digest)
+        request = control_pb2.SubmitRequest(
+            request_id=request_id, spec_json=spec_json, bundle_digest=bundle_digest, code_digest=code_digest
+        )
         with _mapped():
             reply: control_pb2.SubmitReply = await self._stub.Submit(request, **self._options())
         return reply
 
     async def profile(
-        self, spec_json: str, bundle_digest: str, request_id: str, memories_mb: Sequence[int] = ()
+        self,
+        spec_json: str,
+        bundle_digest: str,
+        request_id: str,
+        memories_mb: Sequence[int] = (),
+        code_digest: str = "",
     ) -> AsyncIterator[control_pb2.ProfileNews]:
         """Have a task measured; what goes on, and last the result. The same request id is the same profile."""
         request = control_pb2.ProfileRequest(
-            request_id=request_id, spec_json=spec_json, bundle_digest=bundle_digest, memories_mb=memories_mb
+            request_id=request_id,
+            spec_json=spec_json,
+            bundle_digest=bundle_digest,
+            memories_mb=memories_mb,
+            code_digest=code_digest,
         )
         with _mapped():
             async for news in self._stub.Profile(request, metadata=self._metadata):

@@ -24,7 +24,7 @@ _SIZES_KNOWN = (0.9, 1.15)
 """How far bytes may stray from what is expected where the sizes of what is sent are known."""
 _COPY_OVERHEAD = 1.001
 """Bytes that a shard's copy is counted with over its own: frames, offers, and the list of its files."""
-_SPREAD = {"measured": (0.75, 1.4), "stated": (0.5, 2.0), "prior": (0.2, 5.0)}
+_SPREAD = {"measured": (0.75, 1.4), "other batch": (0.5, 2.0), "stated": (0.5, 2.0), "prior": (0.2, 5.0)}
 """How far time may stray from what is expected, by what the expectation rests on."""
 
 
@@ -103,7 +103,7 @@ def speeds_known(names: Iterable[str], snapshot: Snapshot) -> bool:
 def _basis(plan: Plan, regions: dict[str, Region], snapshot: Snapshot) -> str:
     names = [part.region for part in plan.partitions]
     if all(name in snapshot.speeds for name in names) and snapshot.model_bytes:
-        return "measured"
+        return "other batch" if not snapshot.other_batch.isdisjoint(names) else "measured"
     if all(regions[name].capacity.samples_per_second for name in names):
         return "stated"
     return "prior"

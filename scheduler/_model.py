@@ -107,6 +107,8 @@ class Snapshot:
     """Workers that other jobs hold, by region."""
     speeds: dict[str, float] = field(default_factory=dict)
     """Samples/s of one worker measured in earlier runs of the same task, by region."""
+    other_batch: frozenset[str] = frozenset()
+    """Regions whose speed was measured with another batch, from which it does not follow exactly."""
     model_bytes: int | None = None
     """Size of the task's flat model, if an earlier run told it."""
     start_seconds: float | None = None
@@ -265,7 +267,8 @@ class Estimate:
     link_bytes: dict[str, int]
     """Expected bytes by directed link, "source>destination"."""
     basis: str
-    """"measured": from earlier runs of the task; "stated": from the operators' figures; "prior": a guess."""
+    """"measured": from earlier runs of the task; "other batch": from such with another batch; "stated": from the
+    operators' figures; "prior": a guess."""
 
 
 @dataclass(frozen=True)

@@ -303,6 +303,7 @@ def number_text(value: Any) -> str:
 
 _BASIS = {
     "measured": "earlier runs of this task",
+    "other batch": "earlier runs of this task with another batch",
     "stated": "the operators' figures",
     "prior": "a guess: nobody has stated or measured the speeds",
 }

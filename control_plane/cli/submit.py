@@ -48,7 +48,7 @@ def submit(
     if profile:
         _measure_unless_known(context, loaded, bundle, request_id)
     if dry_run:
-        _show_plan(ask_control_plane(context, lambda client: client.plan(loaded.json)))
+        _show_plan(ask_control_plane(context, lambda client: client.plan(loaded.json, loaded.code_digest)))
         return
     order = _Order(loaded, bundle, request_id or _random_id())
     view = ask_control_plane(context, order.send)
@@ -66,7 +66,7 @@ def _measure_unless_known(
 ) -> None:
     from control_plane.cli.profile import measured
 
-    plan = json.loads(ask_control_plane(context, lambda client: client.plan(loaded.json)).plan_json)
+    plan = json.loads(ask_control_plane(context, lambda client: client.plan(loaded.json, loaded.code_digest)).plan_json)
     if plan.get("estimate", {}).get("basis") == "measured":
         return
     mark = f"{request_id or _random_id()}-profile"
@@ -93,7 +93,7 @@ def explain(
 ) -> None:
     """Say where a job would run, what it would take and cost, and why so; run nothing."""
     loaded, _ = read_job(job_file, overrides, name)
-    plan = _show_plan(ask_control_plane(context, lambda client: client.plan(loaded.json)))
+    plan = _show_plan(ask_control_plane(context, lambda client: client.plan(loaded.json, loaded.code_digest)))
     if plot is not None:
         from control_plane.cli._picture import plan_picture
 
@@ -133,7 +133,7 @@ class _Order:
         content, digest = self.bundle
         try:
             await client.put_bundle(content, digest)
-            reply = await client.submit(self.loaded.json, digest, self.request_id)
+            reply = await client.submit(self.loaded.json, digest, self.request_id, self.loaded.code_digest)
         except GeofedError as error:
             if error.code != "UNAVAILABLE":
                 raise

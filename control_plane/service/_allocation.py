@@ -108,7 +108,7 @@ class Allocation:
         user: str,
     ) -> tuple[Plan, Gang, Mapping[str, Held]] | Declined:
         """The plan, the job as it is shared out to, and what all with a promise would hold with it."""
-        snapshot = replace(snapshot_of(draft.regions.values(), (), runs), busy_workers=busy)
+        snapshot = replace(snapshot_of(draft.regions.values(), (), runs, spec.train.batch), busy_workers=busy)
         chosen = plan(snapshot, demand)
         if isinstance(chosen, Declined):
             return chosen

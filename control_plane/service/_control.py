@@ -73,7 +73,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def Plan(self, request: control_pb2.PlanRequest, context: Context) -> control_pb2.PlanReply:
         """What would be done with a job."""
         caller = self._admit(context)
-        text, admissible = await answer_plan(self._federation, parse_json(request.spec_json), caller.user)
+        text, admissible = await answer_plan(
+            self._federation, parse_json(request.spec_json), caller.user, request.code_digest
+        )
         return control_pb2.PlanReply(plan_json=text, admissible=admissible)
 
     @answering

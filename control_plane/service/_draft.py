@@ -128,7 +128,7 @@ class Draft:
                 result_json=to_json(result_of(row, machine.state, entry.plan)),
                 unpromised_worker_seconds=unpromised_worker_seconds(machine.state, entry.plan),
             )
-            self.runs += runs_of(row, machine.state, entry.plan)
+            self.runs += runs_of(row, machine.state, entry.spec, entry.plan)
         self.changed_jobs[job_id] = replace(entry, row=row, state=machine.state)
         self._durable = self._durable or bool(actions)
 

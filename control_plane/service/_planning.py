@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from calendar import monthrange
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -13,26 +11,26 @@ from datetime import UTC, datetime
 from control_plane.core import Copy, Goal, JobState, Partition
 from control_plane.pki import utc_now
 from control_plane.service._draft import JobEntry, RegionEntry
-from control_plane.service._tuning import merge_from_json, profile_from_json
+from control_plane.service._known import merges_of, speeds_of
+from control_plane.service._tuning import profile_from_json
 from control_plane.service._wire import to_json
 from control_plane.spec import JobSpec
 from control_plane.store import RunRow
 from geofed_pb.errors import GeofedError
 from scheduler import Declined, Plan, Snapshot
-from scheduler.tuning import MergePoint, Profile
+from scheduler.tuning import Profile
 
 STALE_DAYS = 90
 """Clouds change their lists a few times a year."""
 
 
-def task_key(spec: JobSpec) -> str:
-    """Jobs with one key run the same task, as far as can be told before the code is there."""
-    same = [spec.metadata.name, spec.task.module, spec.task.config, spec.data.dataset, spec.train.batch]
-    return f"sha256:{hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()}"
+def snapshot_of(
+    regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], runs: list[RunRow], batch: int = 0
+) -> Snapshot:
+    """What the scheduler may know now, of a task with a batch of which there were runs.
 
-
-def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], runs: list[RunRow]) -> Snapshot:
-    """What the scheduler may know now. A region that is silent within its lease still counts as live."""
+    A region that is silent within its lease still counts as live.
+    """
     live, absent = [], []
     for entry in regions:
         if entry.state.phase in ("live", "unreachable") and entry.catalogue is not None:
@@ -44,30 +42,24 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], runs: 
         if not job.state.terminal:
             for region, workers in lasting_workers_now(job).items():
                 busy[region] = busy.get(region, 0) + workers
-    speeds: dict[str, float] = {}
     profiles: dict[str, Profile] = {}
     for run in runs:
-        speeds.setdefault(run.region, run.samples_per_second)
         if run.profile_json and run.region not in profiles:
             # One that another version of geofed has stored counts as a run without it.
             with suppress(GeofedError):
                 profiles[run.region] = profile_from_json(run.profile_json, run.region)
+    speeds, guessed = speeds_of(runs, batch, profiles)
     return Snapshot(
         regions=tuple(live),
         absent=tuple(sorted(absent)),
         busy_workers=busy,
         speeds=speeds,
+        other_batch=guessed,
         model_bytes=next((run.model_bytes for run in runs if run.model_bytes), None),
         start_seconds=next((run.start_seconds for run in runs if run.start_seconds > 0), None),
         profiles=profiles,
         merges={region: merges_of(runs, region) for region in profiles},
     )
-
-
-def merges_of(runs: Iterable[RunRow], region: str) -> tuple[MergePoint, ...]:
-    """What earlier runs of a task in a region have measured of its merges."""
-    found = (merge_from_json(run.merge_json) for run in runs if run.region == region and run.merge_json)
-    return tuple(point for point in found if point is not None)
 
 
 def workers_now(job: JobEntry) -> dict[str, int]:

@@ -13,7 +13,8 @@ from typing import Any
 
 from control_plane.pki import utc_now
 from control_plane.service._federation import Federation
-from control_plane.service._planning import lasting_workers_now, merges_of, task_key
+from control_plane.service._known import merges_of, speeds_of, task_keys
+from control_plane.service._planning import lasting_workers_now
 from control_plane.service._tuning import profile_from_json, tuned
 from control_plane.service._wire import failure_of, to_json
 from control_plane.spec import JobSpec, parse_json, to_demand
@@ -82,7 +83,7 @@ class Profiling:
                         if not report.profile_json:
                             yield control_pb2.ProfileNews(region=region, text=report.condition)
                             continue
-                        found[region] = await self._kept(region, spec, report)
+                        found[region] = await self._kept(region, spec, report, request.code_digest)
                         yield control_pb2.ProfileNews(region=region, text="measured")
                 except GeofedError as error:
                     failed[region] = error
@@ -90,7 +91,7 @@ class Profiling:
         if not found:
             raise next(iter(failed.values()))
         told = {
-            "task_key": task_key(spec),
+            "task_key": task_keys(spec, request.code_digest)[0],
             "regions": found,
             "failed": {region: error.as_dict() for region, error in failed.items()},
         }
@@ -172,13 +173,15 @@ class Profiling:
         known = entry.catalogue if entry is not None else None
         return min(USUAL_MEMORY_MB, known.capacity.memory_mb) if known is not None else USUAL_MEMORY_MB
 
-    async def _kept(self, region: str, spec: JobSpec, report: agent_pb2.ProfileReport) -> dict[str, Any]:
+    async def _kept(
+        self, region: str, spec: JobSpec, report: agent_pb2.ProfileReport, code_digest: str
+    ) -> dict[str, Any]:
         """Store a profile for later plans; what it says for the job."""
-        federation, key = self._federation, task_key(spec)
+        federation, keys = self._federation, task_keys(spec, code_digest)
         profile = profile_from_json(report.profile_json, region)
-        runs = await federation.read(partial(Store.runs, task_key=key))
+        runs = await federation.read(partial(Store.runs, task_key=keys[0], kin_key=keys[1]))
         async with federation.change() as draft:
-            draft.runs.append(_run_of(report.id, key, draft.at, profile, report.profile_json))
+            draft.runs.append(_run_of(report.id, keys, draft.at, profile, report.profile_json))
             data = {"samples_per_second": profile.samples_per_second, "usd": profile.usd}
             text = f"{spec.metadata.name} was profiled in {region}: {profile.samples_per_second:.0f} samples/s"
             draft.record("task.profiled", text, region=region, data=data)
@@ -186,7 +189,9 @@ class Profiling:
         catalogue = federation.regions[region].catalogue
         if catalogue is None:
             raise GeofedError("REGION_LOST", f"region {region} is not known any more")
-        later = next((run.samples_per_second for run in runs if run.region == region and not run.profile_json), None)
+        later = speeds_of([run for run in runs if not run.profile_json], profile.batch, {region: profile})[0].get(
+            region
+        )
         merges = merges_of(runs, region)
         try:
             return await asyncio.to_thread(tuned, profile, catalogue, demand, later, merges)
@@ -215,14 +220,16 @@ def _command(
     )
 
 
-def _run_of(job: str, key: str, at: float, profile: Profile, text: str) -> RunRow:
+def _run_of(job: str, keys: tuple[str, str], at: float, profile: Profile, text: str) -> RunRow:
     return RunRow(
         job=job,
         region=profile.region,
-        task_key=key,
+        task_key=keys[0],
         at=at,
         samples_per_second=profile.samples_per_second,
         model_bytes=profile.model_bytes,
         start_seconds=profile.start_seconds,
         profile_json=text,
+        kin_key=keys[1],
+        batch=profile.batch,
     )

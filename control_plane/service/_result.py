@@ -7,6 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from control_plane.core import Copy, JobState, Partition, Report, federated_metrics
+from control_plane.service._known import task_keys
+from control_plane.spec import JobSpec
 from control_plane.store import JobRow, RunRow
 from scheduler import Partition as Planned
 from scheduler import Plan, step_seconds
@@ -60,7 +62,7 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
     }
 
 
-def runs_of(row: JobRow, state: JobState, plan: Plan) -> tuple[RunRow, ...]:
+def runs_of(row: JobRow, state: JobState, spec: JobSpec, plan: Plan) -> tuple[RunRow, ...]:
     """What a job that succeeded teaches about its task."""
     if state.phase != "succeeded":
         return ()
@@ -77,6 +79,8 @@ def runs_of(row: JobRow, state: JobState, plan: Plan) -> tuple[RunRow, ...]:
             model_bytes=state.blob_bytes,
             start_seconds=start_seconds,
             merge_json=_merge_of(part.report, planned.get(part.region), plan, state.blob_bytes),
+            kin_key=task_keys(spec, "")[1],
+            batch=spec.train.batch,
         )
         for part in state.partitions
         if part.report is not None and part.report.samples_per_second > 0

@@ -9,6 +9,7 @@ from control_plane.core import ScaleAsked, Waits, job_state_to_json
 from control_plane.service._allocation import begin
 from control_plane.service._draft import OPERATOR, Draft, JobEntry
 from control_plane.service._federation import Federation
+from control_plane.service._known import task_keys
 from control_plane.service._planning import (
     declined_error,
     first_state,
@@ -16,7 +17,6 @@ from control_plane.service._planning import (
     on_preemptible,
     plan_json,
     snapshot_of,
-    task_key,
     warnings_of,
     workers_now,
 )
@@ -28,9 +28,9 @@ from geofed_pb.v1 import control_pb2
 from scheduler import Declined
 
 
-async def answer_plan(federation: Federation, spec: JobSpec, user: str = "") -> tuple[str, bool]:
+async def answer_plan(federation: Federation, spec: JobSpec, user: str = "", code_digest: str = "") -> tuple[str, bool]:
     """What would be done with a job of a user (empty: the operator), as JSON, and whether it is admissible."""
-    runs = await federation.read(lambda store: store.runs(task_key(spec)))
+    runs = await federation.read(lambda store: store.runs(*task_keys(spec, code_digest)))
     draft = Draft(federation.clock(), federation.jobs, federation.regions, federation.users)
     answer = federation.allocation.decide(draft, spec, "plan", runs, user)
     if isinstance(answer, Declined):
@@ -63,7 +63,8 @@ async def submit(federation: Federation, request: control_pb2.SubmitRequest, use
         if federation.blobs.size(request.bundle_digest) is None:
             raise GeofedError("TASK_INVALID", "the code of the job has not arrived", hint="upload the bundle first")
         job = f"{spec.metadata.name[:40].rstrip('-')}-{secrets.token_hex(4)}"
-        runs = await federation.read(lambda store: store.runs(task_key(spec)))
+        keys = task_keys(spec, request.code_digest)
+        runs = await federation.read(lambda store: store.runs(*keys))
         decided = federation.allocation.decide(draft, spec, job, runs, user)
         if isinstance(decided, Declined):
             raise declined_error(decided)
@@ -74,7 +75,7 @@ async def submit(federation: Federation, request: control_pb2.SubmitRequest, use
             request_id=request.request_id,
             content_digest=digest,
             bundle_digest=request.bundle_digest,
-            task_key=task_key(spec),
+            task_key=keys[0],
             spec_json=spec.to_json(),
             plan_json=plan_json(decided.plan),
             state_json=job_state_to_json(state),

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from control_plane.spec import _yaml
 from control_plane.spec._model import JobSpec
+from control_plane.spec._pack import code_digest
 from control_plane.spec._yaml import Document, Position, Problem
 from geofed_pb.errors import GeofedError
 
@@ -32,6 +33,11 @@ class LoadedSpec:
     """Where the job file lies; the task module is packed from here."""
     digest: str
     """"sha256:<hex>" of `json`."""
+
+    @property
+    def code_digest(self) -> str:
+        """Of the Python files beside the job file, "sha256:<hex>": the same for the same code under any name."""
+        return code_digest(self.folder)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> LoadedSpec:

@@ -43,6 +43,15 @@ def pack(folder: Path, module: str) -> tuple[bytes, str]:
     return packed, f"sha256:{hashlib.sha256(packed).hexdigest()}"
 
 
+def code_digest(folder: Path) -> str:
+    """ "sha256:<hex>" of what is packed of `folder` and ends in ``.py``."""
+    code = hashlib.sha256()
+    for name, path in _files(folder).items():
+        if name.endswith(".py"):
+            code.update(f"{name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return f"sha256:{code.hexdigest()}"
+
+
 def _files(folder: Path) -> dict[str, Path]:
     root = folder.resolve()
     found = {}

@@ -132,6 +132,10 @@ class RunRow:
     """`scheduler.tuning.Profile`, where this was no job but a profile."""
     merge_json: str = ""
     """`scheduler.tuning.MergePoint`, where the workers of the region merged in a way that a model foretells."""
+    kin_key: str = ""
+    """Of tasks that it says something about, where nothing is known of their own code."""
+    batch: int = 0
+    """Samples of one worker in a step; 0: not known."""
 
 
 @dataclass(frozen=True)

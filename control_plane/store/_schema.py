@@ -122,6 +122,8 @@ runs = Table(
     Column("start_seconds", Double, nullable=False),
     Column("profile_json", Text, nullable=False, server_default=""),
     Column("merge_json", Text, nullable=False, server_default=""),
+    Column("kin_key", String(80), nullable=False, server_default="", index=True),
+    Column("batch", Integer, nullable=False, server_default="0"),
 )
 meta = Table(
     "meta",

@@ -199,11 +199,14 @@ class Store:
         with self._reading() as connection:
             return {row[0]: float(row[1]) for row in connection.execute(wanted)}
 
-    def runs(self, task_key: str, limit: int = 100) -> list[RunRow]:
-        """Earlier runs of a task, newest first."""
+    def runs(self, task_key: str, kin_key: str = "", limit: int = 100) -> list[RunRow]:
+        """Earlier runs of a task, newest first; where there are none, those of its kin."""
         with self._reading() as connection:
-            wanted = select(t.runs).where(t.runs.c.task_key == task_key).order_by(t.runs.c.at.desc()).limit(limit)
-            return [RunRow(**row) for row in connection.execute(wanted).mappings()]
+            for column, key in ((t.runs.c.task_key, task_key), (t.runs.c.kin_key, kin_key)):
+                wanted = select(t.runs).where(column == key).order_by(t.runs.c.at.desc()).limit(limit)
+                if key and (found := [RunRow(**row) for row in connection.execute(wanted).mappings()]):
+                    return found
+        return []
 
     def meta(self, key: str) -> str | None:
         """A value of the whole store."""

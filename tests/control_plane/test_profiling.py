@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from control_plane.server import ServeConfig
-from control_plane.service._planning import task_key
+from control_plane.service._known import task_keys
 from control_plane.spec import load, pack
 from control_plane.store import Change, RunRow, open_store
 from geofed_pb.errors import GeofedError
@@ -132,7 +132,9 @@ async def test_without_data_or_agents_it_says_so(serve_config: ServeConfig, job_
 
 @on_a_loop
 async def test_a_stored_profile_of_another_version_counts_as_a_run(serve_config: ServeConfig, job_file: Path) -> None:
-    row = RunRow("profile-1", "a", task_key(load(job_file).spec), 1.0, 500.0, 1000, 2.0, '{"format": "of tomorrow"}')
+    row = RunRow(
+        "profile-1", "a", task_keys(load(job_file).spec, "")[0], 1.0, 500.0, 1000, 2.0, '{"format": "of tomorrow"}'
+    )
     async with staged(serve_config) as stage, await stage.agent("a"):
         with open_store(f"sqlite:///{serve_config.state_dir / 'state.db'}") as store:
             store.commit(Change(runs=(row,)))

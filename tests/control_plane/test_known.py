@@ -1,0 +1,122 @@
+"""What was learnt of a task holds for the task, whatever the job is called, and however fast it learns."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from control_plane.server import ServeConfig
+from control_plane.service._known import speeds_of, task_keys
+from control_plane.service._tuning import profile_from_json
+from control_plane.spec import load
+from control_plane.store import Change, RunRow, open_store
+from scheduler.tuning import fit_compute
+from tests.control_plane.conftest import staged
+from tests.control_plane.fake_agent import profile_of
+from tests.control_plane.scenario import run
+
+
+def keys(job_file: Path, *overrides: str) -> tuple[str, str]:
+    loaded = load(job_file, overrides)
+    return task_keys(loaded.spec, loaded.code_digest)
+
+
+@pytest.mark.parametrize("change", ["metadata.name=zz", "task.config.lr=0.02", "train.batch=64", "train.seed=7"])
+def test_the_same_task_is_known_under_another_name_rate_and_batch(job_file: Path, change: str) -> None:
+    assert keys(job_file, change)[0] == keys(job_file)[0]
+
+
+@pytest.mark.parametrize("change", ["task.config.width=16", "data.dataset=faces"])
+def test_another_task_is_not_taken_for_it(job_file: Path, change: str) -> None:
+    assert set(keys(job_file, change)).isdisjoint(keys(job_file))
+
+
+def test_after_a_change_of_the_code_the_name_counts(job_file: Path) -> None:
+    before = keys(job_file)
+    (job_file.parent / "README.md").write_text("no code")
+    assert keys(job_file) == before
+    (job_file.parent / "helpers.py").write_text("WIDTH = 9\n")
+    after, zz = keys(job_file), keys(job_file, "metadata.name=zz")
+    assert after[0] != before[0]
+    assert after[1] == before[1]
+    assert set(zz).isdisjoint(before), "a stranger with other code is no kin"
+
+
+def row(batch: int, speed: float, at: float = 1.0, key: str = "t", kin: str = "k") -> RunRow:
+    return RunRow(f"j{at}", "a", key, at, speed, 7, 0.5, kin_key=kin, batch=batch)
+
+
+def test_runs_of_the_code_count_before_those_of_the_name(tmp_path: Path) -> None:
+
+    with open_store(f"sqlite:///{tmp_path / 'state.db'}") as store:
+        store.commit(Change(runs=(row(10, 50.0, 1.0, "old"), row(10, 70.0, 2.0, "t"))))
+        assert [found.samples_per_second for found in store.runs("t", "k")] == [70.0]
+        assert [found.samples_per_second for found in store.runs("new", "k")] == [70.0, 50.0]
+        assert store.runs("new", "other") == []
+
+
+def test_a_profile_tells_what_another_batch_takes() -> None:
+    profile = profile_from_json(json.dumps(profile_of("a", 10)), "a")
+    line = fit_compute(profile.steps)
+    speed = 10 / (line.fixed_seconds + 10 * line.seconds_per_sample)
+    told, guessed = speeds_of([row(10, speed / 2)], 40, {"a": profile})
+    # Twice as slow as the profile says it was with 10, so with 40.
+    assert math.isclose(told["a"], 40 / (line.fixed_seconds + 40 * line.seconds_per_sample) / 2)
+    assert not guessed
+
+
+def test_two_batches_make_a_line_and_one_a_guess() -> None:
+    runs = [row(10, 10 / 0.3, 2.0), row(30, 30 / 0.5, 1.0)]
+    told, guessed = speeds_of(runs, 50, {})
+    assert (math.isclose(told["a"], 50 / 0.7), guessed) == (True, frozenset())
+    assert speeds_of(runs, 30, {})[0] == {"a": 30 / 0.5}, "what was measured with it counts"
+    told, guessed = speeds_of(runs[:1], 20, {})
+    assert (math.isclose(told["a"], 20 / 0.45), guessed) == (True, frozenset({"a"}))
+
+
+@given(st.lists(st.tuples(st.integers(1, 4096), st.floats(0.1, 1e6)), min_size=1, max_size=4), st.integers(1, 4096))
+def test_no_step_is_shorter_with_more_samples_and_no_sample_longer(runs: list[tuple[int, float]], batch: int) -> None:
+    rows = [row(size, speed, float(-number)) for number, (size, speed) in enumerate(runs)]
+    speed = speeds_of(rows, batch, {})[0]["a"]
+    same = next((one for one in rows if one.batch == batch), None)
+    if same is not None:
+        assert speed == same.samples_per_second
+        return
+    newest = rows[0]
+    grown = batch > newest.batch
+    assert (
+        (speed >= newest.samples_per_second * (1 - 1e-9))
+        if grown
+        else (speed <= newest.samples_per_second * (1 + 1e-9))
+    )
+    step, was = batch / speed, newest.batch / newest.samples_per_second
+    assert step >= was * (1 - 1e-9) if grown else step <= was * (1 + 1e-9)
+
+
+def test_a_plan_of_another_name_rests_on_what_was_measured(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            agent = await stage.agent("a")
+            await agent.connect()
+            first = load(job_file)
+            key, kin = task_keys(first.spec, first.code_digest)
+            with open_store(f"sqlite:///{serve_config.state_dir / 'state.db'}") as store:
+                store.commit(Change(runs=(row(10, 123.0, 1.0, key, kin),)))
+
+            async def basis(*overrides: str) -> str:
+                loaded = load(job_file, overrides)
+                told = await stage.client.plan(loaded.json, loaded.code_digest)
+                return str(json.loads(told.plan_json)["estimate"]["basis"])
+
+            assert await basis() == "measured"
+            assert await basis("metadata.name=zz", "task.config.lr=0.5") == "measured"
+            assert await basis("metadata.name=zz", "train.batch=20") == "other batch"
+            assert await basis("task.config.width=9") == "stated"
+            await agent.close()
+
+    run(scenario())
