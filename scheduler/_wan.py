@@ -51,8 +51,9 @@ def choose_wan(
 ) -> WanChoice | Declined:
     """The demanded codec and kind of topology; where the demand says nothing, what makes the exchange shortest.
 
-    In the background the least lossy codec that hides the exchange behind the round's compute is taken. Where all
-    wait, only float32, and 8-bit blocks with error feedback where they make the exchange notably shorter.
+    In the background the least lossy codec that hides the exchange behind the round's compute is taken; where none
+    does, and where all wait, a lossy one only where it makes the exchange notably shorter. While nobody knows how large
+    the model is, float32 is taken.
     """
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
     table, slowest = link_table(regions), max(round_compute_seconds(part) for part in parts)
@@ -60,7 +61,7 @@ def choose_wan(
     compute = slowest if speeds_known(named, snapshot) else None
     waiting = waiting_usd_per_second(parts, named)
     choices: list[WanChoice] = []
-    for codec in (demand.codec,) if demand.codec else _codecs(demand, rounds):
+    for codec in (demand.codec,) if demand.codec else _codecs(demand, rounds, snapshot):
         clouds = {region.name: region.cloud for region in regions}
         weighed = weigh_topologies(sorted(named), table, update_bytes(model_bytes, codec), clouds)
         wanted = _of_kind(weighed, demand.topology) if len(regions) > 1 else weighed
@@ -90,16 +91,25 @@ def _best(choices: Sequence[WanChoice], compute: float) -> WanChoice:
     """Of one choice for each codec, the least lossy first."""
     waiting = [choice for choice in choices if not choice.settings.get("background")]
     if len(waiting) == len(choices):
-        plain, coded = choices[0], choices[-1]
-        return coded if coded.exchange_seconds < plain.exchange_seconds * WORTH_CODING else plain
+        return _worth_coding(choices)
     short = [c for c in waiting if c.exchange_seconds <= WORTH_WAITING * compute and c.codec != "ternary"]
     hidden = [c for c in choices if c.settings.get("background") and c.exchange_seconds <= HIDDEN_SHARE * compute]
-    return [*short, *hidden, min(choices, key=lambda choice: choice.exchange_seconds)][0]
+    return [*short, *hidden, _worth_coding(choices)][0]
 
 
-def _codecs(demand: Demand, rounds: int) -> tuple[str, ...]:
+def _worth_coding(choices: Sequence[WanChoice]) -> WanChoice:
+    """The least lossy one that no lossier one beats notably: of a small update the round trip is most."""
+    best = choices[0]
+    for choice in choices[1:]:
+        if choice.exchange_seconds < best.exchange_seconds * WORTH_CODING:
+            best = choice
+    return best
+
+
+def _codecs(demand: Demand, rounds: int, snapshot: Snapshot) -> tuple[str, ...]:
     """What is weighed where the demand names none, from the least lossy one on."""
-    if demand.wan_policy == "asp":
+    if demand.wan_policy == "asp" or snapshot.model_bytes is None:
+        # By a guess of the model's size nothing is lost; in the background what is measured is followed at once.
         return ("fp32",)
     # Where all wait, fewer bits are for the user to choose; in the background they are better than to fall behind.
     # top-k, with fewer still, costs more accuracy than it is worth where the user does not ask for it.

@@ -37,6 +37,8 @@ CODEC_BYTES_PER_SECOND = {"fp32": math.inf, "bf16": 200e6, "int8": 300e6, "terna
 LINE_OVERHEAD = 1.05
 FULL_SHARE, MARGIN = 0.8, 0.85
 """Communication over compute that still stays hidden, and what a change must leave of it: a gain of 15 %."""
+WORTH_CODING = 0.9
+"""A codec is taken only where it leaves so much of what a less lossy one takes, or less."""
 HOLD_ROUNDS, PAUSE_ROUNDS = 3, 5
 """Rounds for which a condition must hold, and rounds between two changes."""
 CAUTION, CALM, LONGEST_PATIENCE, TOO_EARLY_ROUNDS = 4, 8, 96, 100
@@ -200,8 +202,11 @@ class _Load:
         self._seen = seen
         self._rates = {name: link.goodput_mbps * 1e6 / 8 for name, link in state.links.items()}
         self._seconds = [self._communication(codec) for codec in state.bounds.codecs]
-        # A codec pays where it is faster than all that lose less: saved bytes over the rate exceed its own time.
-        self._pays = [all(t < other for other in self._seconds[:i]) for i, t in enumerate(self._seconds)]
+        # A codec pays where it is notably faster than all that lose less: of a small update the round trip is most, and
+        # saved bytes over the rate must exceed the codec's own time.
+        self._pays = [True]
+        for codec, seconds in enumerate(self._seconds[1:], start=1):
+            self._pays.append(seconds < WORTH_CODING * min(self._seconds[:codec]))
 
     def _communication(self, codec: str) -> float:
         """Coding and the transfer over the slowest link."""
@@ -224,7 +229,7 @@ class _Load:
             rung = self.bounds.interval_steps, codec
             if pays and self.share(rung) <= share:
                 return rung
-        fastest = min(range(len(self._seconds)), key=lambda codec: self._seconds[codec])
+        fastest = max(codec for codec, pays in enumerate(self._pays) if pays)
         interval = self.bounds.interval_steps
         while self.share((interval, fastest)) > share and interval < self.bounds.longest_steps:
             interval = min(2 * interval, self.bounds.longest_steps)

@@ -289,6 +289,20 @@ def test_updates_are_coded_only_where_that_saves_time(model_bytes: int, mbps: fl
     assert planned(snapshot, demand(codec="topk")).codec == "topk"
 
 
+@pytest.mark.parametrize("epochs", [3.0, 300.0])
+@pytest.mark.parametrize("model_bytes", [None, 1_800])
+def test_nothing_is_lost_where_that_saves_nothing_or_by_a_guess(model_bytes: int | None, epochs: float) -> None:
+    # Rounds of milliseconds: no codec hides the round trip.
+    quick = Capacity(1, 2048, 1e7)
+    regions = tuple(replace(region(name, 500), capacity=quick) for name in "abc")
+    chosen = planned(Snapshot(regions, model_bytes=model_bytes), demand(epochs=epochs))
+    assert chosen.codec == "fp32"
+    assert epochs < 100 or chosen.background
+    if chosen.background:
+        slow = Snapshot(regions, model_bytes=500_000_000)
+        assert planned(slow, demand(epochs=epochs)).codec == "ternary", "where it saves much it is taken"
+
+
 def test_the_codec_is_in_the_bytes() -> None:
     snapshot = Snapshot((region("a"), region("b")), model_bytes=40_000_000)
     sizes = [

@@ -270,3 +270,11 @@ def test_where_all_go_together_the_slowest_region_sets_the_interval() -> None:
 def test_bounds_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         Bounds(**({"interval_steps": 20, "longest_steps": 320} | wrong))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("begun", ["fp32", "ternary"])
+def test_a_small_update_stays_whole_where_the_round_trip_is_most_of_it(begun: str) -> None:
+    state = initial(Bounds(20, 320, streams=2), begun)
+    _, _, chosen = run([100.0] * 60, state, model_bytes=1_800, step_seconds=0.0005)
+    assert chosen[-1].codec == "fp32"
+    assert chosen[-1].interval_steps == 160, "the round trip of 50 ms is hidden by more compute, not by fewer bits"
