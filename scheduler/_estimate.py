@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from scheduler._codec import CODEC_BYTES_PER_SECOND, update_bytes
-from scheduler._link import LinkTable, line_bytes, link_table, pace
+from scheduler._link import LinkTable, link_table, pace
 from scheduler._model import Copy, Cost, Estimate, Partition, Plan, Prices, Range, Region, Snapshot
 from scheduler._topology import Topology, evaluate_topology
 
 PRIOR_SAMPLES_PER_SECOND = 1000.0
 """One worker, when nobody has stated or measured anything: a small CNN on one core."""
 PRIOR_MODEL_BYTES = 1_000_000
+UNKNOWN_SIZE = (0.001, 1000.0)
+"""How far a model's size may stray from the prior: from a thousand bytes to a thousand million."""
 PRIOR_START_SECONDS = 5.0
 """From the answer to the first step: deploy, fork, load code and data."""
 MERGE_SECONDS = 0.004
@@ -63,7 +65,7 @@ def estimate(plan: Plan, snapshot: Snapshot) -> Estimate:
     seconds = start + copying + contact + rounds
     link_bytes = {link: plan.rounds * sent for link, sent in topology.bytes_per_round_by_link.items()}
     for to, (_, source) in way.items():
-        link_bytes[f"{source}>{to}"] += int(line_bytes(first))
+        link_bytes[f"{source}>{to}"] += first
     spent = _Spent(seconds, start, copying)
     items = tuple(
         cost for part in plan.partitions for cost in _bill(part, plan, regions[part.region], spent, link_bytes)
@@ -71,7 +73,7 @@ def estimate(plan: Plan, snapshot: Snapshot) -> Estimate:
     usd = sum(cost.usd for cost in items)
     low, high = _SPREAD[basis]
     total_bytes = float(sum(link_bytes.values()))
-    size_low, size_high = _SIZES_KNOWN if snapshot.model_bytes else (0.01, 100.0)
+    size_low, size_high = _SIZES_KNOWN if snapshot.model_bytes else UNKNOWN_SIZE
     copied, paid = _copies(plan.copies, regions)
     return Estimate(
         seconds=Range(seconds * low, seconds, seconds * high),

@@ -42,6 +42,8 @@ class Reported:
     report: Report
     blob_bytes: int | None = None
     """With state "published": size of the blob that was handed in; None: it is not here, or its digest is wrong."""
+    flat_bytes: int = 0
+    """Of its tensors as one float32 vector; 0: not known."""
 
 
 @dataclass(frozen=True)

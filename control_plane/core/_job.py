@@ -340,6 +340,7 @@ class JobMachine:
             model_digest=event.report.model_digest or self.state.model_digest,
             blob_digest=event.report.blob_digest,
             blob_bytes=event.blob_bytes,
+            flat_bytes=event.flat_bytes,
             publisher="",
         )
         self._stop_all("the job has succeeded")

@@ -210,6 +210,8 @@ class JobState:
     """How often a region was asked to."""
     blob_digest: str = ""
     blob_bytes: int = 0
+    flat_bytes: int = 0
+    """Of the model as one float32 vector, as it travels; 0: not known."""
     error: Failure | None = None
     reason: str = ""
     """Why it is being cancelled."""

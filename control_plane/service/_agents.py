@@ -13,6 +13,7 @@ import grpc.aio
 import structlog
 from cryptography import x509
 
+from control_plane._safetensors import flat_bytes
 from control_plane.core import Heard, Reported
 from control_plane.pki import Authority, serial_of, utc_now
 from control_plane.service._draft import Draft
@@ -194,10 +195,11 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
         kind = message.WhichOneof("body")
         if kind == "partition":
             report = report_of(message.partition)
-            size = None
+            size, flat = None, 0
             if report.state == "published" and report.blob_digest:
                 size = self._federation.blobs.size(report.blob_digest)
-            draft.tell_job(message.partition.job, Reported(draft.at, region, report, size))
+                flat = flat_bytes(self._federation.blobs.path(report.blob_digest)) or 0
+            draft.tell_job(message.partition.job, Reported(draft.at, region, report, size, flat))
             self._federation.allocation.heard(draft, message.partition.job)
         elif kind == "happening":
             happening = message.happening

@@ -76,9 +76,9 @@ def runs_of(row: JobRow, state: JobState, spec: JobSpec, plan: Plan) -> tuple[Ru
             task_key=row.task_key,
             at=state.finished_at,
             samples_per_second=part.report.samples_per_second,
-            model_bytes=state.blob_bytes,
+            model_bytes=state.flat_bytes or state.blob_bytes,
             start_seconds=start_seconds,
-            merge_json=_merge_of(part.report, planned.get(part.region), plan, state.blob_bytes),
+            merge_json=_merge_of(part.report, planned.get(part.region), plan, state.flat_bytes or state.blob_bytes),
             kin_key=task_keys(spec, "")[1],
             batch=spec.train.batch,
         )
