@@ -196,6 +196,14 @@ def _early(result: Data) -> str:
     return f", fewer than planned: {why}" if why else ""
 
 
+def _time(result: Data) -> str:
+    """Since the submission; what was predicted begins where waiting for workers ends."""
+    # Results of before it was told lack it.
+    queued = result.get("queued_seconds", 0.0)
+    waited = f"waiting for workers {seconds_text(queued)}, " if queued >= 0.5 else ""
+    return f"{seconds_text(result['seconds'])}, of which {waited}training {seconds_text(result['training_seconds'])}"
+
+
 def result_text(view: Data) -> str:
     """The account of an ended job."""
     result = view["result"]
@@ -204,10 +212,7 @@ def result_text(view: Data) -> str:
         [
             *((name, number_text(value)) for name, value in sorted(result["metrics"].items())),
             ("rounds", f"{result['rounds']}{_early(result)}"),
-            (
-                "time",
-                f"{seconds_text(result['seconds'])}, of which training {seconds_text(result['training_seconds'])}",
-            ),
+            ("time", _time(result)),
             ("model", f"{model['digest']} ({bytes_text(model['bytes'])}, {model['format']})" if model else "none"),
         ]
     )

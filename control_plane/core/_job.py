@@ -99,6 +99,7 @@ class JobMachine:
     def _begun(self, event: Begun) -> None:
         if self.state.phase != "planned":
             return
+        self.state = replace(self.state, begun_at=event.at)
         first = [part for part in self.state.partitions if not held_back(self.state, part)]
         names = _listed([part.region for part in first])
         self._enter("starting", f"starting in {names}, the others after it" if self._waits_for_shards else _EVERYWHERE)

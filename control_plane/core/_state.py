@@ -195,6 +195,8 @@ class JobState:
     """Sorted by source; no source has a partition."""
     copied: bool = False
     """All shards that are processed elsewhere have come."""
+    begun_at: float = 0.0
+    """It had waited for workers until then; 0: it waits, or began before this was kept."""
     started_at: float = 0.0
     """First training step; 0: not yet."""
     finished_at: float = 0.0

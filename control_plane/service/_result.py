@@ -24,6 +24,8 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
     usd = sum(item["usd"] for item in money)
     links = {f"{name}>{other}": count for name, report in told.items() for other, count in report.sent_bytes.items()}
     seconds = state.finished_at - row.created_at
+    # A job that never began has only waited.
+    queued = (state.begun_at or (row.created_at if state.started_at else state.finished_at)) - row.created_at
     expected = plan.estimate
     planned = {part.region: part for part in plan.partitions}
     training = state.finished_at - state.started_at if state.started_at else 0.0
@@ -36,6 +38,7 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
         "steps": {name: report.step for name, report in reports.items()},
         "rounds": max((report.round for report in reports.values()), default=0),
         "seconds": seconds,
+        "queued_seconds": queued,
         "training_seconds": training,
         "regions": [_region(part, planned.get(part.region), training) for part in state.partitions],
         "wan_bytes": links,
@@ -50,7 +53,7 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
             "link_bytes": expected.link_bytes,
             "basis": expected.basis,
         },
-        "measured": {"seconds": seconds, "wan_bytes": sum(links.values()), "usd": usd},
+        "measured": {"seconds": seconds - queued, "wan_bytes": sum(links.values()), "usd": usd},
         "digests": {
             "code": row.bundle_digest,
             "spec_and_code": row.content_digest,
@@ -67,7 +70,7 @@ def runs_of(row: JobRow, state: JobState, spec: JobSpec, plan: Plan) -> tuple[Ru
     if state.phase != "succeeded":
         return ()
     # How long a copy took says nothing of the next start.
-    start_seconds = 0.0 if state.copies else max(0.0, state.started_at - row.created_at)
+    start_seconds = 0.0 if state.copies else max(0.0, state.started_at - (state.begun_at or row.created_at))
     planned = {part.region: part for part in plan.partitions}
     return tuple(
         RunRow(
