@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,6 +20,28 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("deploy/templates/*/README.md"))]
 COMMANDS = ("control-plane", "region-agent", "wan-emulator")
 TASK = "def model(config): ...\ndef dataset(uri, split, config): ...\ndef loss(model, batch): ...\n"
+
+TIED_TASK = """
+import torch
+def model(config):
+    one, other = torch.nn.Linear(config["width"], config["width"]), torch.nn.Linear(config["width"], config["width"])
+    other.weight = one.weight
+    module = torch.nn.Sequential(one, torch.nn.BatchNorm1d(config["width"]), other)
+    module.scale = torch.nn.Parameter(torch.tensor(2.5, dtype=torch.bfloat16))
+    return module
+"""
+MAKE_EXPORT = """
+from task import model as made
+from sync.flat import FlatModel
+from sync.ps.export import to_safetensors
+first = made({"width": 8})
+flat = FlatModel(first)
+open("model.safetensors", "wb").write(to_safetensors(flat.layout, flat.vector(), {})[0])
+"""
+SHOW_LOADED = """
+same = all(tensor.equal(first.state_dict()[name]) for name, tensor in trained.state_dict().items())
+print(str(trained.scale.dtype)[6:], str(tuple(trained.scale.shape)), trained[0].weight is trained[2].weight, same)
+"""
 
 
 def _name(page: Path) -> str:
@@ -41,6 +65,15 @@ def test_the_columns_of_a_trace_are_told() -> None:
     told = (ROOT / "docs" / "deadlines.md").read_text()
     columns = [*(name for names in _HEADERS.values() for name in names), *_CHRONUS, "best_effort", "global_batch_size"]
     assert [name for name in columns if f"`{name}`" not in told] == []
+
+
+def test_an_exported_model_loads_as_it_is_told(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(TIED_TASK)
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "cli.md").read_text(), re.DOTALL)
+    program = f"{MAKE_EXPORT}\n{block}\n{SHOW_LOADED}"
+    ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == ["bfloat16", "()", "True", "True"], ran.stdout
 
 
 def _calls(text: str) -> list[str]:

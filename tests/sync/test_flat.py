@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -117,14 +119,27 @@ def test_integers_are_rounded_when_they_are_put_back(values: list[float]) -> Non
     assert cut["w"].tolist() == [0.5]
 
 
-def test_what_is_exported_loads_strictly() -> None:
+def _written(folder: Path, data: bytes) -> Path:
+    path = folder / "model.safetensors"
+    path.write_bytes(data)
+    return path
+
+
+def test_what_is_exported_loads_strictly(tmp_path: Path) -> None:
+    from safetensors import safe_open
     from safetensors.torch import load
 
     trained, fresh = _trained(1), Everything(5)
     flat = FlatModel(trained)
     data, _ = to_safetensors(flat.layout, flat.vector(), {"job": "j"})
-    fresh.load_state_dict(load(data), strict=True)
+    exported = load(data)
+    assert {name: tensor.shape for name, tensor in exported.items()} == {
+        name: tensor.shape for name, tensor in trained.state_dict().items()
+    }, "a scalar too"
+    fresh.load_state_dict(exported, strict=True)
     assert _states_equal(trained, fresh)
+    with safe_open(_written(tmp_path, data), "pt") as file:
+        assert file.metadata() == {"job": "j", "flat_elements": str(flat.layout.size)}
 
 
 def test_an_integer_that_float32_cannot_hold_is_refused() -> None:
