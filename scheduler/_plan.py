@@ -213,7 +213,7 @@ def _other_staff(best: Weighed, weighed: list[Weighed], demand: Demand) -> tuple
     return tuple(
         Alternative(
             f"{_STAFFED.get(way.option.name, way.option.name)} ({sum(way.option.workers)} workers): "
-            f"{way.seconds:.0f} s and ${way.usd:.4f}",
+            f"{way.seconds:.0f} s and ${_usd(way.usd)}",
             _why_not(way, best, demand),
         )
         for way in dict.fromkeys(ends)
@@ -225,7 +225,7 @@ def _why_not(way: Weighed, best: Weighed, demand: Demand) -> str:
     if demand.deadline_seconds is not None and way.most_seconds > demand.deadline_seconds:
         return f"may take {way.most_seconds:.0f} s, the deadline leaves {demand.deadline_seconds:.0f} s"
     if demand.budget_usd is not None and way.most_usd > demand.budget_usd:
-        return f"may cost ${way.most_usd:.4f}, the budget is ${demand.budget_usd:.4f}"
+        return f"may cost ${_usd(way.most_usd)}, the budget is ${_usd(demand.budget_usd)}"
     slower, dearer = way.seconds / best.seconds - 1, way.usd / best.usd - 1 if best.usd else 0.0
     words = [f"{part:.1%} {what}" for part, what in ((dearer, "dearer"), (slower, "slower")) if part > 0.0005]
     return " and ".join(words) or f"saves less than {MUCH_THE_SAME:.0%}"
@@ -440,21 +440,35 @@ def _beyond_limits(chosen: Plan, weighed: list[Weighed], demand: Demand) -> tupl
         reasons.append(
             Reason(
                 "INADMISSIBLE",
-                f"needs up to {took.seconds.high:.0f} s, the deadline leaves {demand.deadline_seconds:.0f} s",
+                f"needs up to {took.seconds.high:.0f} s, the deadline {_leaves(demand.deadline_seconds)}",
                 f"a deadline of {math.ceil(least)} s from now could be promised" + _cheaper_hint(demand),
                 earliest_seconds=least,
             )
         )
     if demand.budget_usd is not None and took.usd.high > demand.budget_usd:
-        least = min(took.usd.high, *(way.most_usd for way in weighed))
+        in_time = [w for w in weighed if demand.deadline_seconds is None or w.most_seconds <= demand.deadline_seconds]
+        least = min(took.usd.high, *(way.most_usd for way in in_time or weighed))
         reasons.append(
             Reason(
                 "INADMISSIBLE",
-                f"may cost up to ${took.usd.high:.4f}, the budget is ${demand.budget_usd:.4f}",
-                f"a budget of ${math.ceil(least * 1e4) / 1e4:.4f} would do",
+                f"may cost up to ${_usd(took.usd.high)}, the budget is ${_usd(demand.budget_usd)}",
+                f"a budget of ${_usd(least, up=True)} would do",
             )
         )
     return tuple(reasons)
+
+
+def _leaves(seconds: float) -> str:
+    if seconds > 0:
+        return f"leaves {seconds:.0f} s"
+    size, unit = next(((size, unit) for size, unit in _UNITS if -seconds >= 2 * size), (1.0, "seconds"))
+    return f"has passed, {-seconds / size:.0f} {unit} ago"
+
+
+def _usd(amount: float, *, up: bool = False) -> str:
+    """Four digits, or of less than a tenth of a cent the first two that are not zero; rounded up where asked."""
+    digits = 4 if amount >= 1e-3 or amount <= 0 else 1 - math.floor(math.log10(amount))
+    return f"{math.ceil(amount * 10**digits) / 10**digits if up else amount:.{digits}f}"
 
 
 def _cheaper_hint(demand: Demand) -> str:
@@ -466,4 +480,5 @@ _STAFFED = {
     "greedy": "every worker that is free",
 }
 _ONLY_HOLDS_DATA = "it only holds data: keep it out with regions.avoid"
+_UNITS = ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
 _NOTHING = Estimate(Range(0, 0, 0), Range(0, 0, 0), Range(0, 0, 0), (), {}, "prior")

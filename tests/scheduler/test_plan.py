@@ -172,7 +172,10 @@ def test_an_avoided_region_takes_no_part() -> None:
         (Snapshot((region("a"),)), demand(memory_mb=9999), "INADMISSIBLE", "2048 MB"),
         (Snapshot((region("a"),)), demand(memory_mb=9999), "INADMISSIBLE", "lower function.memoryMb"),
         (Snapshot((region("a"),)), demand(deadline_seconds=0.5), "INADMISSIBLE", "could be promised"),
+        (Snapshot((region("a"),)), demand(deadline_seconds=-2e8), "INADMISSIBLE", "has passed, 2315 days ago"),
+        (Snapshot((region("a"),)), demand(deadline_seconds=-3.0), "INADMISSIBLE", "has passed, 3 seconds ago"),
         (Snapshot((region("a"),)), demand(budget_usd=0.0), "INADMISSIBLE", "would do"),
+        (Snapshot((region("a"),)), demand(budget_usd=1e-5), "INADMISSIBLE", "the budget is $0.000010"),
     ],
 )
 def test_what_cannot_be_done_is_declined_with_a_reason_and_a_remedy(
@@ -216,6 +219,27 @@ def test_what_is_said_to_be_possible_is_promised(shape: list[tuple[int, int, flo
             told = float(re.search(r"[\d.]+", reason.remedy)[0])  # type: ignore[index]
             assert told >= needed * part
             planned(snapshot, demand(**{limit: told}))
+
+
+@settings(deadline=None, max_examples=40)
+@given(federations, st.floats(1.0, 3.0), st.floats(0.01, 0.999))
+def test_a_budget_that_is_said_to_do_keeps_the_deadline_too(
+    shape: list[tuple[int, int, float]], slack: float, part: float
+) -> None:
+    regions = tuple(
+        replace(region(f"r{i}", samples, workers), capacity=Capacity(workers, 2048, speed))
+        for i, (samples, workers, speed) in enumerate(shape)
+    )
+    snapshot = Snapshot(regions)
+    soon = planned(snapshot, demand(minimise="time")).estimate.seconds.high * slack
+    answer = plan(snapshot, demand(deadline_seconds=soon))
+    if isinstance(answer, Plan):
+        no = plan(snapshot, demand(deadline_seconds=soon, budget_usd=answer.estimate.usd.high * part))
+        if isinstance(no, Declined):
+            (reason,) = no.reasons
+            told = re.fullmatch(r"a budget of \$([\d.]+) would do", reason.remedy)
+            assert told is not None, reason
+            planned(snapshot, demand(deadline_seconds=soon, budget_usd=float(told[1])))
 
 
 def test_a_deadline_takes_more_workers_and_a_budget_fewer() -> None:
