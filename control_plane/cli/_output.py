@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from control_plane.cli._settings import Format, settings
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import Exit, GeofedError
 
 SCHEMA_VERSION = 1
 
@@ -116,5 +117,11 @@ def _yaml(value: Any) -> str:
 
 
 def _write(text: str) -> None:
-    if text:
+    if not text:
+        return
+    try:
         print(text, flush=True)
+    except BrokenPipeError:
+        # Nobody reads on: `| head` has what it wanted. Nor must the interpreter try again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(int(Exit.CLOSED_PIPE)) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from control_plane.cli._output import columns, fields
@@ -196,6 +197,12 @@ def _early(result: Data) -> str:
     return f", fewer than planned: {why}" if why else ""
 
 
+def rounds_text(rounds: Sequence[int]) -> str:
+    """How far a job is: in the background, and where it was broken off, regions differ."""
+    least, most = min(rounds, default=0), max(rounds, default=0)
+    return str(least) if least == most else f"{least}-{most}"
+
+
 def _time(result: Data) -> str:
     """Since the submission; what was predicted begins where waiting for workers ends."""
     # Results of before it was told lack it.
@@ -211,7 +218,7 @@ def result_text(view: Data) -> str:
     head = fields(
         [
             *((name, number_text(value)) for name, value in sorted(result["metrics"].items())),
-            ("rounds", f"{result['rounds']}{_early(result)}"),
+            ("rounds", f"{rounds_text([region['rounds'] for region in result['regions']])}{_early(result)}"),
             ("time", _time(result)),
             ("model", f"{model['digest']} ({bytes_text(model['bytes'])}, {model['format']})" if model else "none"),
         ]

@@ -208,6 +208,8 @@ def _federation_text(data: Data) -> str:
 
 
 def _jobs_table(views: list[Data]) -> str:
+    from control_plane.cli._report import rounds_text
+
     return columns(
         ["JOB", "USER", "STATE", "ROUND", "REGIONS", "USD", "SUBMITTED", "SLACK", "CONDITION"],
         [
@@ -215,7 +217,7 @@ def _jobs_table(views: list[Data]) -> str:
                 view["id"],
                 view["user"],
                 view["state"],
-                f"{min((part['round'] for part in view['partitions']), default=0)}/{view['rounds']}",
+                f"{rounds_text([part['round'] for part in view['partitions']])}/{view['rounds']}",
                 ",".join(part["region"] for part in view["partitions"]),
                 usd_text(view["usd"]),
                 view["created_at"],

@@ -31,6 +31,8 @@ class Exit(IntEnum):
     INADMISSIBLE = 9
     BUG = 10
     INTERRUPTED = 130
+    CLOSED_PIPE = 141
+    """What a shell says of a program that SIGPIPE has ended: nobody read on."""
 
 
 @dataclass(frozen=True)

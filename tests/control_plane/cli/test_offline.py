@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from rich.console import Console
 
 from control_plane.cli._live import LiveDisplay
 from control_plane.cli._output import columns
+from control_plane.cli._report import rounds_text
 from control_plane.cli._view import bytes_text, seconds_text, usd_text
 from tests.control_plane.cli.conftest import Run
 
@@ -149,3 +152,17 @@ def test_the_live_display_shows_regions_and_events(monkeypatch: pytest.MonkeyPat
     ):
         assert text in out.getvalue()
     assert ("\x1b[33m" in out.getvalue()) == colour
+
+
+def test_a_reader_who_has_enough_is_no_failed_job() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    ran = subprocess.run(
+        [sys.executable, "-m", "control_plane.cli.main", "schema"], stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert (ran.returncode, ran.stderr) == (141, "")
+
+
+def test_rounds_are_told_as_a_range_where_regions_differ() -> None:
+    assert [rounds_text(rounds) for rounds in ([], [7, 7], [30, 37, 33])] == ["0", "7", "30-37"]
