@@ -276,6 +276,8 @@ class Agent:
             now = time.time()
             self._note_status(now)
             self._look_at_capacity()
+            for partition in self._partitions.values():
+                partition.tell_account(time.monotonic())
             await asyncio.sleep(_TICK_SECONDS)
 
     def _look_at_capacity(self) -> None:

@@ -17,7 +17,6 @@ from pydantic import ValidationError
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, sync_pb2
-from region_agent.billing import invocation_amounts
 from region_agent.config import OpenFaasGateway, RegionConfig
 from region_agent.gateway import FunctionSpec, GatewayClient, fixed_scale_labels, timeout_env
 from region_agent.identity import Identity
@@ -37,6 +36,7 @@ from region_agent.partition_events import (
     Configured,
     ConfigurePs,
     Deployed,
+    Ended,
     Event,
     Happened,
     Invoke,
@@ -81,6 +81,8 @@ __all__ = ["Partition", "Surroundings"]
 _log = logging.getLogger("geofed.partition")
 _READY = timedelta(seconds=60)
 _METER_SECONDS = 1.0
+_ACCOUNT_SECONDS = 5.0
+"""The control plane's picture of the account is hardly older than this."""
 _CAPACITY_LABEL = "geofed.capacity"
 """Of a function on capacity that may be taken away."""
 _LONGEST_PAUSE_SECONDS = 15.0
@@ -160,6 +162,7 @@ class Partition:
         self._status = sync_pb2.PsStatus()
         self.meter = PartitionMeter(around.store, start.job)
         self._news = News()
+        self._reported_at = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
         self._wanted_config: ConfigurePs | None = None
 
@@ -203,6 +206,13 @@ class Partition:
     async def close(self) -> None:
         """End everything of this partition here; its durable state stays."""
         await _cancelled(self._tasks)
+
+    def tell_account(self, now: float) -> None:
+        """What calls and the server take as long as they run; from time to time the control plane hears of it, also
+        where nothing else happens."""
+        self.meter.server_runs(now)
+        if self.machine.holds_workers and now - self._reported_at > _ACCOUNT_SECONDS:
+            self._report(durable=False)
 
     # Actions out
 
@@ -253,6 +263,7 @@ class Partition:
             self.feed(failed(GeofedError("INTERNAL", f"{type(error).__name__}: {error}")))
 
     def _report(self, *, durable: bool, blob_digest: str = "") -> None:
+        self._reported_at = time.monotonic()
         message = report_of(
             self.machine,
             self.job,
@@ -461,6 +472,7 @@ class Partition:
         body = await self._invocation(action)
         begun = time.time()
         number = around.store.invocation_begun(self.job, begun, preemptible=action.preemptible)
+        self.meter.invocation_begun(number, begun, plan.memory_mb, preemptible=action.preemptible)
         failure: GeofedError | None = None
         outcome: Outcome | None = None
         try:
@@ -468,8 +480,7 @@ class Partition:
         except GeofedError as error:
             failure = error
         finally:
-            amounts = invocation_amounts(time.time() - begun, plan.memory_mb, preemptible=action.preemptible)
-            around.store.invocation_ended(number, self.job, amounts)
+            self.meter.invocation_ended(number, time.time())
         if outcome is None:
             self.feed(WorkerEnded(action.worker, action.attempt, "failed", error=failure))
             return
@@ -528,6 +539,7 @@ class Partition:
 
     async def _quit(self, action: Quit) -> None:
         await _cancelled(self._tasks - {asyncio.current_task()})
+        self.feed(Ended())
         await self._delete_function()
         with contextlib.suppress(GeofedError):
             await asyncio.to_thread(self._around.channel.discard, self.job)

@@ -12,6 +12,7 @@ __all__ = [
     "Begin",
     "ConfigurePs",
     "Configured",
+    "Ended",
     "Event",
     "Happened",
     "Invoke",
@@ -210,6 +211,11 @@ class Stopped:
     discard: bool
 
 
+@dataclass(frozen=True)
+class Ended:
+    """What `Quit` asked for is done: no process and no call runs any more, and all that they took is counted."""
+
+
 Event = (
     Started
     | Prepared
@@ -227,6 +233,7 @@ Event = (
     | PublishAsked
     | Published
     | Stopped
+    | Ended
 )
 
 
@@ -327,7 +334,7 @@ class Happened:
 
 @dataclass(frozen=True)
 class Quit:
-    """End the processes and calls of the partition, and remove its function."""
+    """End the processes and calls of the partition; then say `Ended`, and remove its function."""
 
     discard: bool
 

@@ -28,6 +28,7 @@ from region_agent.partition_events import (
     Configured,
     ConfigurePs,
     Deployed,
+    Ended,
     Event,
     Happened,
     Invoke,
@@ -189,6 +190,9 @@ class PartitionMachine:
         """Take an event; returns what is to be done because of it, in order."""
         if isinstance(event, Stopped):
             return self._stopped(event)
+        if isinstance(event, Ended):
+            # Only now is the account that goes with it whole.
+            return [self._report()]
         if self.state in ("failed", "stopped"):
             return [self._report()] if isinstance(event, Started) else []
         match event:
@@ -257,8 +261,8 @@ class PartitionMachine:
     def _stopped(self, event: Stopped) -> list[Action]:
         if self.state == "stopped":
             return [self._report()]
-        self.condition = event.reason
-        return [Quit(event.discard), *self._enter("stopped", event.reason)]
+        self.state, self.condition = "stopped", event.reason
+        return [Quit(event.discard)]
 
     # The parameter server speaks
 
@@ -435,8 +439,8 @@ class PartitionMachine:
         self._pauses += 1
         told = Happened(kind, f"{text}: {error.message}", {"code": error.code, "attempt": self.attempt})
         if error.code in FATAL or self._setbacks > _patience(error):
-            self.error = error
-            return [told, Quit(discard=False), *self._enter("failed", error.message)]
+            self.state, self.condition, self.error = "failed", error.message, error
+            return [told, Quit(discard=False)]
         longest = _OUTSIDE_PAUSE_SECONDS if error.code in _OUTSIDE else _LONGEST_PAUSE_SECONDS
         pause = min(_FIRST_PAUSE_SECONDS * 2 ** min(self._pauses - 1, 16), longest)
         self.condition = f"{error.code}: {error.message}; trying again"

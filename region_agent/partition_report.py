@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import error_of, to_proto
 from geofed_pb.v1 import agent_pb2, common_pb2, sync_pb2
-from region_agent.billing import bill
+from region_agent.billing import bill, invocation_amounts
 from region_agent.config import ChannelPricesConfig, PricesConfig
 from region_agent.partition_events import PsView
 from region_agent.partition_machine import PartitionMachine
@@ -29,9 +30,16 @@ class PartitionMeter:
         self._store, self._job = store, job
         self._counted: dict[str, float] = {}
         self._server_since: float | None = None
+        self._open: dict[int, tuple[float, int, bool]] = {}
+        """Invocations that run: begun when (Unix), memory, preemptible."""
 
-    def values(self) -> dict[str, float]:
-        return self._store.meters(self._job)
+    def values(self, now: float | None = None) -> dict[str, float]:
+        """``now`` (Unix seconds): with what open invocations have taken until then; None: of those that have ended."""
+        sums = self._store.meters(self._job)
+        for begun, memory_mb, preemptible in self._open.values() if now is not None else ():
+            for name, amount in _amounts(begun, now or 0.0, memory_mb, preemptible).items():
+                sums[name] = sums.get(name, 0.0) + amount
+        return sums
 
     @property
     def identity(self) -> int:
@@ -57,6 +65,19 @@ class PartitionMeter:
         self._store.add_to_meters(self._job, {name: value for name, value in grown.items() if value})
         self._add_server_time(now)
 
+    def server_runs(self, now: float) -> None:
+        """It takes time whether or not it says anything."""
+        self._add_server_time(now)
+
+    def invocation_begun(self, number: int, now: float, memory_mb: int, *, preemptible: bool) -> None:
+        """It is in the store under this number, and counts from now on (Unix seconds)."""
+        self._open[number] = now, memory_mb, preemptible
+
+    def invocation_ended(self, number: int, now: float) -> None:
+        """However it ended: it is charged until now."""
+        begun, memory_mb, preemptible = self._open.pop(number)
+        self._store.invocation_ended(number, self._job, _amounts(begun, now, memory_mb, preemptible))
+
     def invocation_said(self, outcome: Outcome) -> None:
         self._store.add_to_meters(
             self._job,
@@ -79,6 +100,11 @@ class PartitionMeter:
             self._server_since = now
 
 
+def _amounts(begun: float, now: float, memory_mb: int, preemptible: bool) -> dict[str, float]:
+    # The clock may have been set back.
+    return invocation_amounts(max(0.0, now - begun), memory_mb, preemptible=preemptible)
+
+
 def view_of(status: sync_pb2.PsStatus) -> PsView:
     """The part of a status that the partition's life depends on."""
     error: GeofedError | None = error_of(status.error) if status.HasField("error") else None
@@ -94,7 +120,7 @@ def report_of(
     channel: ChannelPricesConfig | None = None,
 ) -> agent_pb2.PartitionReport:
     """How the partition stands; sums are cumulative, so a lost report is made good by the next."""
-    meters = meter.values()
+    meters = meter.values(time.time())
     compute = meters.get("compute_seconds", 0.0)
     return agent_pb2.PartitionReport(
         job=job,

@@ -40,6 +40,7 @@ from control_plane.core._events import (
 from control_plane.core._goal import federated_metrics
 from control_plane.core._job import MAX_PUBLISHES, JobMachine, condition_of
 from control_plane.core._links import WanLink, wan_links
+from control_plane.core._meters import settled
 from control_plane.core._region import RegionMachine, RegionState
 from control_plane.core._state import TERMINAL, Charge, Copy, Failure, Goal, JobState, Pairs, Partition, Peer, Report
 
@@ -95,6 +96,7 @@ __all__ = [
     "job_state_to_json",
     "region_state_from_json",
     "region_state_to_json",
+    "settled",
     "wan_links",
 ]
 

@@ -534,7 +534,7 @@ class JobMachine:
 def condition_of(state: JobState) -> str:
     """What a job waits for, in words; empty when it waits for nothing."""
     if state.terminal:
-        return ""
+        return _account_awaits(state)
     waits_for_shards = bool(state.copies) and not state.copied
     away = [(name, link, since) for name, link, since in _links(state) if link != "live"]
     if away and state.phase in (*_STARTED, "cancelling"):
@@ -572,6 +572,14 @@ def _shards_on_their_way(state: JobState) -> str:
         said = copy.report.condition if copy.report is not None else ""
         told.append(f"{text}: {said}" if said else text)
     return "; ".join(told)
+
+
+def _account_awaits(state: JobState) -> str:
+    """Whose calls were cut off, and have not been told as ended."""
+    if state.phase == "succeeded":
+        return ""
+    open_ = [p.region for p in state.partitions if p.report and p.report.meter and p.state not in ENDED_PARTITION]
+    return f"the account is not final: {_listed(open_)} has not told yet when its last calls ended" if open_ else ""
 
 
 def _no_step_back(report: Report, last: Report | None) -> Report:

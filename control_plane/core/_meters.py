@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from control_plane.core._state import Charge, Copy, Counted, Partition, Report
+from control_plane.core._state import Charge, Copy, Counted, JobState, Partition, Report
 
-__all__ = ["with_all_meters"]
+__all__ = ["settled", "with_all_meters"]
 
 
 def with_all_meters(part: Partition | Copy, report: Report) -> tuple[Counted, Report]:
@@ -17,6 +17,10 @@ def with_all_meters(part: Partition | Copy, report: Report) -> tuple[Counted, Re
     what it told last stays in the account.
     """
     last, before = part.report, part.counted_before
+    if last is not None and last.meter and not report.meter:
+        # An agent that knows no more of the partition has counted nothing; that it says so is no account.
+        kept = replace(report, money=last.money, sent_bytes=last.sent_bytes, received_bytes=last.received_bytes)
+        return before, replace(kept, meter=last.meter)
     if last is not None and last.meter and report.meter and last.meter != report.meter:
         before = Counted(last.money, last.sent_bytes, last.received_bytes)
     if before == Counted():
@@ -28,6 +32,30 @@ def with_all_meters(part: Partition | Copy, report: Report) -> tuple[Counted, Re
         received_bytes=_sums(before.received_bytes, report.received_bytes),
     )
     return before, whole
+
+
+def settled(state: JobState, region: str, report: Report) -> JobState:
+    """An ended job with what a region's meters say after its end: it stays as it is but for the account.
+
+    Calls that were cut off are charged when they have stopped, and by a region that was away when it is back: also
+    what an agent says under an older epoch was used.
+    """
+    part = state.partition(region)
+    if part is None or not report.meter:
+        return state
+    before, whole = with_all_meters(part, report)
+    last = part.report or replace(report, state=part.state, condition="", error=None)
+    account = replace(
+        last,
+        money=whole.money,
+        sent_bytes=whole.sent_bytes,
+        received_bytes=whole.received_bytes,
+        compute_seconds=whole.compute_seconds,
+        wait_seconds=whole.wait_seconds,
+        meter=whole.meter,
+    )
+    changed = replace(part, state=report.state, report=account, counted_before=before)
+    return replace(state, partitions=tuple(changed if p.region == region else p for p in state.partitions))
 
 
 def _sums(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:

@@ -16,7 +16,7 @@ from cryptography import x509
 from control_plane._safetensors import flat_bytes
 from control_plane.core import Heard, Reported
 from control_plane.pki import Authority, serial_of, utc_now
-from control_plane.service._draft import Draft
+from control_plane.service._draft import Draft, JobEntry
 from control_plane.service._federation import Federation
 from control_plane.service._profiling import Profiling
 from control_plane.service._session import AgentSession
@@ -184,12 +184,20 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             done = federation.report_cursor(region)
             if done and seq > done + 1:
                 raise GeofedError("FRAME_INVALID", f"report {seq} of region {region} follows {done}")
-            if seq == 0 or seq > done:
+            if seq > done and (ended := await self._ended_job(message)) is not None:
+                draft.settle(ended, region, report_of(message.partition))
+            elif seq == 0 or seq > done:
                 self._tell(draft, region, message)
             if seq > done:
                 draft.report_cursor = (region, seq)
         if seq:
             session.send(agent_pb2.ToAgent(report_ack=agent_pb2.ReportAck(seq=max(seq, done))))
+
+    async def _ended_job(self, message: agent_pb2.FromAgent) -> JobEntry | None:
+        """The job that a report is about, where it has ended."""
+        if message.WhichOneof("body") != "partition" or message.partition.job in self._federation.jobs:
+            return None
+        return await self._federation.ended_job(message.partition.job)
 
     def _tell(self, draft: Draft, region: str, message: agent_pb2.FromAgent) -> None:
         kind = message.WhichOneof("body")

@@ -13,8 +13,10 @@ from control_plane.core import (
     RegionEvent,
     RegionMachine,
     RegionState,
+    Report,
     job_state_to_json,
     region_state_to_json,
+    settled,
 )
 from control_plane.service._result import result_of, runs_of, unpromised_worker_seconds
 from control_plane.service._wire import command_of, to_json
@@ -131,6 +133,18 @@ class Draft:
             self.runs += runs_of(row, machine.state, entry.spec, entry.plan)
         self.changed_jobs[job_id] = replace(entry, row=row, state=machine.state)
         self._durable = self._durable or bool(actions)
+
+    def settle(self, entry: JobEntry, region: str, report: Report) -> None:
+        """Take what a region's meters say of a job that has ended."""
+        state = settled(entry.state, region, report)
+        if state == entry.state:
+            return
+        row = replace(
+            entry.row,
+            result_json=to_json(result_of(entry.row, state, entry.plan)),
+            unpromised_worker_seconds=unpromised_worker_seconds(state, entry.plan),
+        )
+        self.add_job(replace(entry, row=row, state=state))
 
     def tell_region(self, name: str, event: RegionEvent) -> None:
         """Let a region's machine take an event, and its jobs what follows from it."""

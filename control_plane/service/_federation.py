@@ -306,6 +306,11 @@ class Federation:
             row = named[0]
         return self.jobs.get(row.id) or _entry(row)
 
+    async def ended_job(self, job_id: str) -> JobEntry | None:
+        """A job that has ended, by its id; None: there is none."""
+        row = await self.read(lambda store: store.job(job_id))
+        return _entry(row) if row is not None and row.phase in TERMINAL else None
+
     async def list_jobs(self, *, ended: bool, limit: int) -> list[JobEntry]:
         """Jobs, newest first."""
         phases = ACTIVE | TERMINAL if ended else ACTIVE

@@ -140,6 +140,43 @@ def test_a_task_that_raises_fails_the_job_everywhere(serve_config: ServeConfig, 
     run(scenario())
 
 
+def test_the_account_of_an_ended_job_takes_in_what_its_regions_tell_late(
+    serve_config: ServeConfig, job_file: Path
+) -> None:
+    """Regions that were at work, or away, when another one failed tell afterwards what their last calls took."""
+
+    def spent(usd: float) -> list[common_pb2.Money]:
+        return [common_pb2.Money(item="function-seconds", quantity=usd, unit="GB-s", usd=usd, source="list")]
+
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            job = (await stage.submit(job_file)).job.id
+            await train(job, a, b)
+            b.report(job, "training", money=spent(1.0), meter=5, round=1)
+            await b.settled()
+            a.report(job, "failed", error=common_pb2.Error(code="TASK_FAILED", message="x"), money=spent(2.0), meter=4)
+            await b.command("stop")
+            done = await stage.client.job(job)
+            assert json.loads(done.result_json)["usd"] == 3.0
+            assert done.condition == "the account is not final: b has not told yet when its last calls ended"
+            ends = await stage.events(job)
+            b.report(job, "stopped", epoch=0, money=spent(8.0), meter=5, sent_bytes={"a": 7})
+            await b.settled()
+            done = await stage.client.job(job)
+            result = json.loads(done.result_json)
+            assert (result["usd"], result["wan_bytes"]["b>a"], result["rounds"]) == (10.0, 7, 1)
+            assert (done.state, done.error.code, done.condition) == ("failed", "TASK_FAILED", "")
+            b.report(job, "stopped")  # it has forgotten the job, and says so when it is asked again
+            await b.settled()
+            assert json.loads((await stage.client.job(job)).result_json)["usd"] == 10.0
+            assert await stage.events(job) == ends
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
+
+
 def test_cancel_ends_a_job_once_all_have_stopped(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +86,10 @@ class Scene:
             {
                 "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
                 "capacity": {"workers": 2}, "policy": {"shipLogs": False},
+                "prices": {
+                    "source": "test", "asOf": "2026-11", "functionUsdPerGbSecond": 1.0, "functionUsdPerRequest": 1.0,
+                    "serverUsdPerHour": 1.0, "egressUsdPerGb": 1.0,
+                },
                 "datasets": {"d": {"splits": {"train": {"uri": str(data), "samples": 20}}}},
                 "server": {"exchangeHost": "127.0.0.1"},
             }
@@ -175,6 +180,57 @@ def test_a_worker_is_called_again_whatever_its_function_answered(
         assert [call.attempt for call in scene.gateway.calls] == [1, 2]
         assert scene.partition.machine.state == "training"
         assert scene.store.meters(JOB)["calls"] == 1.0
+
+    _play(act, tmp_path)
+
+
+def _account(report: agent_pb2.PartitionReport) -> dict[str, float]:
+    return {line.item: line.quantity for line in report.money}
+
+
+@pytest.mark.parametrize("end", ["stopped", "failed"])
+def test_calls_that_are_cut_off_are_in_the_last_account(tmp_path: Path, end: str) -> None:
+    """The end is told once they have stopped, with what they took and what the server took."""
+
+    async def act(scene: Scene) -> None:
+        scene.start.plan.workers = 2
+        scene.partition = Partition(scene.around, scene.start)
+        await scene.training()
+        await scene.until(lambda: len(scene.gateway.calls) == 2)
+        if end == "stopped":
+            scene.partition.feed(Stopped("enough", discard=True))
+        else:
+            scene.gateway.answers = [Outcome(status="failed", code="TASK_FAILED", message="boom")]
+            scene.gateway.hold.set()
+            scene.gateway.hold = asyncio.Event()
+        await scene.until(lambda: scene.reports[-1].state == end)
+        account = _account(scene.reports[-1])
+        assert account["function-calls"] == 2
+        assert account["function-seconds"] > 0
+        assert account["parameter-server"] > 0
+        assert not scene.store.open_invocations()
+        assert [report.state for report in scene.reports].count(end) == 1, "not before the account is whole"
+
+    _play(act, tmp_path)
+
+
+def test_the_account_grows_while_a_call_is_open(tmp_path: Path) -> None:
+    """A task that hangs costs money, also where nothing else happens."""
+
+    async def act(scene: Scene) -> None:
+        told: list[agent_pb2.PartitionReport] = []
+        await scene.training()
+        await scene.until(lambda: scene.partition.machine.state == "training")
+        scene.partition._around = replace(scene.around, report=lambda message, durable: told.append(message))
+        now = time.monotonic()
+        scene.partition.tell_account(now)
+        assert not told, "it has just been told"
+        scene.partition.tell_account(now + 60.0)
+        account = _account(told[-1])
+        assert account["function-calls"] == 1
+        assert account["function-seconds"] > 0
+        assert account["parameter-server"] >= 60 / 3600
+        assert scene.store.meters(JOB).get("calls", 0.0) == 0, "it is charged when it ends"
 
     _play(act, tmp_path)
 

@@ -15,6 +15,7 @@ from region_agent.partition_events import (
     Configured,
     ConfigurePs,
     Deployed,
+    Ended,
     Event,
     Happened,
     Invoke,
@@ -143,6 +144,7 @@ class Region:
                 self.preparing, self.ps, self.publishing, self.asked = False, "gone", False, None
                 self.running.clear()
                 self.pauses.clear()
+                self.feed(Ended())
             case Happened():
                 known = ("attempt.resumed", "partition.scaled", "partition.batch")
                 assert action.kind in known or action.data["code"] in CATALOGUE
