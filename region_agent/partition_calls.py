@@ -52,6 +52,8 @@ class Told:
     row: Any
     """The partition's row in the agent's store."""
     splits: Mapping[str, Any]
+    samples: int
+    """Of the training split, by the region's file."""
     channel: str
     """Kind."""
     channel_address: str
@@ -112,6 +114,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, told: Told) -
         module=task.module,
         config=json.loads(task.config_json or "{}"),
         splits=dict(told.splits),
+        declared_samples=told.samples,
         region_batch=plan.batch * replicas,
         stretches=action.stretches,
         batch=plan.batch,

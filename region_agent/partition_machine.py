@@ -66,6 +66,7 @@ FATAL = frozenset(
         "TASK_INVALID",
         "TASK_FAILED",
         "SHARD_UNREADABLE",
+        "SAMPLES_MISMATCH",
         "RESIDENCY_VIOLATION",
         "CONFIG_INVALID",
         "LIMIT_EXCEEDED",

@@ -128,7 +128,8 @@ class Profiler:
             body = ProfileCall(
                 job=command.id, region=command.region, channel=around.channel.kind, channel_address=address,
                 bundle_key=bundle_key(start), module=command.task.module,
-                config=json.loads(command.task.config_json or "{}"), splits=splits, batch=command.batch,
+                config=json.loads(command.task.config_json or "{}"), splits=splits,
+                declared_samples=dataset.splits["train"].samples, batch=command.batch,
                 seed=command.seed, limit_seconds=command.limit_seconds,
             )  # fmt: skip
             told = [await self._at_memory(command, memory, body, meters) for memory in command.memories_mb]

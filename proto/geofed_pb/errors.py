@@ -65,6 +65,9 @@ CATALOGUE: dict[str, Entry] = {
     "SHARD_UNREADABLE": Entry(
         Exit.JOB_ENDED_BADLY, False, "check the shard's path and permissions in the region's configuration"
     ),
+    "SAMPLES_MISMATCH": Entry(
+        Exit.JOB_ENDED_BADLY, False, "correct the split's samples in the region's file, and start its agent again"
+    ),
     "RESIDENCY_VIOLATION": Entry(
         Exit.INADMISSIBLE, False, "the region's policy does not let this data be used so; ask its operator"
     ),

@@ -119,7 +119,21 @@ def _data(invocation: Invocation | ProfileCall, task: Task) -> dict[str, Any]:
         data[split] = _loaded[split][1]
     if "train" not in data:
         raise GeofedError("SHARD_UNREADABLE", "the region holds no training split")
+    _check_samples(invocation, len(data["train"]))
     return data
+
+
+def _check_samples(invocation: Invocation | ProfileCall, found: int) -> None:
+    """Epochs, shares of the merge and forecasts are all made from what the region's file says."""
+    declared = invocation.declared_samples
+    if declared is None or found in (0, declared):  # that there are none has an error of its own
+        return
+    text = f"the file of region {invocation.region} states {declared} training samples, the task's dataset has {found}"
+    hint = (
+        f"state samples: {found} in the file of region {invocation.region} and start its agent again; a task that cuts "
+        "the same files into other samples needs a dataset of another name there"
+    )
+    raise GeofedError("SAMPLES_MISMATCH", text, hint=hint)
 
 
 @lru_cache(maxsize=1)

@@ -75,6 +75,8 @@ class Invocation(BaseModel):
     module: str
     config: dict[str, object]
     splits: dict[str, tuple[ShardFile, ...]]
+    declared_samples: int | None = None
+    """Of the training split, by the region's file: what the plan's epochs and shares rest on. None: not told."""
     region_batch: int = Field(ge=1)
     """Samples that all workers of the region draw in one step, together."""
     stretches: tuple[Stretch, ...] = ()

@@ -40,6 +40,8 @@ class ProfileCall(_Body):
     module: str
     config: dict[str, object]
     splits: dict[str, tuple[ShardFile, ...]]
+    declared_samples: int | None = None
+    """Of the training split, by the region's file. None: not told."""
     batch: int = Field(ge=1)
     """Of the job file."""
     seed: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -60,6 +61,19 @@ def test_every_command_of_the_readme_works_in_its_order(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").stat().st_size > 10_000
     assert "succeeded" in done.stdout
     assert "home > office" in done.stdout, "updates crossed between the two regions"
+
+
+def test_the_region_states_the_samples_that_the_command_deals_it(tmp_path: Path) -> None:
+    """A job where they differ fails (`SAMPLES_MISMATCH`)."""
+    command = next(line for block in _blocks("sh") for line in block.splitlines() if "deploy.shards" in line)
+    argv = [sys.executable, *command.split(">")[0].split()[1:]]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'proto'}"}
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=True)
+    dealt = json.loads(done.stdout)
+    stated = re.findall(r"(\w+): \{uri: (shards/(\w+)/\S+), samples: (\d+)\}", README)
+    assert stated
+    for split, path, region, samples in stated:
+        assert (dealt[region][split]["path"], dealt[region][split]["samples"]) == (path, int(samples))
 
 
 def test_the_commands_of_make_are_there() -> None:

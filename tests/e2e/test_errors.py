@@ -40,7 +40,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     bergen, oslo = digits_sites(folder, ("bergen", "oslo"))
     damaged = folder / "damaged.npz"
     damaged.write_bytes((folder / "data" / "oslo" / "train.npz").read_bytes()[:2000])
-    more = {
+    fewer = {"train": {"uri": str(folder / "data" / "oslo" / "train.npz"), "samples": 50}}
+    more: dict[str, Any] = {
+        "miscounted": {"splits": fewer},
         "missing": {"splits": {"train": {"uri": str(folder / "nowhere.npz"), "samples": 500}}},
         "damaged": {"splits": {"train": {"uri": str(damaged), "samples": 500}}},
     }
@@ -106,6 +108,7 @@ def test_a_task_that_raises_is_named_by_its_own_line(
         (EATS_MEMORY, ("function.memoryMb=256",), "FUNCTION_OUT_OF_MEMORY", "256"),
         ("", ("data.dataset=missing",), "SHARD_UNREADABLE", "nowhere.npz is not there"),
         ("", ("data.dataset=damaged",), "TASK_FAILED", "damaged.npz is no .npz file"),
+        ("", ("data.dataset=miscounted",), "SAMPLES_MISMATCH", "region oslo states 50 training samples, the task's"),
     ],
 )
 def test_a_job_that_cannot_work_fails_soon_and_says_why(

@@ -107,6 +107,17 @@ def test_a_round_whose_update_is_on_its_way_is_only_waited_for(place: Server, sc
     assert script.handed_over == []
 
 
+@pytest.mark.parametrize("declared", [19, 200])
+def test_another_number_of_samples_than_the_region_states_ends_it_before_the_first_step(
+    place: Server, script: Script, declared: int
+) -> None:
+    outcome = call(_invocation(place, declared_samples=declared))
+    assert (outcome.status, outcome.code, outcome.steps) == ("failed", "SAMPLES_MISMATCH", 0)
+    assert outcome.message == f"the file of region east states {declared} training samples, the task's dataset has 20"
+    assert "samples: 20 in the file of region east" in outcome.hint
+    assert call(_invocation(place, declared_samples=20)).status == "done"
+
+
 def test_a_slice_that_ends_before_the_first_model_leaves_nothing(place: Server, script: Script) -> None:
     """Else its own fresh model would be taken for the federation's."""
     body = _invocation(place, config={"lr": 0.0})
