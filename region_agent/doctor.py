@@ -15,6 +15,7 @@ from geofed_pb.rpc import CONTROL_PLANE_NAME, channel
 from region_agent.config import FileChannelConfig, OpenFaasGateway, RegionConfig
 from region_agent.gateway import BasicAuth, GatewayClient
 from region_agent.identity import Identity
+from region_agent.ps_process import free_ports
 from region_agent.region_channel import RegionChannel
 from region_agent.shards import shard_files
 
@@ -48,6 +49,7 @@ async def examine(config: RegionConfig, state_dir: Path) -> list[Finding]:
         ("gateway", lambda: _gateway(config)),
         ("prices", lambda: _prices(config)),
         ("channel", lambda: _channel(config, state_dir)),
+        ("ports", lambda: _ports(config)),
         ("disk", lambda: _disk(state_dir)),
         ("shared memory", _shared_memory),
         *((f"data {name}", lambda name=name: dataset(name)) for name in sorted(config.datasets)),
@@ -117,6 +119,18 @@ async def _channel(config: RegionConfig, state_dir: Path) -> str:
     took = await asyncio.to_thread(channel.tried)
     times = ", ".join(f"{step} {seconds * 1e3:.0f} ms" for step, seconds in took.items())
     return f"{channel.kind}: {times}, the second as a worker, connecting included"
+
+
+async def _ports(config: RegionConfig) -> str:
+    server = config.server
+    if server.ports is None:
+        return "any that are free"
+    # Those that a job of this region holds are not free either: the next one could not have them.
+    found = free_ports(server.exchange_host, server.ports, (0, 0, 0), worker_host=server.worker_host)
+    first, last = server.ports
+    if found[2] is None:
+        return f"{first}-{last}: two free; large updates will take the exchange port, which is slower"
+    return f"{first}-{last}: three free at least"
 
 
 async def _disk(state_dir: Path) -> str:

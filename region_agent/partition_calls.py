@@ -153,7 +153,10 @@ def server_config_of(
     """What the parameter server is started with; its ports are those it had before, where they are free."""
     plan = start.plan
     worker_port, exchange_port, bulk_port = free_ports(
-        server.exchange_host, server.ports, (row.worker_port, row.exchange_port, row.bulk_port)
+        server.exchange_host,
+        server.ports,
+        (row.worker_port, row.exchange_port, row.bulk_port),
+        worker_host=server.worker_host,
     )
     return PsConfig(
         job=start.job,

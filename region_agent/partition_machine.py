@@ -74,12 +74,15 @@ FATAL = frozenset(
     }
 )
 """Codes that trying again does not mend."""
-_OUTSIDE = frozenset({"DISK_FULL", "GATEWAY_UNAVAILABLE", "PORT_IN_USE"})
+_OUTSIDE = frozenset({"DISK_FULL", "GATEWAY_UNAVAILABLE"})
 """Codes of what somebody outside must mend: the partition says what it waits for, and waits as long as it takes."""
 _SETBACKS_WITHOUT_PROGRESS = 8
 """After this many in a row, with no round in between, the partition has failed."""
 _OUT_OF_MEMORY_SETBACKS = 1
 """The same for a worker that was ended over its memory: a second time right after is no accident."""
+_PORT_SETBACKS = 4
+"""The same for a parameter server without ports: a server before it may not have let go of them yet, for seconds. While
+others hold them, the job's workers in all regions would cost money for nothing."""
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 15.0
 _OUTSIDE_PAUSE_SECONDS = 3.0
@@ -438,7 +441,7 @@ class PartitionMachine:
         waits = error.code in _OUTSIDE or (kind == "setback" and error.retryable)
         self._setbacks += not waits
         self._pauses += 1
-        told = Happened(kind, f"{text}: {error.message}", {"code": error.code, "attempt": self.attempt})
+        told = Happened(kind, f"{self.region}: {text}: {error.message}", {"code": error.code, "attempt": self.attempt})
         if error.code in FATAL or self._setbacks > _patience(error):
             self.state, self.condition, self.error = "failed", error.message, error
             return [told, Quit(discard=False)]
@@ -489,4 +492,5 @@ class PartitionMachine:
 
 def _patience(error: GeofedError) -> int:
     """Setbacks in a row, with no round in between, after which a partition fails with the next one."""
-    return _OUT_OF_MEMORY_SETBACKS if error.code == "FUNCTION_OUT_OF_MEMORY" else _SETBACKS_WITHOUT_PROGRESS
+    known = {"FUNCTION_OUT_OF_MEMORY": _OUT_OF_MEMORY_SETBACKS, "PORT_IN_USE": _PORT_SETBACKS}
+    return known.get(error.code, _SETBACKS_WITHOUT_PROGRESS)

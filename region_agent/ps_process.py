@@ -29,6 +29,7 @@ __all__ = ["PsProcess", "free_ports"]
 _READY_SECONDS = 30.0
 _STOP_SECONDS = 5.0
 _WATCH_AGAIN_SECONDS = 0.3
+_PORTS_TOLD = 6
 _ERROR_LINE = re.compile(r"^error\[([A-Z_]+)\]: (.*)$")
 
 
@@ -164,7 +165,9 @@ class PsProcess:
             self._log(line)
 
 
-def free_ports(host: str, within: tuple[int, int] | None, kept: tuple[int, int, int]) -> tuple[int, int, int | None]:
+def free_ports(
+    host: str, within: tuple[int, int] | None, kept: tuple[int, int, int], *, worker_host: str = ""
+) -> tuple[int, int, int | None]:
     """Ports for a server's workers, its peers and their bulk streams: those that it had, else free ones in a range.
 
     Without a range they are 0, which has the system choose. A range with two free ports leaves none, None, for bulk
@@ -177,21 +180,34 @@ def free_ports(host: str, within: tuple[int, int] | None, kept: tuple[int, int, 
     found = [port for port in kept if first <= port <= last]
     if len(found) < 2 or found[:2] != list(kept[:2]):
         found = []
+    taken: list[int] = []
     for port in range(first, last + 1):
         if len(found) == 3:
             break
         if port not in found:
-            with contextlib.suppress(OSError), _listening(host, port):
-                found.append(port)
+            free = all(_is_free(each, port) for each in {host, worker_host or host})
+            (found if free else taken).append(port)
     if len(found) < 2:
-        text = f"server.ports {first}-{last} holds {len(found)} free ports, a parameter server takes two at least"
-        raise GeofedError("PORT_IN_USE", text, hint="widen server.ports in the region's file, or end another job")
+        text = (
+            f"of server.ports {first}-{last} somebody listens on {_listed(taken)}; "
+            f"{len(found) or 'none'} {'is' if len(found) == 1 else 'are'} left, a parameter server takes two at least"
+        )
+        hint = "stop what listens there, or another job of the region, or widen server.ports in the region's file"
+        raise GeofedError("PORT_IN_USE", text, hint=hint)
     return found[0], found[1], found[2] if len(found) == 3 else None
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def _is_free(host: str, port: int) -> bool:
     address = host.strip("[]")
-    return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
+    except OSError:
+        return False
+    return True
+
+
+def _listed(ports: list[int]) -> str:
+    return ", ".join(map(str, ports[:_PORTS_TOLD])) + (", …" if len(ports) > _PORTS_TOLD else "")
 
 
 def _reachable(listen: str) -> str:

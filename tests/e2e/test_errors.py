@@ -172,7 +172,7 @@ def _best_of(times: int, submission: tuple[str, ...], running: Running) -> float
 
 
 def test_what_stands_in_a_daemon_s_way_is_told(shared: Running, tmp_path: Path) -> None:
-    """One state directory has one agent, and a port one listener; a job waits for the ports of its region."""
+    """One state directory has one agent, and a port one listener; a job whose region has none left fails."""
     folder = shared.federation.region_state("oslo")
     second = told(command("region-agent", "run", "--config", folder / "region.yaml", "--state-dir", folder / "state"))
     assert (second.code, second.exit_status) == ("ILLEGAL_STATE", 8)
@@ -184,9 +184,11 @@ def test_what_stands_in_a_daemon_s_way_is_told(shared: Running, tmp_path: Path) 
     with contextlib.ExitStack() as busy:
         for port in range(PORTS[0], PORTS[1] + 1):
             busy.enter_context(socket.create_server(("127.0.0.1", port)))
-        job = shared.submit(*TINY)
-        eventually(lambda: "bergen: PORT_IN_USE" in shared.describe(job)["condition"], "the job waits for ports", 20)
-    check_succeeded(shared.wait_end(job), accuracy=0.0)
+        failure = _submit(shared, _job(shared, tmp_path))
+        assert (failure.code, failure.exit_status) == ("JOB_FAILED", 1)
+        assert "PORT_IN_USE: region bergen failed: " in failure.text
+        assert str(PORTS[0]) in failure.text
+    check_succeeded(shared.wait_end(shared.submit(*TINY)), accuracy=0.0)
 
 
 @pytest.mark.parametrize("name", ["control-plane", "region-agent"])

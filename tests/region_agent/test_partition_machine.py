@@ -448,7 +448,7 @@ def test_a_worker_that_runs_out_of_memory_twice_ends_the_partition() -> None:
     assert region.machine.state == "failed"
 
 
-@pytest.mark.parametrize("code", ["DISK_FULL", "GATEWAY_UNAVAILABLE", "PORT_IN_USE"])
+@pytest.mark.parametrize("code", ["DISK_FULL", "GATEWAY_UNAVAILABLE"])
 def test_what_somebody_else_must_mend_is_waited_for(code: str) -> None:
     region = _training()
     for _ in range(100):
@@ -457,6 +457,23 @@ def test_what_somebody_else_must_mend_is_waited_for(code: str) -> None:
         region.pause_ends()
         region.ps_listens()
     assert region.machine.state == "training"
+
+
+def test_ports_that_stay_taken_end_the_partition_within_seconds() -> None:
+    """The other regions' workers wait for it, and cost money."""
+    region = _training()
+    waited = 0.0
+    for _ in range(20):
+        if region.machine.state == "failed":
+            break
+        actions = region.machine.handle(PsEnded(GeofedError("PORT_IN_USE", "somebody listens on 7443")))
+        waited += sum(action.seconds for action in actions if isinstance(action, Restart))
+        told = next(action for action in actions if isinstance(action, Happened))
+        assert told.text == "east: the parameter server ended: somebody listens on 7443"
+    assert region.machine.state == "failed"
+    assert region.machine.error is not None
+    assert region.machine.error.code == "PORT_IN_USE"
+    assert 1 < waited < 15, "a server that is just going has time to let go of them"
 
 
 def test_an_unreachable_control_plane_does_not_lose_a_finished_job() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from geofed_pb.errors import GeofedError
+from region_agent.config import RegionConfig
+from region_agent.doctor import examine
 from region_agent.ps_process import free_ports
 
 HOST = "127.0.0.1"
@@ -64,3 +68,30 @@ def test_one_free_port_is_too_few(first: int) -> None:
     with _taken(first, first + 1, first + 3), pytest.raises(GeofedError) as raised:
         free_ports(HOST, (first, first + 3), NONE)
     assert raised.value.code == "PORT_IN_USE"
+    assert f"somebody listens on {first}, {first + 1}, {first + 3}; 1 is left" in raised.value.message
+
+
+def test_a_port_must_be_free_where_workers_and_where_other_regions_reach_it(first: int) -> None:
+    with socket.create_server(("127.0.0.2", first)):
+        assert free_ports(HOST, (first, first + 3), NONE)[0] == first
+        found = free_ports(HOST, (first, first + 3), NONE, worker_host="127.0.0.2")
+        assert found == (first + 1, first + 2, first + 3)
+
+
+def _region(tmp_path: Path, ports: tuple[int, int]) -> RegionConfig:
+    return RegionConfig.model_validate(
+        {
+            "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
+            "capacity": {"workers": 1}, "server": {"exchangeHost": HOST, "ports": list(ports)},
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("busy", "ok", "says"), [(1, True, "three free"), (2, True, "two free"), (3, False, "somebody listens on")]
+)
+def test_the_doctor_looks_at_the_ports(tmp_path: Path, first: int, busy: int, ok: bool, says: str) -> None:
+    with _taken(*range(first, first + busy)):
+        findings = asyncio.run(examine(_region(tmp_path, (first, first + 3)), tmp_path))
+    (ports,) = [finding for finding in findings if finding.name == "ports"]
+    assert (ports.ok, says in ports.text) == (ok, True), ports
