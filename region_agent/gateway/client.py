@@ -31,6 +31,7 @@ from region_agent.gateway.functions import (
 )
 from region_agent.gateway.quantities import format_duration
 from region_agent.gateway.retry import RetryPolicy, is_retryable
+from region_agent.gateway.unix_sockets import UnixTransport
 
 __all__ = ["GatewayClient"]
 
@@ -68,9 +69,10 @@ class GatewayClient:
         if base.startswith("https"):
             context = verify if isinstance(verify, ssl.SSLContext) else ssl.create_default_context(cafile=verify)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        over_tcp = httpx.AsyncHTTPTransport(verify=context, limits=limits) if uds is None else None
         self._http = httpx.AsyncClient(
             base_url=base,
-            transport=httpx.AsyncHTTPTransport(verify=context, uds=uds, limits=limits),
+            transport=over_tcp or UnixTransport(uds or "", limits),
             timeout=httpx.Timeout(_SYSTEM_TIMEOUT.total_seconds(), connect=_CONNECT_TIMEOUT_S, pool=None),
             trust_env=False,
         )

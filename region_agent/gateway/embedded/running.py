@@ -22,6 +22,7 @@ from region_agent.gateway.embedded.replica import SOCKET_NAME, ReplicaSpec
 from region_agent.gateway.embedded.table import Refused
 from region_agent.gateway.functions import FunctionSpec
 from region_agent.gateway.quantities import parse_cpu, parse_duration, parse_memory_bytes
+from region_agent.gateway.unix_sockets import UnixTransport
 
 __all__ = ["FunctionLimits", "Running", "replica_spec"]
 
@@ -93,9 +94,8 @@ class Running:
         directory.mkdir(mode=0o700)
         (directory / "tmp").mkdir(mode=0o700)
         # Through the descriptor the socket's path stays below AF_UNIX's 108 bytes wherever the state lies.
-        transport = httpx.AsyncHTTPTransport(
-            uds=f"/proc/self/fd/{runtime_fd}/{name}/{SOCKET_NAME}", limits=httpx.Limits(max_connections=None)
-        )
+        path = f"/proc/self/fd/{runtime_fd}/{name}/{SOCKET_NAME}"
+        transport = UnixTransport(path, httpx.Limits(max_connections=None))
         return cls(
             name=name,
             spec=spec,

@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import httpx
 import pytest
@@ -252,3 +253,30 @@ def test_public_surface_and_error_codes() -> None:
     ]
     for code in ("FUNCTION_NOT_FOUND", "FUNCTION_BUSY", "FUNCTION_TIMEOUT", "FUNCTION_OUT_OF_MEMORY"):
         assert code in CATALOGUE
+
+
+def test_a_call_that_is_cancelled_as_its_answer_arrives_leaves_no_error(tmp_path: Path) -> None:
+    """As when several workers fail at once, and the first answer ends the calls of the others."""
+
+    async def act() -> list[dict[str, object]]:
+        loop, errors = asyncio.get_running_loop(), list[dict[str, object]]()
+        loop.set_exception_handler(lambda _, context: errors.append(context))
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(tmp_path / "api"))
+            listener.listen()
+            listener.setblocking(False)
+            async with GatewayClient(f"unix://{tmp_path}/api", retry=FAST) as client:
+                for answer in (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", b""):
+                    call = asyncio.create_task(client.invoke("f", b"x" * 100, timeout=timedelta(seconds=30)))
+                    line, _ = await loop.sock_accept(listener)
+                    with line:
+                        assert await loop.sock_recv(line, 1 << 16)
+                        await asyncio.sleep(0.05)
+                        line.send(answer) if answer else line.shutdown(socket.SHUT_RDWR)
+                        loop.call_soon(call.cancel)
+                        with pytest.raises(asyncio.CancelledError):
+                            await call
+                        await asyncio.sleep(0.05)
+        return errors
+
+    assert asyncio.run(act()) == []
