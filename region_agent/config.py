@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -259,12 +259,15 @@ class RegionConfig(_Section):
         return policy.accept_jobs and policy.accept_shards and isinstance(self.gateway, EmbeddedGateway)
 
     def catalogue(
-        self, preemptible: int | None = None, sizes: Mapping[str, Mapping[str, int]] | None = None
+        self,
+        preemptible: int | None = None,
+        sizes: Mapping[str, Mapping[str, int]] | None = None,
+        withheld: Collection[str] = (),
     ) -> dict[str, Any]:
         """What the control plane is told, in the form that its scheduler reads; paths stay here.
 
         ``preemptible``: workers that are there now of those that may be taken away; None: all. ``sizes``: bytes of
-        splits by dataset, of those that may be processed elsewhere.
+        splits by dataset, of those that may be processed elsewhere. ``withheld``: datasets that are not offered.
         """
         sizes = sizes or {}
         prices = self.prices.model_dump(exclude={"preemptible_usd_per_gb_second"}) if self.prices else None
@@ -291,6 +294,7 @@ class RegionConfig(_Section):
                     },
                 }
                 for name, held in sorted(self.datasets.items())
+                if name not in withheld
             ],
             "links": [
                 {"source": self.name, "destination": other, "rtt_ms": link.rtt_ms, "mbps": link.mbps}

@@ -26,6 +26,7 @@ from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess
 from region_agent.gateway import BasicAuth, GatewayClient
 from region_agent.hub import Hub
 from region_agent.identity import Identity
+from region_agent.offering import Offering
 from region_agent.partition import Partition, Surroundings
 from region_agent.partition_events import Happened, PublishAsked, Scaled, Stopped
 from region_agent.partition_shards import SHARDS
@@ -86,9 +87,10 @@ class Agent:
         self._hub = Hub(
             self._identity,
             self._store,
-            lambda: json.dumps(config.catalogue(self._preemptible, self._sizes)),
+            lambda: json.dumps(config.catalogue(self._preemptible, self._sizes, self._offering.withheld)),
             version("geofed"),
         )
+        self._offering = Offering(config, self._hub.begin_anew)
         self._partitions: dict[str, Partition] = {}
         self._sendings: dict[str, Sending] = {}
         """This region's shards on their way to others, by job."""
@@ -144,7 +146,15 @@ class Agent:
                 self._channel_folder().rmdir()  # only where no partition waits for the next start
 
     def _duties(self) -> list[Coroutine[Any, Any, None]]:
-        return [self._tick(), self._keep_certificate(), self._flush_logs(), self._hub.run(self)]
+        return [
+            self._tick(), self._keep_certificate(), self._flush_logs(), self._keep_session(),
+            self._offering.keep_looking(),
+        ]  # fmt: skip
+
+    async def _keep_session(self) -> None:
+        # The first word to the control plane says what is there.
+        await self._offering.look()
+        await self._hub.run(self)
 
     # Around the partitions
 
@@ -344,7 +354,7 @@ class Agent:
                 job: {"to": s.order.to, "state": s.state, "condition": s.condition}
                 for job, s in sorted(self._sendings.items())
             },
-            condition=str(self._hub.refusal) if self._hub.refusal else "",
+            condition="; ".join(filter(None, [str(self._hub.refusal or ""), self._offering.condition])),
         )
 
     # Commands of the control plane

@@ -56,6 +56,8 @@ class Hub:
         self._boot_id = uuid.uuid4().hex
         self._passing: dict[str, agent_pb2.FromAgent] = {}
         self._news = asyncio.Event()
+        self._stale = asyncio.Event()
+        """What the present session was told of this region holds no more."""
         self.lease_seconds = _DEFAULT_LEASE_SECONDS
         self.connected = False
         self.last_heard = 0.0
@@ -95,6 +97,10 @@ class Hub:
 
     # The session
 
+    def begin_anew(self) -> None:
+        """Open another session, whose first word says what this region has now."""
+        self._stale.set()
+
     async def run(self, commands: Commands) -> None:
         """Keep a session until cancelled.
 
@@ -131,6 +137,7 @@ class Hub:
             await self._converse(agent_pb2_grpc.AgentHubStub(line).Session(), commands)
 
     async def _converse(self, call: Any, commands: Commands) -> None:
+        self._stale.clear()
         try:
             hello = agent_pb2.Hello(
                 agent_version=self._version,
@@ -146,16 +153,19 @@ class Hub:
             self._welcomed(first.welcome)
             sending = asyncio.create_task(self._send(call, first.welcome.report_cursor))
             receiving = asyncio.create_task(self._receive(call, commands))
+            stale = asyncio.create_task(self._stale.wait())
             try:
-                await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait({sending, receiving, stale}, return_when=asyncio.FIRST_COMPLETED)
+                if done == {stale}:
+                    return
                 if sending.done() and not isinstance(sending.exception(), grpc.RpcError | asyncio.InvalidStateError):
                     sending.result()
                 # A stream that can no longer be written to is over; the reading side is told why.
                 await receiving
             finally:
-                for task in (sending, receiving):
+                for task in (sending, receiving, stale):
                     task.cancel()
-                await asyncio.gather(sending, receiving, return_exceptions=True)
+                await asyncio.gather(sending, receiving, stale, return_exceptions=True)
         finally:
             call.cancel()
 

@@ -40,15 +40,19 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     bergen, oslo = digits_sites(folder, ("bergen", "oslo"))
     damaged = folder / "damaged.npz"
     damaged.write_bytes((folder / "data" / "oslo" / "train.npz").read_bytes()[:2000])
+    gone = folder / "gone.npz"
+    gone.write_bytes(b"")
     fewer = {"train": {"uri": str(folder / "data" / "oslo" / "train.npz"), "samples": 50}}
     more: dict[str, Any] = {
         "miscounted": {"splits": fewer},
         "missing": {"splits": {"train": {"uri": str(folder / "nowhere.npz"), "samples": 500}}},
+        "gone": {"splits": {"train": {"uri": str(gone), "samples": 500}}},
         "damaged": {"splits": {"train": {"uri": str(damaged), "samples": 500}}},
     }
     config: dict[str, Any] = {**oslo.config, "datasets": {**oslo.config["datasets"], **more}}
     sites = [replace(bergen, config={**bergen.config, "server": _server()}), RegionSite("oslo", config)]
     with LocalFederation(folder / "federation", sites, serve_options=["--lease", "3s"]) as federation:
+        gone.unlink()
         yield Running(federation, folder)
 
 
@@ -106,7 +110,7 @@ def test_a_task_that_raises_is_named_by_its_own_line(
     [
         (DIVERGES, (), "TASK_FAILED", "the loss is nan at step 1"),
         (EATS_MEMORY, ("function.memoryMb=256",), "FUNCTION_OUT_OF_MEMORY", "256"),
-        ("", ("data.dataset=missing",), "SHARD_UNREADABLE", "nowhere.npz is not there"),
+        ("", ("data.dataset=gone",), "SHARD_UNREADABLE", "gone.npz is not there"),
         ("", ("data.dataset=damaged",), "TASK_FAILED", "damaged.npz is no .npz file"),
         ("", ("data.dataset=miscounted",), "SAMPLES_MISMATCH", "region oslo states 50 training samples, the task's"),
     ],
@@ -135,6 +139,13 @@ def test_what_is_wrong_beforehand_is_refused_and_makes_no_job(shared: Running, t
     job.write_text(good)
     missing = _submit(shared, job, "data.dataset=digit")
     assert (missing.code, missing.exit_status) == ("DATASET_UNKNOWN", 9)
+    unreadable = _submit(shared, job, "data.dataset=missing")
+    assert (unreadable.code, unreadable.exit_status) == ("DATASET_UNKNOWN", 9), "its region's agent does not offer it"
+    state = shared.federation.region_state("oslo") / "state"
+    status = json.loads(command("region-agent", "status", "--state-dir", state, "-o", "json").stdout)
+    condition = status["data"]["condition"]
+    assert condition.startswith("dataset missing is not offered: SHARD_UNREADABLE: ")
+    assert condition.endswith("nowhere.npz is not there")
     nobody = _submit(shared, job, "regions.use=[atlantis]")
     assert (nobody.code, nobody.exit_status) == ("REGION_NOT_FOUND", 4)
     assert "atlantis" in nobody.text

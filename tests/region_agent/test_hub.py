@@ -49,6 +49,19 @@ def test_commands_are_taken_once_and_the_cursor_survives_a_break(tmp_path: Path)
     play(scene, tmp_path)
 
 
+def test_a_session_that_begins_anew_says_what_there_is_now(tmp_path: Path) -> None:
+    async def scene(control: ControlPlane, agent: Agent) -> None:
+        await (await control.next_session()).welcome()
+        await soon(_until(lambda: agent.hub.connected))
+        agent.hub.begin_anew()
+        again = await control.next_session()
+        await again.welcome()
+        _start(again, 1)
+        assert (await again.heard("command_ack")).command_ack.seq == 1
+
+    play(scene, tmp_path)
+
+
 def test_a_command_that_could_not_be_stored_comes_again(tmp_path: Path) -> None:
     async def scene(control: ControlPlane, agent: Agent) -> None:
         agent.refuse_once = GeofedError("DISK_FULL", "no space")
