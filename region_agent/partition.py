@@ -44,6 +44,7 @@ from region_agent.partition_events import (
     PeersKnown,
     Preempted,
     Prepared,
+    Progress,
     PsEnded,
     PsPeer,
     PsReady,
@@ -162,7 +163,8 @@ class Partition:
         self._status = sync_pb2.PsStatus()
         self.meter = PartitionMeter(around.store, start.job)
         self._news = News()
-        self._reported_at = time.monotonic()
+        self._reported_at = self._progress_at = time.monotonic()
+        self._progress_mark: tuple[object, ...] = ()
         self._tasks: set[asyncio.Task[None]] = set()
         self._wanted_config: ConfigurePs | None = None
 
@@ -211,8 +213,17 @@ class Partition:
         """What calls and the server take as long as they run; from time to time the control plane hears of it, also
         where nothing else happens."""
         self.meter.server_runs(now)
+        self._look_at_progress(now)
         if self.machine.holds_workers and now - self._reported_at > _ACCOUNT_SECONDS:
             self._report(durable=False)
+
+    def _look_at_progress(self, now: float) -> None:
+        """A wait for others is no idleness of the task: the server's condition tells it."""
+        mark = (self.machine.attempt, self._status.round, self._status.step, self._status.condition)
+        if mark != self._progress_mark or self._status.condition or self.machine.state != "training":
+            self._progress_mark, self._progress_at = mark, now
+        limit = timedelta(seconds=self.start.plan.slice_seconds) + CALL_GRACE
+        self.feed(Progress(now - self._progress_at, limit.total_seconds()))
 
     # Actions out
 
@@ -241,6 +252,9 @@ class Partition:
             case Report():
                 self._report(durable=True, blob_digest=action.blob_digest)
             case Happened():
+                if "code" in action.data:
+                    # Beside what its workers wrote, which is of what followed from it as well.
+                    self._around.log(self.job, "agent", f"{action.data['code']}: {action.text}")
                 self._around.happened(self.job, action)
             case Quit():
                 self._run(self._quit(action))

@@ -19,6 +19,7 @@ __all__ = [
     "KeepBatches",
     "Preempted",
     "Prepared",
+    "Progress",
     "PsEnded",
     "PsPeer",
     "PsReady",
@@ -117,6 +118,16 @@ class PsSaid:
     """The parameter server's state has changed."""
 
     view: PsView
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Told from time to time, by the clock."""
+
+    idle_seconds: float
+    """Since the last step, or the last wait for others."""
+    limit_seconds: float
+    """After which a call that has not answered is ended."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +234,7 @@ Event = (
     | PsReady
     | Configured
     | PsSaid
+    | Progress
     | PsEnded
     | WorkerEnded
     | Setback

@@ -36,6 +36,7 @@ from region_agent.partition_events import (
     PeersKnown,
     Preempted,
     Prepared,
+    Progress,
     PsEnded,
     PsPeer,
     PsReady,
@@ -83,6 +84,10 @@ _OUT_OF_MEMORY_SETBACKS = 1
 _PORT_SETBACKS = 4
 """The same for a parameter server without ports: a server before it may not have let go of them yet, for seconds. While
 others hold them, the job's workers in all regions would cost money for nothing."""
+_TIMEOUT_SETBACKS = 1
+"""The same for a call that did not answer in time: each takes minutes, and costs what they cost."""
+_IDLE_SECONDS = 20.0
+"""Without a step, before the condition says so."""
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 15.0
 _OUTSIDE_PAUSE_SECONDS = 3.0
@@ -168,6 +173,9 @@ class PartitionMachine:
         self._broken = _Broken()
         self._setbacks = 0
         self._setback_round = 0
+        self._last_setback = ""
+        self._noted = ""
+        """A condition that the next step, or the next round, does away with."""
         self._publish_wanted = False
         self._publishing = False
         self._blob_digest = ""
@@ -214,6 +222,8 @@ class PartitionMachine:
                 return self._configured(event)
             case PsSaid():
                 return self._ps_said(event.view)
+            case Progress():
+                return self._progress(event)
             case PsEnded():
                 self._ps_up = False
                 return self._after_setback(event.error, "ps-ended", "the parameter server ended")
@@ -292,10 +302,34 @@ class PartitionMachine:
         before, self._view = self._view, view
         if view.phase == "finished":
             return self._maybe_finish()
-        if view.condition != before.condition and self.state == "training":
-            self.condition = view.condition
+        if self.state != "training":
+            return []
+        if view.condition != before.condition or (self._noted and view.round > self._setback_round):
+            self._note("" if view.round > self._setback_round else self._tries())
             return [self._report()]
         return []
+
+    def _progress(self, event: Progress) -> list[Action]:
+        """Task code that hangs says nothing itself. What is noted goes with the next report; there is one soon."""
+        if self.state != "training" or not self._crew.running or self.condition not in ("", self._noted):
+            return []
+        idle = event.idle_seconds >= _IDLE_SECONDS
+        text = f"no step for {event.idle_seconds:.0f} s (a call without an answer is ended after"
+        noted = [f"{text} {event.limit_seconds:.0f} s)"] if idle else []
+        self._note("; ".join(filter(None, [*noted, self._tries()])))
+        return []
+
+    def _note(self, text: str) -> None:
+        """Something to say where the server has nothing that is waited for."""
+        self._noted = "" if self._view.condition else text
+        self.condition = self._view.condition or text
+
+    def _tries(self) -> str:
+        """Task code that fails again and again is tried again in between."""
+        if not self._setbacks or self._view.round > self._setback_round:
+            return ""
+        count = "a failure" if self._setbacks == 1 else f"{self._setbacks} failures"
+        return f"{count} without a round in between, the last: {self._last_setback}"
 
     # Workers
 
@@ -448,6 +482,7 @@ class PartitionMachine:
         longest = _OUTSIDE_PAUSE_SECONDS if error.code in _OUTSIDE else _LONGEST_PAUSE_SECONDS
         pause = min(_FIRST_PAUSE_SECONDS * 2 ** min(self._pauses - 1, 16), longest)
         self.condition = f"{error.code}: {error.message}; trying again"
+        self._last_setback = f"{error.code}: {error.message}"
         if kind == "worker-failed":
             # The workers that still run belong to the old attempt; they are fenced as soon as the new one begins.
             self._broken = _Broken(self.attempt, set(self._crew.running))
@@ -466,7 +501,7 @@ class PartitionMachine:
             server = [] if self._ps_up else [StartPs(self.epoch, self.attempt)]
             return [*server, Restart(self.attempt, _FIRST_PAUSE_SECONDS)]
         if self.workers and not self._awaits_fence:
-            self.condition = self._view.condition
+            self._note(self._tries())
         actions = self._prepare()
         if not self._ps_up:
             actions.append(StartPs(self.epoch, self.attempt))
@@ -492,5 +527,9 @@ class PartitionMachine:
 
 def _patience(error: GeofedError) -> int:
     """Setbacks in a row, with no round in between, after which a partition fails with the next one."""
-    known = {"FUNCTION_OUT_OF_MEMORY": _OUT_OF_MEMORY_SETBACKS, "PORT_IN_USE": _PORT_SETBACKS}
+    known = {
+        "FUNCTION_OUT_OF_MEMORY": _OUT_OF_MEMORY_SETBACKS,
+        "FUNCTION_TIMEOUT": _TIMEOUT_SETBACKS,
+        "PORT_IN_USE": _PORT_SETBACKS,
+    }
     return known.get(error.code, _SETBACKS_WITHOUT_PROGRESS)

@@ -235,6 +235,19 @@ def test_the_account_grows_while_a_call_is_open(tmp_path: Path) -> None:
     _play(act, tmp_path)
 
 
+def test_a_call_without_a_step_is_told_in_the_condition(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.training()
+        now = time.monotonic()
+        scene.partition.tell_account(now)
+        assert scene.partition.machine.condition == ""
+        scene.partition.tell_account(now + 50.0)
+        told = scene.partition.machine.condition
+        assert told == "no step for 50 s (a call without an answer is ended after 125 s)"
+
+    _play(act, tmp_path)
+
+
 def test_what_never_came_up_has_lost_nothing(tmp_path: Path) -> None:
     """The agent ends before its first parameter server listens; the next one does not look for a state."""
 

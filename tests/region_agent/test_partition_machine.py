@@ -23,6 +23,7 @@ from region_agent.partition_events import (
     PeersKnown,
     Preempted,
     Prepared,
+    Progress,
     PsEnded,
     PsPeer,
     PsReady,
@@ -457,6 +458,40 @@ def test_what_somebody_else_must_mend_is_waited_for(code: str) -> None:
         region.pause_ends()
         region.ps_listens()
     assert region.machine.state == "training"
+
+
+def test_task_code_that_hangs_is_told_and_ended_the_second_time() -> None:
+    region = _training()
+    region.feed(Progress(5.0, 150.0))
+    assert region.machine.condition == ""
+    region.feed(Progress(40.0, 150.0))
+    assert region.machine.condition == "no step for 40 s (a call without an answer is ended after 150 s)"
+    region.feed(Progress(0.0, 150.0))
+    assert region.machine.condition == "", "it goes on"
+    region.feed(PsSaid(PsView("training", "waits for west", region.round)))
+    region.feed(Progress(40.0, 150.0))
+    assert region.machine.condition == "waits for west", "that is what it waits for"
+    region.feed(PsSaid(PsView("training", "", region.round)))
+    _fail_a_worker(region, "FUNCTION_TIMEOUT")
+    assert region.machine.state == "training"
+    region.feed(Progress(40.0, 150.0))
+    idle, tries = region.machine.condition.split("; ")
+    assert idle.startswith("no step for 40 s")
+    assert tries == "a failure without a round in between, the last: FUNCTION_TIMEOUT: x"
+    _fail_a_worker(region, "FUNCTION_TIMEOUT")
+    assert region.machine.state == "failed"
+
+
+def test_what_has_failed_stands_in_the_condition_until_a_round_is_done() -> None:
+    region = _training()
+    for count in range(1, 4):
+        _fail_a_worker(region, "FUNCTION_FAILED")
+        times = "a failure" if count == 1 else f"{count} failures"
+        assert region.machine.condition == f"{times} without a round in between, the last: FUNCTION_FAILED: x"
+    region.round += 1
+    region.ps_says()
+    assert region.machine.condition == ""
+    assert region.reports[-1].condition == ""
 
 
 def test_ports_that_stay_taken_end_the_partition_within_seconds() -> None:
