@@ -536,9 +536,10 @@ def condition_of(state: JobState) -> str:
     if state.terminal:
         return _account_awaits(state)
     waits_for_shards = bool(state.copies) and not state.copied
-    away = [(name, link, since) for name, link, since in _links(state) if link != "live"]
-    if away and state.phase in (*_STARTED, "cancelling"):
-        return "waiting: " + "; ".join(f"region {name} {link} since {_clock(since)}" for name, link, since in away)
+    gone = [f"region {name} {link} since {_clock(since)}" for name, link, since in _links(state) if link != "live"]
+    # While a job runs an agent that is not heard may well train on, and the others do as far as they say.
+    if gone and state.phase in ("starting", "finishing", "cancelling"):
+        return "waiting: " + "; ".join(gone)
     if state.phase == "queued":
         return f"waiting: {state.waits_for or 'for a plan'}"
     if state.phase == "starting" and waits_for_shards:
@@ -552,9 +553,10 @@ def condition_of(state: JobState) -> str:
         return f"waiting: for {_listed(going)} to stop"
     if state.phase == "finishing":
         return f"waiting: for {state.publisher} to hand the model in" if state.publisher else ""
-    said = [f"{p.region}: {p.report.condition}" for p in state.partitions if p.report and p.report.condition]
+    heard = [part for part in state.partitions if part.link == "live"]
+    said = [f"{p.region}: {p.report.condition}" for p in heard if p.report and p.report.condition]
     ending = [f"ending before its plan: {state.ends_early}"] if state.ends_early else []
-    return "; ".join([*ending, *said])
+    return "; ".join([*ending, *gone, *said])
 
 
 def _links(state: JobState) -> list[tuple[str, Link, float]]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -126,7 +128,7 @@ def error_of(error: grpc.RpcError | common_pb2.Error) -> GeofedError:
     for key, value in _trailing(error):
         if key == _ERROR_KEY:
             return error_of(common_pb2.Error.FromString(value))
-    details = _details(error)
+    details = _plain(_details(error))
     status = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
     if "CERTIFICATE_VERIFY_FAILED" in details or "certificate" in details.lower():
         expired = "expired" in details.lower()
@@ -145,6 +147,17 @@ def _trailing(error: grpc.RpcError) -> Sequence[Any]:
 
 def _details(error: grpc.RpcError) -> str:
     return (error.details() or "") if hasattr(error, "details") else str(error)
+
+
+_NOT_CONNECTED = re.compile(
+    r"(?:failed to connect to all addresses|.*last error).*?ipv[46]:(\S+?): (?:.*: )?(.+)", re.S
+)
+
+
+def _plain(details: str) -> str:
+    """Where nobody could be reached, that and why, without gRPC's own words around it."""
+    found = _NOT_CONNECTED.fullmatch(details)
+    return f"{unquote(found[1])}: {found[2]}" if found else details
 
 
 _Servicer = TypeVar("_Servicer")

@@ -149,6 +149,8 @@ class Courier:
         self._news = asyncio.Event()
         self._trusted = False
         """The last update went through at its first try."""
+        self._reached = False
+        """The peer has answered over a connection that we dialled, and nothing has failed there since."""
         self._channel: grpc.aio.Channel | None = None
         self._shown: tuple[str, Tls] | None = None
         """Address and identity that the channel was opened with."""
@@ -269,6 +271,11 @@ class Courier:
         except (grpc.RpcError, Unreached, GeofedError) as error:
             if not (self._bulk.is_collected and _is_unavailable(error)):
                 raise
+            if self._reached and isinstance(error, grpc.RpcError):
+                # It was there: the connection may only not have come to itself since the peer began anew.
+                self._reached = False
+                await self._close_channel()
+                raise
             with self._mapped(manifest) as view:
                 self._notices.trying(self._require_peer().region, manifest)
                 reply = await self._bulk.send_collected(manifest_to_proto(self._job, manifest), view)
@@ -360,7 +367,7 @@ class Courier:
         reply: sync_pb2.OfferReply = await (await self._stub()).Offer(proto, timeout=self._stall_seconds)
         self.meter.rtt_ms = (time.monotonic() - begun) * 1e3
         self.meter.sent_bytes += proto.ByteSize()
-        self.meter.up = True
+        self.meter.up = self._reached = True
         return reply
 
     def _note_bulk(self) -> None:
@@ -409,6 +416,7 @@ class Courier:
         seconds = time.monotonic() - begun
         self.meter.mbps = sum(end - begin for begin, end in missing) * 8 / 1e6 / max(seconds, 1e-6)
         self.meter.streams = 0
+        self._reached = True
         return reply
 
     async def _chunks(

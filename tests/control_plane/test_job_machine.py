@@ -247,7 +247,11 @@ def sent(actions: list[Any], kind: type) -> list[Any]:
 def test_a_lost_region_comes_back_under_a_new_epoch() -> None:
     machine = running("a", "b")
     machine.handle(RegionUnreachable(10, "a"))
-    assert "region a unreachable since 1970-01-01T00:00:10Z" in condition_of(machine.state)
+    unreachable = "region a unreachable since 1970-01-01T00:00:10Z"
+    assert condition_of(machine.state) == unreachable, "its server and the others may train on"
+    machine.handle(Reported(12, "b", Report(1, "training", "waits for a", ps_address="b:1", round=3)))
+    assert condition_of(machine.state) == f"{unreachable}; b: waits for a"
+    machine.handle(Reported(13, "b", Report(1, "training", ps_address="b:1", round=4)))
     machine.handle(RegionLost(20, "a"))
     assert machine.state.phase == "running"
     assert sent(machine.handle(RegionLive(30, "a", True)), SendStart) == [SendStart("a", 2, resumed=True)]

@@ -116,3 +116,25 @@ def test_a_server_that_is_not_there_is_unavailable() -> None:
         raise AssertionError
 
     assert asyncio.run(ask()).code == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize(
+    ("details", "told"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:7501: Failed to connect to remote "
+            "host: connect: Connection refused (111)",
+            "127.0.0.1:7501: Connection refused (111)",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNAVAILABLE: ipv6:%5B::1%5D:7501: connection attempt timed"
+            " out before receiving SETTINGS frame",
+            "[::1]:7501: connection attempt timed out before receiving SETTINGS frame",
+        ),
+        ("Socket closed", "Socket closed"),
+    ],
+)
+def test_who_could_not_be_reached_is_told_in_plain_words(details: str, told: str) -> None:
+    nothing = grpc.aio.Metadata()
+    error = error_of(grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, details))
+    assert (error.code, error.message) == ("UNAVAILABLE", told)

@@ -6,6 +6,10 @@ import asyncio
 import contextlib
 from pathlib import Path
 
+import grpc
+import grpc.aio
+
+from geofed_pb.v1 import sync_pb2
 from sync.ps.events import Manifest, Peer
 from sync.ps.link import Courier
 
@@ -31,3 +35,46 @@ def test_an_idle_link_is_as_fast_as_it_was() -> None:
         return len(courier._waiting), courier.mbps
 
     assert asyncio.run(idle()) == (0, 20.0)
+
+
+def test_a_peer_that_was_restarted_is_dialled_anew_before_it_is_taken_for_out_of_reach(tmp_path: Path) -> None:
+    """It collects from us at once, while our old connection to it has not come to itself."""
+    update = tmp_path / "update"
+    update.write_bytes(b"x" * 100)
+    have = sync_pb2.OfferReply(verdict=sync_pb2.OfferReply.VERDICT_HAVE)
+
+    async def carried(fails: int) -> tuple[list[str], str]:
+        took: list[str] = []
+        courier = Courier("j", lambda: None, lambda manifest: update, lambda *_: None, 5.0, bulk_port=lambda: 7)
+
+        async def directly(manifest: Manifest) -> sync_pb2.OfferReply:
+            took.append("direct")
+            if len(took) <= fails:
+                nothing = grpc.aio.Metadata()
+                raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "refused")
+            return have
+
+        async def collected(proto: sync_pb2.UpdateManifest, view: memoryview) -> sync_pb2.OfferReply:
+            took.append("collected")
+            courier._bulk.by_collecting = True
+            return have
+
+        courier._carry_directly, courier._reached = directly, True  # type: ignore[method-assign]
+        courier._bulk.send_collected = collected  # type: ignore[method-assign]
+        collecting = courier.calls()
+        waiting = asyncio.ensure_future(anext(collecting))
+        running = asyncio.create_task(courier.run())
+        courier.ship(Peer("b", 1, "127.0.0.1:1"), (Manifest("a", 1, 1, "d", 100, 1.0),))
+        async with asyncio.timeout(10):
+            while courier._waiting:  # noqa: ASYNC110 - what is waited for knows of no event loop
+                await asyncio.sleep(0.01)
+        for task in (running, waiting):
+            task.cancel()
+        await asyncio.gather(running, waiting, return_exceptions=True)
+        await courier.close()
+        return took, courier.meter.slow_way
+
+    assert asyncio.run(carried(fails=1)) == (["direct", "direct"], "")
+    took, slow_way = asyncio.run(carried(fails=2))
+    assert took == ["direct", "direct", "collected"]
+    assert slow_way, "it cannot be reached by a new connection either"
