@@ -24,7 +24,9 @@ class BlobStore:
     def __init__(self, folder: Path) -> None:
         self._whole = folder
         self._partial = folder / "partial"
-        self._partial.mkdir(parents=True, exist_ok=True)
+        self._whole.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._whole.chmod(0o700)
+        self._partial.mkdir(exist_ok=True)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def path(self, digest: str) -> Path:

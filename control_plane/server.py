@@ -112,6 +112,10 @@ async def _open_state(config: ServeConfig, stack: AsyncExitStack) -> _State:
     _prepare(config.state_dir)
     stack.enter_context(_only_one(config.state_dir))
     now = utc_now(time.time())
+    if config.database_url is None:
+        # Before anything is in it; SQLite's other files take its mode.
+        _database_file(config).touch(mode=0o600)
+        _database_file(config).chmod(0o600)
     store = stack.enter_context(open_store(_database_url(config)))
     name = _named(store, config.federation)
     authority = Authority.open(config.state_dir / "pki", name, now)
@@ -195,7 +199,11 @@ def _only_one(state_dir: Path) -> Iterator[None]:
 
 
 def _database_url(config: ServeConfig) -> str:
-    return config.database_url or f"sqlite:///{config.state_dir / 'state.db'}"
+    return config.database_url or f"sqlite:///{_database_file(config)}"
+
+
+def _database_file(config: ServeConfig) -> Path:
+    return config.state_dir / "state.db"
 
 
 def _named(store: Store, wanted: str) -> str:

@@ -239,7 +239,7 @@ class Agent:
         if kept.exists():
             return kept.read_bytes()
         data = await self._hub.fetch_blob(digest)
-        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_durably(kept, [data])
         return data
 
@@ -387,6 +387,7 @@ class Agent:
         return Partition(self._around, command)
 
     def _refuse(self, command: agent_pb2.StartPartition | agent_pb2.SendShard, error: GeofedError) -> None:
+        _log.warning("job %s: refused (%s)", command.job, error)
         report = agent_pb2.PartitionReport(
             job=command.job, epoch=command.epoch, state="refused", condition=error.message, error=to_proto(error)
         )

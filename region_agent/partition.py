@@ -136,7 +136,9 @@ class Partition:
         self._deploying = asyncio.Lock()
         """What was deployed last is what was read last of how it is to be."""
         self._folder = around.state_dir / "jobs" / start.job
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder.parent.chmod(0o700)
+        self._folder.mkdir(exist_ok=True)
         self._opening_channel = asyncio.Lock()
         self._worker_channel = ""
         """Address of the channel for the workers; empty: not made yet."""
@@ -164,6 +166,7 @@ class Partition:
         self.meter = PartitionMeter(around.store, start.job)
         self._news = News()
         self._reported_at = self._progress_at = time.monotonic()
+        self._logged_state = ""
         self._progress_mark: tuple[object, ...] = ()
         self._tasks: set[asyncio.Task[None]] = set()
         self._wanted_config: ConfigurePs | None = None
@@ -250,6 +253,7 @@ class Partition:
             case Publish():
                 self._run(self._publish(), lambda error: Setback(error, "publish"))
             case Report():
+                self._log_state(action)
                 self._report(durable=True, blob_digest=action.blob_digest)
             case Happened():
                 if "code" in action.data:
@@ -258,6 +262,14 @@ class Partition:
                 self._around.happened(self.job, action)
             case Quit():
                 self._run(self._quit(action))
+
+    def _log_state(self, action: Report) -> None:
+        """For the operator of the region, who sees no job's history."""
+        if action.state == self._logged_state:
+            return
+        self._logged_state = action.state
+        level = logging.WARNING if action.state == "failed" else logging.INFO
+        _log.log(level, "job %s: %s%s", self.job, action.state, f" ({action.condition})" if action.condition else "")
 
     def _run(self, work: Coroutine[Any, Any, None], failed: Callable[[GeofedError], Event] = Setback) -> None:
         """Do something beside; whatever becomes of it, the machine hears of it."""

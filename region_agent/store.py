@@ -68,6 +68,9 @@ class AgentStore:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # It holds the keys by which tokens of workers are made; SQLite's other files take its mode.
+        path.touch(mode=0o600)
+        path.chmod(0o600)
         self._path = path
         self._lock = threading.Lock()
         self._owed: list[Callable[[sqlite3.Connection], object]] = []

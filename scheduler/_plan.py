@@ -367,7 +367,9 @@ def _in_stages(region: Region, samples: int, cut: Staged, replicas: int, demand:
 def _more_workers_than_there_are(needed: int, most: int) -> str:
     if not most:
         return _ONLY_HOLDS_DATA
-    return f"lower train.workers to {most} at most" if needed > most else "wait for a job to end, or lower train.workers"
+    if needed > most:
+        return f"lower train.workers to {most} at most"
+    return "wait for a job to end, or lower train.workers"
 
 
 def _unfit(region: Region, part: Partition, snapshot: Snapshot, demand: Demand) -> list[Reason]:

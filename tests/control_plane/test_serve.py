@@ -138,6 +138,15 @@ async def collect(client: ControlClient, job: str, seen: list[Any]) -> None:
 
 
 @pytest.mark.e2e
+def test_nobody_else_on_the_machine_can_read_jobs_and_models(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir(mode=0o755)
+    with served(state):
+        private = [*state.glob("state.db*"), state / "blobs", state / "admin.token"]
+        assert len(private) > 3
+        assert not [path for path in private if path.stat().st_mode & 0o077]
+
+
 def test_a_half_sent_model_goes_on_after_a_restart(tmp_path: Path) -> None:
     model = os.urandom(300_000)
 

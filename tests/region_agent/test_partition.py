@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import time
@@ -189,8 +190,11 @@ def _account(report: agent_pb2.PartitionReport) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("end", ["stopped", "failed"])
-def test_calls_that_are_cut_off_are_in_the_last_account(tmp_path: Path, end: str) -> None:
+def test_calls_that_are_cut_off_are_in_the_last_account(
+    tmp_path: Path, end: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """The end is told once they have stopped, with what they took and what the server took."""
+    caplog.set_level(logging.INFO)
 
     async def act(scene: Scene) -> None:
         scene.start.plan.workers = 2
@@ -210,6 +214,11 @@ def test_calls_that_are_cut_off_are_in_the_last_account(tmp_path: Path, end: str
         assert account["parameter-server"] > 0
         assert not scene.store.open_invocations()
         assert [report.state for report in scene.reports].count(end) == 1, "not before the account is whole"
+        assert not (scene.folder / "jobs").stat().st_mode & 0o077
+        lines = [line for record in caplog.records if (line := record.getMessage()).startswith(f"job {JOB}: ")]
+        why = "enough" if end == "stopped" else "boom"
+        states = ["preparing", "ready", "training", f"{end} ({why})"]
+        assert lines == [f"job {JOB}: {state}" for state in states]
 
     _play(act, tmp_path)
 

@@ -20,6 +20,18 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "state" / "agent.db"
 
 
+def test_nobody_else_on_the_machine_can_read_it(path: Path) -> None:
+    path.parent.mkdir()
+    path.touch(mode=0o644)
+    path.chmod(0o644)  # as an older agent has left it
+    store = AgentStore(path)
+    store.took_start(1, "j", b"start", "key")
+    files = [*path.parent.glob(f"{path.name}*")]
+    assert len(files) > 1, "the log beside it is meant too"
+    assert not [file for file in files if file.stat().st_mode & 0o077]
+    store.close()
+
+
 def test_a_partition_is_there_after_a_restart(path: Path) -> None:
     store = AgentStore(path)
     store.took_start(1, "job-1", b"start", "key")
