@@ -581,7 +581,7 @@ def _account_awaits(state: JobState) -> str:
     if state.phase == "succeeded":
         return ""
     open_ = [p.region for p in state.partitions if p.report and p.report.meter and p.state not in ENDED_PARTITION]
-    return f"the account is not final: {_listed(open_)} has not told yet when its last calls ended" if open_ else ""
+    return f"the account is not final: the last calls of {_listed(open_)} are not counted yet" if open_ else ""
 
 
 def _no_step_back(report: Report, last: Report | None) -> Report:
