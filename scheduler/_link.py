@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from scheduler._model import Region
 
 __all__ = [
-    "OFFER_BYTES",
     "PRIOR_MBPS",
     "PRIOR_RTT_MS",
     "LinkTable",
@@ -30,8 +29,6 @@ MIN_IDLE_SECONDS = 0.2
 """Least retransmission timeout of Linux."""
 UNASKED_BYTES = 1 << 20
 """Up to this size an update is sent without an offer before it."""
-OFFER_BYTES = 100
-"""Of one parameter server to each neighbour in a round, beyond its updates: what is metered of offers."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from scheduler._candidates import Candidate, candidates
 from scheduler._flood import Hops, hops, mesh_seconds, originals, ring_times, tree_seconds
-from scheduler._link import OFFER_BYTES, LinkTable
+from scheduler._link import LinkTable
 
 __all__ = [
     "HIDDEN_SHARE",
@@ -161,7 +161,7 @@ def _topology(candidate: Candidate, names: Sequence[str], table: LinkTable, net:
     sent, usd = {}, 0.0
     for (p, q), carried_from in sorted(originals(neighbours).items()):
         # As it is metered: what the line adds below that, no meter of ours sees.
-        carried = len(carried_from) * update_bytes + OFFER_BYTES
+        carried = len(carried_from) * update_bytes
         sent[f"{names[p]}>{names[q]}"] = carried
         usd += carried / 1e9 * table[names[p], names[q]].usd_per_gb
     return Topology(

@@ -29,7 +29,7 @@ def test_a_job_without_room_waits_in_line_and_starts_when_there_is(serve_config:
             told = json.loads((await stage.client.plan(load(job_file).json)).plan_json)
             assert late.id in told["waits_for"]
             with pytest.raises(GeofedError, match="the promises to other jobs kept") as caught:
-                await stage.submit(job_file, "r4", ("objective.deadline=25s",))
+                await stage.submit(job_file, "r4", ("objective.deadline=40s",))
             assert caught.value.code == "INADMISSIBLE"
             with pytest.raises(GeofedError, match="9 are needed"):
                 await stage.submit(job_file, "r5", ("train.workers=9",))
