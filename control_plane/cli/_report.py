@@ -110,9 +110,9 @@ def shard_table(shards: list[Data]) -> list[str]:
 
 def _collective(plan: Data) -> str:
     if plan["collective"] == "auto":
-        return "as is fastest in each region"
+        return "in a region by what is fastest there"
     k = plan.get("merging", {}).get("k")
-    return f"{plan['collective']} in a region" + (f" (K = {k:.0f})" if k else "")
+    return f"in a region by {plan['collective']}" + (f" (K = {k:.0f})" if k else "")
 
 
 def _epochs(part: Data, rounds: int) -> float:
@@ -129,7 +129,7 @@ def plan_text(plan: Data) -> str:
             *(("beware", text) for text in plan.get("warnings", [])),
             ("waits", plan.get("waits_for", "")),
             ("rounds", f"{plan['rounds']}, one after {plan['interval']} local steps"),
-            ("merge", f"{_collective(plan)}, {plan['wan_policy']} between regions, {plan['codec']}"),
+            ("merge", f"{_collective(plan)}; between regions by {plan['wan_policy']}, in {plan['codec']}"),
             ("exchange", _exchange(plan)),
             ("time", _range(estimate["seconds"], seconds_text)),
             ("WAN bytes", _range(estimate["wan_bytes"], bytes_text)),

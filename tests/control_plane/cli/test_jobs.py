@@ -195,7 +195,14 @@ def test_history_can_be_taken_up_where_it_was_left(live: Federation, run: Run, j
 def test_describe_tells_all(live: Federation, run: Run, job_file: str) -> None:
     job = run("submit", job_file, "--wait", "-o", "name").out.strip()
     shown = run("describe", job).out
-    for part in ("PLAN", "RESULT", "stays in a", "as is fastest in each region", "a > b", "total"):
+    for part in (
+        "PLAN",
+        "RESULT",
+        "stays in a",
+        "in a region by what is fastest there; between regions by ma, in fp32",
+        "a > b",
+        "total",
+    ):
         assert part in shown
     data = run("describe", job, "-o", "json").data
     assert data["spec"]["metadata"]["name"] == "digits"
