@@ -544,10 +544,9 @@ class Partition:
             # Once for all: each time the workers' user gets another password.
             if not self._worker_channel:
                 self._worker_channel = await asyncio.to_thread(around.channel.worker_address, self.job)
-        samples = around.config.datasets[self.start.task.dataset].splits["train"].samples
         told = Told(
-            around.identity, around.config.server, self._row, self._splits, samples, around.channel.kind,
-            self._worker_channel, self._costs,
+            around.identity, around.config.server, self._row, self._splits, self._shards.declared_samples,
+            around.channel.kind, self._worker_channel, self._costs,
         )  # fmt: skip
         return invocation_of(self.start, action, told).model_dump_json().encode()
 

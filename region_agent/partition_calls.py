@@ -52,7 +52,7 @@ class Told:
     row: Any
     """The partition's row in the agent's store."""
     splits: Mapping[str, Any]
-    samples: int
+    samples: int | None
     """Of the training split, by the region's file."""
     channel: str
     """Kind."""

@@ -63,6 +63,12 @@ class PartitionShards:
         lacking = [source for source, shelf in port.shelves.items() if not shelf.complete]
         return "; ".join(f"waits for the shard of {source}: {port.progress(source)}" for source in lacking)
 
+    @property
+    def declared_samples(self) -> int | None:
+        """Of the training split, by this region's file; None where other regions' files count as well."""
+        dataset = self._config.datasets.get(self._start.task.dataset)
+        return None if self._foreign or dataset is None else dataset.splits["train"].samples
+
     async def take(self, run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
         """Wait until the shards of others are here; ``run`` does something beside.
 
