@@ -30,8 +30,8 @@ stages to send each other that. It rounds activations and their gradients to 8 b
 MERGED_SHARE = {"bf16": 0.5, "int8": 0.25, "fp8": 0.25}
 """Of a gradient, what merging sends by its codec."""
 MESSAGE_CORE_SECONDS = 0.001
-"""What framing a message and handing it from one thread to another keeps a core busy, besides the request: as measured
-on one core of an x86 server of 2023, of a stage whose layers hardly compute."""
+"""About what framing a message and handing it from one thread to another keeps a core busy, besides the request: seen
+in two stages of small layers, by what their processes used beyond the thread that computes."""
 SPARE = 0.2
 """Share of what a worker needs that is left free besides, as for workers that hold the whole model."""
 
