@@ -81,7 +81,10 @@ def outlook(seen: Sequence[Observation], most: int, target: float) -> Outlook:
             line = line_of((t / t[-1]) ** exponent, means, inverse, floors)
             left = _left(line.slopes, line.starts, line.floors, exponent, float(progress[-1] / t[-1]), last, target)
             shape = line.squares.shape
-            rows.append((line.squares, np.full(shape, noise), np.full(shape, progress[-1]), left * t[-1]))
+            with np.errstate(over="ignore"):
+                # Losses that leap by orders of magnitude promise progress that no float holds: it is bounded below.
+                left = left * t[-1]
+            rows.append((line.squares, np.full(shape, noise), np.full(shape, progress[-1]), left))
     squares, noises, done, left = (np.concatenate(part) for part in zip(*rows, strict=True))
     left = np.minimum(left, _FARTHEST * done)
     freedom = max(1, len(means) - 4)
