@@ -5,6 +5,7 @@ import json
 
 from pydantic import TypeAdapter
 
+from control_plane.core._condition import condition_of
 from control_plane.core._events import (
     Begun,
     CancelAsked,
@@ -38,7 +39,7 @@ from control_plane.core._events import (
     Waits,
 )
 from control_plane.core._goal import federated_metrics
-from control_plane.core._job import MAX_PUBLISHES, JobMachine, condition_of
+from control_plane.core._job import MAX_PUBLISHES, JobMachine
 from control_plane.core._links import WanLink, wan_links
 from control_plane.core._meters import settled
 from control_plane.core._region import RegionMachine, RegionState

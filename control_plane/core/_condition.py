@@ -1,0 +1,70 @@
+"""What a job waits for, in words."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from control_plane.core._state import ENDED_PARTITION, JobState, Link
+
+__all__ = ["condition_of"]
+
+
+def condition_of(state: JobState) -> str:
+    """What a job waits for, in words; empty when it waits for nothing."""
+    if state.terminal:
+        return _account_awaits(state)
+    waits_for_shards = bool(state.copies) and not state.copied
+    gone = [f"region {name} {link} since {_clock(since)}" for name, link, since in _links(state) if link != "live"]
+    # While a job runs an agent that is not heard may well train on, and the others do as far as they say.
+    if gone and state.phase in ("starting", "finishing", "cancelling"):
+        return "waiting: " + "; ".join(gone)
+    if state.phase == "queued":
+        return f"waiting: {state.waits_for or 'for a plan'}"
+    if state.phase == "starting" and waits_for_shards:
+        return f"waiting: {_shards_on_their_way(state)}"
+    if state.phase == "starting":
+        unready = [part.region for part in state.partitions if not part.address]
+        return f"waiting: for {_listed(unready)} to get ready" if unready else ""
+    if state.phase == "cancelling":
+        going = [part.region for part in state.partitions if part.state not in ENDED_PARTITION]
+        going += [copy.source for copy in state.copies if copy.report and copy.state not in ENDED_PARTITION]
+        return f"waiting: for {_listed(going)} to stop"
+    if state.phase == "finishing":
+        return f"waiting: for {state.publisher} to hand the model in" if state.publisher else ""
+    heard = [part for part in state.partitions if part.link == "live"]
+    said = [f"{p.region}: {p.report.condition}" for p in heard if p.report and p.report.condition]
+    ending = [f"ending before its plan: {state.ends_early}"] if state.ends_early else []
+    return "; ".join([*ending, *gone, *said])
+
+
+def _links(state: JobState) -> list[tuple[str, Link, float]]:
+    """Of the regions that a job cannot go on without: name, link and since when it is so."""
+    found = [(part.region, part.link, part.since) for part in state.partitions]
+    if not state.copied:
+        found += [(copy.source, copy.link, copy.since) for copy in state.copies]
+    return found
+
+
+def _shards_on_their_way(state: JobState) -> str:
+    told = []
+    for copy in state.copies:
+        text = f"for the shard of {copy.source} to be in {copy.destination}"
+        said = copy.report.condition if copy.report is not None else ""
+        told.append(f"{text}: {said}" if said else text)
+    return "; ".join(told)
+
+
+def _account_awaits(state: JobState) -> str:
+    """Whose calls were cut off, and have not been told as ended."""
+    if state.phase == "succeeded":
+        return ""
+    open_ = [p.region for p in state.partitions if p.report and p.report.meter and p.state not in ENDED_PARTITION]
+    return f"the account is not final: the last calls of {_listed(open_)} are not counted yet" if open_ else ""
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names)
+
+
+def _clock(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
