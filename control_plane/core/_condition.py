@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from control_plane.core._state import ENDED_PARTITION, JobState, Link
+from control_plane.core._copies import links_needed
+from control_plane.core._state import ENDED_PARTITION, JobState
 
 __all__ = ["condition_of"]
 
@@ -14,7 +15,9 @@ def condition_of(state: JobState) -> str:
     if state.terminal:
         return _account_awaits(state)
     waits_for_shards = bool(state.copies) and not state.copied
-    gone = [f"region {name} {link} since {_clock(since)}" for name, link, since in _links(state) if link != "live"]
+    gone = [
+        f"region {name} {link} since {_clock(since)}" for name, link, since in links_needed(state) if link != "live"
+    ]
     # While a job runs an agent that is not heard may well train on, and the others do as far as they say.
     if gone and state.phase in ("starting", "finishing", "cancelling"):
         return "waiting: " + "; ".join(gone)
@@ -35,14 +38,6 @@ def condition_of(state: JobState) -> str:
     said = [f"{p.region}: {p.report.condition}" for p in heard if p.report and p.report.condition]
     ending = [f"ending before its plan: {state.ends_early}"] if state.ends_early else []
     return "; ".join([*ending, *gone, *said])
-
-
-def _links(state: JobState) -> list[tuple[str, Link, float]]:
-    """Of the regions that a job cannot go on without: name, link and since when it is so."""
-    found = [(part.region, part.link, part.since) for part in state.partitions]
-    if not state.copied:
-        found += [(copy.source, copy.link, copy.since) for copy in state.copies]
-    return found
 
 
 def _shards_on_their_way(state: JobState) -> str:

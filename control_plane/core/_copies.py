@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from control_plane.core._events import Reported, SendShard
 from control_plane.core._meters import with_all_meters
-from control_plane.core._state import ENDED_PARTITION, Copy, JobState, Partition
+from control_plane.core._state import ENDED_PARTITION, Copy, JobState, Link, Partition
 
-__all__ = ["copies_ended", "copying", "held_back", "orders", "reported", "with_copy", "without_told"]
+__all__ = ["copies_ended", "copying", "held_back", "links_needed", "orders", "reported", "with_copy", "without_told"]
 
 _NOT_READY = ("pending", "assigned", "new", "preparing")
 
@@ -71,3 +71,11 @@ def copies_ended(state: JobState) -> bool:
     return all(
         copy.link == "lost" or copy.state in ENDED_PARTITION or not (copy.told or copy.report) for copy in state.copies
     )
+
+
+def links_needed(state: JobState) -> list[tuple[str, Link, float]]:
+    """Of the regions that a job cannot go on without: name, link and since when it is so."""
+    found = [(part.region, part.link, part.since) for part in state.partitions]
+    if not state.copied:
+        found += [(copy.source, copy.link, copy.since) for copy in state.copies]
+    return found

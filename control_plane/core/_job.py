@@ -11,7 +11,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from control_plane.core._copies import copies_ended, copying, held_back, orders, reported, with_copy, without_told
+from control_plane.core._copies import (
+    copies_ended,
+    copying,
+    held_back,
+    links_needed,
+    orders,
+    reported,
+    with_copy,
+    without_told,
+)
 from control_plane.core._events import (
     Begun,
     CancelAsked,
@@ -500,7 +509,7 @@ class JobMachine:
     def _tick(self, event: Tick) -> None:
         if self.state.phase not in _STARTED or self.state.publisher:
             return
-        for name, link, since in _links(self.state):
+        for name, link, since in links_needed(self.state):
             if link == "lost" and event.at - since > self.state.lost_limit_seconds:
                 text = f"region {name} was lost for longer than {self.state.lost_limit_seconds:.0f} s"
                 self._fail(event.at, Failure("REGION_LOST", text))

@@ -44,7 +44,7 @@ class Site:
     def __post_init__(self) -> None:
         self.on_ship: Callable[[Ship], None] = lambda _: None
         self.machine = SimpleNamespace(verdict=self._verdict, ledger=SimpleNamespace(peers={}))
-        self.storage = SimpleNamespace(update_path=self.path)
+        self.storage = SimpleNamespace(update_path=self.path, path_of=lambda m: self.path(m.region, m.sequence))
         self.version = 0
         self.news = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -58,7 +58,7 @@ class Site:
         self.port = self.bulk_port = 0
         self._server: grpc.aio.Server | None = None
 
-    def path(self, region: str, sequence: int) -> Path:
+    def path(self, region: str, sequence: int, first: int = 0) -> Path:
         kind = "outbox" if region == self.region else "inbox"
         return self.folder / kind / region / f"{sequence}.frame"
 
