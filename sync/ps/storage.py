@@ -345,14 +345,21 @@ class Storage:
         return self._sums / f"{digest.removeprefix('sha256:')}.frame"
 
     def hold_sum(self, manifest: Manifest, pieces: Sequence[framing.Buffer]) -> None:
-        """Keep a sum of updates for as long as the process lives: what it is of is durable."""
+        """Keep a sum of updates for as long as the process lives: what it is of is durable.
+
+        Raises ``GeofedError("DISK_FULL")``, and leaves nothing behind.
+        """
         path = self._sum_path(manifest.digest)
         partial = path.with_suffix(".partial")
-        with disk_full_is_told(path):
-            self._sums.mkdir(exist_ok=True)
-            with partial.open("wb") as file:
-                for piece in pieces:
-                    file.write(piece)
+        try:
+            with disk_full_is_told(path):
+                self._sums.mkdir(exist_ok=True)
+                with partial.open("wb") as file:
+                    for piece in pieces:
+                        file.write(piece)
+        except GeofedError:
+            partial.unlink(missing_ok=True)
+            raise
         partial.replace(path)
 
     def update(self, manifest: Manifest) -> bytes:

@@ -91,6 +91,7 @@ class Works:
         self._history: OrderedDict[int, Vector] = OrderedDict()
         self._checkpoint_at, self._checkpoint_took = 0.0, 0.0
         self._cleared_attempts = 0
+        self._room_for_sums = True
         self._attempt = 1
         """The last that began from where the replica says."""
         self.codec_wanted = self._codec
@@ -342,6 +343,8 @@ class Works:
         return Contribution(manifest.region, weight, whole, staleness, drift, manifest.rounds)
 
     def _sum_up(self, action: SumUp) -> Summed:
+        if not self._room_for_sums:
+            return Summed(action.peer, None)
         total = np.zeros_like(self._replica().model)
         for manifest in action.manifests:
             try:
@@ -356,7 +359,13 @@ class Works:
         bytes_, digest = sum(piece.nbytes for piece in pieces), framing.digest_of(pieces)
         first = action.manifests[0].begins
         made = replace(last, digest=digest, total_bytes=bytes_, weight=weight, first=first)
-        self.storage.hold_sum(made, pieces)
+        try:
+            self.storage.hold_sum(made, pieces)
+        except GeofedError as error:
+            # The updates themselves are there: what only saves bytes on a link must not end the job.
+            _log.warning("updates are not summed up any more: %s", error)
+            self._room_for_sums = False
+            return Summed(action.peer, None)
         return Summed(action.peer, made)
 
     def _decoded(self, manifest: Manifest, room: Vector | None = None) -> tuple[Vector, slice]:

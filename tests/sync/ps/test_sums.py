@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from support.federation_in_miniature import Miniature
+from support.small_disk import small_disk
 
+from sync import framing
+from sync.channel import FileChannel
+from sync.codec import codec_named
+from sync.layout import Layout, Slot
 from sync.ps.background import Background
-from sync.ps.events import Manifest, Peer, Stored, Verdict
+from sync.ps.events import Manifest, Peer, Stored, Summed, SumUp, Verdict
 from sync.ps.ledger import Ledger
 from sync.ps.machine import Recovered, Setup
+from sync.ps.replica import Numbers, Replica
+from sync.ps.storage import Storage
+from sync.ps.works import Works
+from sync.wan import ExchangeSettings, policy_named
 from tests.sync.ps.test_ways import _KINDS, WaysChange, _ways
 
 _NUMBERS = st.integers(0, 1 << 16)
@@ -257,3 +269,39 @@ def test_where_the_age_of_updates_counts_sums_are_not_taken() -> None:
     setup = Setup("b", ("a", "b"), 1, 40, 1, 0, background=True)
     machine = Background(setup, Recovered(sequence=5, version=5, marks=(("a", 5),)))
     assert machine.verdict(_update(9, first=6)) is Verdict.LATER
+
+
+# Where its bytes lie
+
+
+def test_a_disk_without_room_for_a_sum_costs_no_more_than_the_sum(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", bytes_=1 << 17) as folder:
+        setup = Setup("a", ("a", "b"), 1, 8, 1, 0, background=True, sums=True)
+        storage, layout = Storage(folder / "ps", setup), Layout((Slot("w", (8192,), "float32"),), 1)
+        storage.keep_layout(layout)
+        works = Works(setup, storage, FileChannel(tmp_path / "channel"), policy_named("ma"), codec_named("fp32"))
+        works.replica = Replica(
+            policy_named("ma"), ExchangeSettings(background=1.0), codec_named("fp32"),
+            Numbers(np.zeros(8192, np.float32), np.zeros(8192, np.float32)),
+        )  # fmt: skip
+        manifests = []
+        for sequence in (1, 2):
+            pieces = framing.encode(
+                codec_named("fp32").encode(np.full(8192, sequence, np.float32)),
+                {"sequence": sequence, "weight": 1.0, "codec": codec_named("fp32").mark},
+            )
+            total, digest = sum(piece.nbytes for piece in pieces), framing.digest_of(pieces)
+            manifests.append(Manifest("a", 1, sequence, digest, total, 1.0))
+            storage.keep_update(manifests[-1], pieces)
+        made = works.do(SumUp("b", tuple(manifests)), 1)
+        assert isinstance(made, Summed)
+        assert made.manifest is not None
+        assert (made.manifest.begins, made.manifest.sequence, made.manifest.rounds) == (1, 2, 2)
+        summed = framing.decode(storage.update(made.manifest)).tensors["delta"]
+        np.testing.assert_array_equal(np.asarray(summed), np.full(8192, 3, np.float32))
+        again = Manifest("a", 1, 2, manifests[1].digest, manifests[1].total_bytes, 2.0)
+        refused = works.do(SumUp("", (manifests[0], again)), 1)
+        assert refused == Summed("", None)
+        assert [path.suffix for path in (folder / "ps" / "sums").iterdir()] == [".frame"]
+        storage.forget({}, [made.manifest.digest])
+        assert not [*(folder / "ps" / "sums").iterdir()]
