@@ -25,7 +25,7 @@ def dump_state(optimizer: torch.optim.Optimizer) -> State:
         for key, value in entries.items():
             name = f"{index}/{key}"
             if isinstance(value, torch.Tensor):
-                tensors[name] = _to_array(name, value)
+                tensors[name] = _to_array(value)
             elif isinstance(value, bool | int | float):
                 numbers[name] = float(value)
             elif value is not None:
@@ -49,8 +49,8 @@ def load_state(
     optimizer.load_state_dict({"state": state, "param_groups": fresh["param_groups"]})
 
 
-def _to_array(name: str, tensor: torch.Tensor) -> framing.Array:
-    if tensor.dtype is torch.bfloat16:
-        raise GeofedError("TASK_INVALID", f"the optimiser keeps {name} in bfloat16; keep its state in float32")
-    array: framing.Array = tensor.detach().cpu().numpy()
+def _to_array(tensor: torch.Tensor) -> framing.Array:
+    # NumPy has no bfloat16; float32 holds all of its values, and loading makes the parameter's type of it again.
+    kept = tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+    array: framing.Array = kept.detach().cpu().numpy()
     return array
