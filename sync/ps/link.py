@@ -116,6 +116,10 @@ class Notices:
     """An update's bytes are not here any more."""
 
 
+class _Replaced(Exception):
+    """What was about to be sent is not to be sent any more."""
+
+
 class Courier:
     """Carries updates of any region to one peer, one after the other, and tells when each is durable there.
 
@@ -213,7 +217,11 @@ class Courier:
                 # Which one of a train it was, the next tries will tell, one by one.
                 if len(train) <= 1:
                     self._waiting.pop((manifest.sequence, manifest.region), None)
-                    self._notices.missing(manifest)
+                    if manifest.first:
+                        self._notices.missing(manifest)
+                await asyncio.sleep(_BACKOFF_FIRST_SECONDS)
+                continue
+            except _Replaced:
                 continue
             except (grpc.RpcError, GeofedError, OSError) as error:
                 await self._note_failure(error)
@@ -224,6 +232,14 @@ class Courier:
             else:
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
                 backoff = min(backoff * 2, _BACKOFF_MOST_SECONDS)
+
+    def _begin_to_send(self, manifest: Manifest) -> None:
+        """Tell that an update's bytes are about to leave; raises ``_Replaced`` where others have taken its place since
+        it was picked: a peer must not get a part of what it is sent summed up."""
+        waiting = self._waiting.get((manifest.sequence, manifest.region))
+        if waiting is None or waiting.digest != manifest.digest:
+            raise _Replaced
+        self._notices.trying(self._require_peer().region, manifest)
 
     def _settled(self, manifest: Manifest) -> None:
         self._waiting.pop((manifest.sequence, manifest.region), None)
@@ -277,7 +293,7 @@ class Courier:
                 await self._close_channel()
                 raise
             with self._mapped(manifest) as view:
-                self._notices.trying(self._require_peer().region, manifest)
+                self._begin_to_send(manifest)
                 reply = await self._bulk.send_collected(manifest_to_proto(self._job, manifest), view)
             self.meter.slow_way = "the peer dials, since it cannot be reached from here"
             self._note_bulk()
@@ -326,7 +342,7 @@ class Courier:
 
     async def _send_whole(self, manifest: Manifest) -> sync_pb2.OfferReply:
         with self._mapped(manifest) as view:
-            self._notices.trying(self._require_peer().region, manifest)
+            self._begin_to_send(manifest)
             return await self._send(manifest, manifest_to_proto(self._job, manifest), view, ())
 
     async def _carry_directly(self, manifest: Manifest) -> sync_pb2.OfferReply:
@@ -339,19 +355,19 @@ class Courier:
         bulk = large and time.monotonic() >= self._bulk_refused_until
         with self._mapped(manifest) as view:
             if trusted and bulk and self._bulk.knows_the_way:
-                self._notices.trying(self._require_peer().region, manifest)
+                self._begin_to_send(manifest)
                 reply = await self._bulk.send(proto, view, have=())
                 self._note_bulk()
                 return reply
             if trusted and not large:
-                self._notices.trying(self._require_peer().region, manifest)
+                self._begin_to_send(manifest)
                 return await self._send(manifest, proto, view, ())
             reply = await self._offer(proto)
             if reply.verdict != sync_pb2.OfferReply.VERDICT_WANT:
                 return reply
             self._bulk.learn(reply)
             have = tuple((item.begin, item.end) for item in reply.have)
-            self._notices.trying(self._require_peer().region, manifest)
+            self._begin_to_send(manifest)
             if bulk and self._bulk.knows_the_way:
                 try:
                     reply = await self._bulk.send(proto, view, have)

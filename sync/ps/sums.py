@@ -146,6 +146,8 @@ class Sums:
         """A sum is there; it counts unless one of its updates has been tried meanwhile."""
         self._making = False
         if manifest is None:
+            # Not at once again: when the link fails the next time.
+            self._unreached.clear()
             return
         whom = [peer] if peer else [region for region in self._regions if region != self._region]
         if any(self._tried.get((who, manifest.region), 0) >= manifest.begins for who in whom):

@@ -342,9 +342,10 @@ class Works:
             drift = None if then is None else replica.model - then
         return Contribution(manifest.region, weight, whole, staleness, drift, manifest.rounds)
 
-    def _sum_up(self, action: SumUp) -> Summed:
+    def _sum_up(self, action: SumUp) -> Summed | None:
         if not self._room_for_sums:
-            return Summed(action.peer, None)
+            # No answer: none is asked for again.
+            return None
         total = np.zeros_like(self._replica().model)
         for manifest in action.manifests:
             try:
@@ -365,7 +366,7 @@ class Works:
             # The updates themselves are there: what only saves bytes on a link must not end the job.
             _log.warning("updates are not summed up any more: %s", error)
             self._room_for_sums = False
-            return Summed(action.peer, None)
+            return None
         return Summed(action.peer, made)
 
     def _decoded(self, manifest: Manifest, room: Vector | None = None) -> tuple[Vector, slice]:

@@ -11,7 +11,7 @@ import grpc.aio
 
 from geofed_pb.v1 import sync_pb2
 from sync.ps.events import Manifest, Peer
-from sync.ps.link import Courier
+from sync.ps.link import Courier, Notices
 
 
 def test_an_idle_link_is_as_fast_as_it_was() -> None:
@@ -78,3 +78,38 @@ def test_a_peer_that_was_restarted_is_dialled_anew_before_it_is_taken_for_out_of
     took, slow_way = asyncio.run(carried(fails=2))
     assert took == ["direct", "direct", "collected"]
     assert slow_way, "it cannot be reached by a new connection either"
+
+
+def test_what_was_picked_is_not_sent_once_others_have_taken_its_place(tmp_path: Path) -> None:
+    """While an offer is answered all that wait are summed up: a part of that must not arrive beside it."""
+    update = tmp_path / "update"
+    update.write_bytes(b"1234")
+
+    async def sent() -> list[tuple[int, int]]:
+        begun: list[tuple[int, int]] = []
+        notices = Notices(trying=lambda peer, manifest: begun.append((manifest.begins, manifest.sequence)))
+        arrived = asyncio.Event()
+        courier = Courier("j", lambda: None, lambda manifest: update, lambda *_: arrived.set(), 5.0, notices=notices)
+        answered, peer = asyncio.Event(), Peer("b", 1, "127.0.0.1:1")
+
+        async def offer(proto: sync_pb2.UpdateManifest) -> sync_pb2.OfferReply:
+            await answered.wait()
+            return sync_pb2.OfferReply(verdict=sync_pb2.OfferReply.VERDICT_WANT)
+
+        async def send(*_: object) -> sync_pb2.OfferReply:
+            return sync_pb2.OfferReply(verdict=sync_pb2.OfferReply.VERDICT_HAVE)
+
+        courier._offer, courier._send = offer, send  # type: ignore[method-assign,assignment]
+        courier.ship(peer, tuple(Manifest("a", 1, sequence, f"d{sequence}", 4, 1.0) for sequence in range(4, 9)))
+        running = asyncio.create_task(courier.run())
+        await asyncio.sleep(0.05)
+        courier.ship(peer, (Manifest("a", 1, 8, "sum", 4, 5.0, first=4),))
+        answered.set()
+        await asyncio.wait_for(arrived.wait(), 10)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await courier.close()
+        return begun
+
+    assert asyncio.run(sent()) == [(4, 8)]

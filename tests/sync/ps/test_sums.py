@@ -300,8 +300,9 @@ def test_a_disk_without_room_for_a_sum_costs_no_more_than_the_sum(tmp_path: Path
         summed = framing.decode(storage.update(made.manifest)).tensors["delta"]
         np.testing.assert_array_equal(np.asarray(summed), np.full(8192, 3, np.float32))
         again = Manifest("a", 1, 2, manifests[1].digest, manifests[1].total_bytes, 2.0)
-        refused = works.do(SumUp("", (manifests[0], again)), 1)
-        assert refused == Summed("", None)
+        for _ in range(2):
+            # Without an answer no other is asked for.
+            assert works.do(SumUp("", (manifests[0], again)), 1) is None
         assert [path.suffix for path in (folder / "ps" / "sums").iterdir()] == [".frame"]
         storage.forget({}, [made.manifest.digest])
         assert not [*(folder / "ps" / "sums").iterdir()]
