@@ -128,11 +128,12 @@ def error_of(error: grpc.RpcError | common_pb2.Error) -> GeofedError:
     for key, value in _trailing(error):
         if key == _ERROR_KEY:
             return error_of(common_pb2.Error.FromString(value))
-    details = _plain(_details(error))
+    raw = _details(error)
+    details = _plain(raw)
     status = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
-    if "CERTIFICATE_VERIFY_FAILED" in details or "certificate" in details.lower():
-        expired = "expired" in details.lower()
-        return GeofedError("CERTIFICATE_EXPIRED" if expired else "CERTIFICATE_INVALID", details)
+    if "CERTIFICATE_VERIFY_FAILED" in raw or "certificate" in raw.lower():
+        expired = "expired" in raw.lower()
+        return GeofedError("CERTIFICATE_EXPIRED" if expired else "CERTIFICATE_INVALID", raw)
     if status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         return GeofedError("UNAVAILABLE", details or str(status))
     if status is grpc.StatusCode.UNAUTHENTICATED:
