@@ -50,11 +50,15 @@ def _shards_on_their_way(state: JobState) -> str:
 
 
 def _account_awaits(state: JobState) -> str:
-    """Whose calls were cut off, and have not been told as ended."""
-    if state.phase == "succeeded":
-        return ""
-    open_ = [p.region for p in state.partitions if p.report and p.report.meter and p.state not in ENDED_PARTITION]
-    return f"the account is not final: the last calls of {_listed(open_)} are not counted yet" if open_ else ""
+    """Whose calls or shards were cut off, and have not been told as ended."""
+    # What a job succeeds with, all calls have ended for; a shard may have been on its way once more.
+    parts = () if state.phase == "succeeded" else state.partitions
+    open_ = [p.region for p in parts if p.report and p.report.meter and p.state not in ENDED_PARTITION]
+    ended = (*ENDED_PARTITION, "sent")
+    sending = [c.source for c in state.copies if c.report and c.report.meter and c.state not in ended]
+    lacks = [f"the last calls of {_listed(open_)}"] if open_ else []
+    lacks += [f"what {_listed(sending)} sent last"] if sending else []
+    return f"the account is not final: {' and '.join(lacks)} are not counted yet" if lacks else ""
 
 
 def _listed(names: list[str]) -> str:

@@ -37,14 +37,14 @@ def with_all_meters(part: Partition | Copy, report: Report) -> tuple[Counted, Re
 def settled(state: JobState, region: str, report: Report) -> JobState:
     """An ended job with what a region's meters say after its end: it stays as it is but for the account.
 
-    Calls that were cut off are charged when they have stopped, and by a region that was away when it is back: also
-    what an agent says under an older epoch was used.
+    Calls and shards that were cut off are charged when they have stopped, and by a region that was away when it is
+    back: also what an agent says under an older epoch was used.
     """
-    part = state.partition(region)
-    if part is None or not report.meter:
+    held = state.copy_from(region) or state.partition(region)
+    if held is None or not report.meter:
         return state
-    before, whole = with_all_meters(part, report)
-    last = part.report or replace(report, state=part.state, condition="", error=None)
+    before, whole = with_all_meters(held, report)
+    last = held.report or replace(report, state=held.state, condition="", error=None)
     account = replace(
         last,
         money=whole.money,
@@ -54,7 +54,9 @@ def settled(state: JobState, region: str, report: Report) -> JobState:
         wait_seconds=whole.wait_seconds,
         meter=whole.meter,
     )
-    changed = replace(part, state=report.state, report=account, counted_before=before)
+    changed = replace(held, state=report.state, report=account, counted_before=before)
+    if isinstance(changed, Copy):
+        return replace(state, copies=tuple(changed if c.source == region else c for c in state.copies))
     return replace(state, partitions=tuple(changed if p.region == region else p for p in state.partitions))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
@@ -31,6 +33,7 @@ from control_plane.core import (
     condition_of,
     job_state_from_json,
     job_state_to_json,
+    settled,
 )
 
 LIMIT = 100.0
@@ -216,3 +219,19 @@ def test_what_an_earlier_meter_of_a_source_has_counted_stays_in_the_account() ->
     assert copy is not None
     assert copy.report is not None
     assert copy.report.sent_bytes == {"taker": 130}
+
+
+@pytest.mark.parametrize("phase", ["succeeded", "failed"])
+def test_what_a_source_has_spent_last_is_in_the_account_of_an_ended_job(phase: Any) -> None:
+    made = waiting()
+    say(made, "holder", "sending", sent_bytes={"taker": 100}, meter=1)
+    ended = replace(made.state, phase=phase)
+    assert "what holder sent last" in condition_of(ended)
+    spent = (Charge("egress to taker", 0.9, "GB", 0.08, "list"),)
+    late = settled(ended, "holder", Report(1, "stopped", sent_bytes={"taker": 900}, money=spent, meter=1))
+    copy = late.copy_from("holder")
+    assert copy is not None
+    assert copy.report is not None
+    assert (copy.state, copy.report.sent_bytes, copy.report.money) == ("stopped", {"taker": 900}, spent)
+    assert condition_of(late) == ""
+    assert settled(late, "holder", Report(1, "stopped")) == late, "one who has counted nothing changes nothing"
