@@ -35,6 +35,7 @@ from geofed_pb.errors import GeofedError
 __all__ = ["Dashboard"]
 
 _REFRESH_SECONDS = 5
+_GOING_JOBS = 100
 _ENDED_JOBS = 20
 _EVENTS = 40
 _ROUNDS = 5000
@@ -109,16 +110,21 @@ class Dashboard:
 
     async def _overview(self, request: Request, caller: Caller) -> str:
         federation = self._federation
-        entries = await federation.list_jobs(ended=True, limit=200)
-        jobs = [job_view(federation.describe(entry)) for entry in entries]
-        going = [job for job in jobs if job["state"] not in ENDED]
-        ended = [job for job in jobs if job["state"] in ENDED][:_ENDED_JOBS]
+        # Those that go on are in memory, however many there are; of the others the last ones.
+        newest = sorted(federation.jobs.values(), key=lambda entry: entry.row.created_at, reverse=True)
+        going = [job_view(federation.describe(entry)) for entry in newest[:_GOING_JOBS]]
+        ended = [job_view(federation.describe(entry)) for entry in await federation.ended_jobs(_ENDED_JOBS)]
         regions = [region_view(federation.describe_region(entry)) for _, entry in sorted(federation.regions.items())]
         used: dict[str, int] = {}
-        for part in (part for job in going for part in job["partitions"]):
-            used[part["region"]] = used.get(part["region"], 0) + part["workers"]
+        for part in (part for entry in newest for part in entry.state.partitions):
+            used[part.region] = used.get(part.region, 0) + (part.report.workers if part.report is not None else 0)
         return self._templates.get_template("overview.html").render(
-            going=going, ended=ended, regions=regions, used=used, **self._frame(caller.user, refresh=True)
+            going=going,
+            more=max(0, len(newest) - _GOING_JOBS),
+            ended=ended,
+            regions=regions,
+            used=used,
+            **self._frame(caller.user, refresh=True),
         )
 
     async def _job(self, request: Request, caller: Caller) -> str:

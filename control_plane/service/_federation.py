@@ -317,6 +317,11 @@ class Federation:
         rows = await self.read(lambda store: store.jobs(phases=phases, limit=limit))
         return [self.jobs.get(row.id) or _entry(row) for row in rows]
 
+    async def ended_jobs(self, limit: int) -> list[JobEntry]:
+        """The last ones that were submitted, newest first."""
+        rows = await self.read(lambda store: store.jobs(phases=TERMINAL, limit=limit))
+        return [_entry(row) for row in rows]
+
     def describe(self, entry: JobEntry) -> control_pb2.Job:
         """The job as users see it."""
         contacts = {name: region.state.last_contact for name, region in self.regions.items()}

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from control_plane.dashboard import _pages
 from control_plane.dashboard._chart import line_chart, thinned, ticks
 from control_plane.server import ServeConfig
 from geofed_pb.v1 import common_pb2
@@ -75,6 +76,30 @@ def test_the_pages_follow_a_job_to_its_end(serve_config: ServeConfig, job_file: 
             assert "$0.50" in page
             assert 'http-equiv="refresh"' not in page
             assert "None is going on." in (await pages.get("/")).text
+
+    told(serve_config, scene)
+
+
+def test_no_job_that_goes_on_is_hidden_unseen(
+    serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_pages, "_GOING_JOBS", 1)
+    monkeypatch.setattr(_pages, "_ENDED_JOBS", 1)
+
+    async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
+        first = (await stage.submit(job_file, "r0")).job.id
+        await train(first, a, b)
+        second = (await stage.submit(job_file, "r1")).job.id
+        async with browser(stage) as pages:
+            page = (await pages.get("/")).text
+            assert second in page
+            assert first not in page
+            assert "1 more, begun before these" in page
+            await finish(first, a, b)
+            page = (await pages.get("/")).text
+            assert first in page
+            assert second in page
+            assert "begun before these" not in page
 
     told(serve_config, scene)
 

@@ -143,7 +143,7 @@ def test_who_could_not_be_reached_is_told_in_plain_words(details: str, told: str
 def test_a_certificate_that_is_not_trusted_is_told_as_that() -> None:
     details = (
         "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:7443: Ssl handshake failed "
-        "(TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:SSL routines:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: "
+        "(TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: "
         "self signed in chain"
     )
     nothing = grpc.aio.Metadata()
