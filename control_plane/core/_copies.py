@@ -12,7 +12,18 @@ from control_plane.core._events import Reported, SendShard
 from control_plane.core._meters import with_all_meters
 from control_plane.core._state import ENDED_PARTITION, Copy, JobState, Link, Partition
 
-__all__ = ["copies_ended", "copying", "held_back", "links_needed", "orders", "reported", "with_copy", "without_told"]
+__all__ = [
+    "copies_ended",
+    "copying",
+    "held_back",
+    "links_needed",
+    "orders",
+    "reported",
+    "unfinished",
+    "waited_for",
+    "with_copy",
+    "without_told",
+]
 
 _NOT_READY = ("pending", "assigned", "new", "preparing")
 
@@ -47,10 +58,28 @@ def orders(state: JobState) -> tuple[JobState, list[SendShard]]:
     return state, told
 
 
+def waited_for(state: JobState, copy: Copy) -> bool:
+    """Whether the shard is wanted where its source was told to bring it.
+
+    Once it is there that port is closed, and may be another job's: what the source meets then is no word of this one.
+    """
+    part = state.partition(copy.destination)
+    if part is None or part.report is None or part.state != "preparing" or part.report.shards_here:
+        return False
+    return bool(copy.told) and part.report.shard_address == copy.told
+
+
+def unfinished(state: JobState) -> list[Copy]:
+    """Those whose source was told to send, and has not said that it is done."""
+    return [copy for copy in state.copies if copy.told and copy.state not in (*ENDED_PARTITION, "sent")]
+
+
 def reported(state: JobState, copy: Copy, event: Reported) -> JobState:
-    """A region says how far its shard is."""
+    """A region says how far its shard is. One that gave up where nobody waits is told again should it be wanted."""
     before, report = with_all_meters(copy, event.report)
-    return with_copy(state, replace(copy, state=report.state, report=report, counted_before=before))
+    given_up = report.state in ("failed", "refused") and not waited_for(state, copy)
+    told = "" if given_up else copy.told
+    return with_copy(state, replace(copy, state=report.state, report=report, counted_before=before, told=told))
 
 
 def without_told(state: JobState, region: str) -> JobState:

@@ -18,6 +18,8 @@ from control_plane.core._copies import (
     links_needed,
     orders,
     reported,
+    unfinished,
+    waited_for,
     with_copy,
     without_told,
 )
@@ -158,7 +160,7 @@ class JobMachine:
         self.state = reported(self.state, copy, event)
         if self.state.phase == "cancelling":
             self._cancelled_if_all_ended(event.at)
-        elif report.state in ("failed", "refused"):
+        elif report.state in ("failed", "refused") and waited_for(self.state, copy):
             self._fail(event.at, _failure_of(copy.source, report, "the shard's way elsewhere"))
 
     def _reported(self, event: Reported) -> None:
@@ -249,6 +251,8 @@ class JobMachine:
         self.state = replace(self.state, started_at=event.at)
         took = event.at - self.state.created_at
         self._enter("running", f"training has begun, {took:.1f} s after the submission", {"seconds": took})
+        for copy in unfinished(self.state):
+            self._out.append(SendStop(copy.source, copy.epoch, "the shard is where it is processed", discard=True))
 
     def _tell_peers(self) -> None:
         parts = self.state.partitions

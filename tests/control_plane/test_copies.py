@@ -235,3 +235,34 @@ def test_what_a_source_has_spent_last_is_in_the_account_of_an_ended_job(phase: A
     assert (copy.state, copy.report.sent_bytes, copy.report.money) == ("stopped", {"taker": 900}, spent)
     assert condition_of(late) == ""
     assert settled(late, "holder", Report(1, "stopped")) == late, "one who has counted nothing changes nothing"
+
+
+@pytest.mark.parametrize("there", ["here", "anew", "training"])
+def test_a_source_that_knocks_where_nobody_waits_any_more_fails_nothing(there: str) -> None:
+    """The port may be another job's by then."""
+    made = waiting()
+    say(made, "holder", "sending")
+    if there == "anew":
+        made.handle(RegionLive(2.0, "taker", restarted=True))
+    else:
+        say(made, "taker", "preparing", shards_here=True)
+    if there == "training":
+        for region in REGIONS:
+            say(made, region, "training", ps_address="p:1")
+        assert made.state.phase == "running"
+    refusal = Failure("FORBIDDEN", "no shard is wanted here for j")
+    say(made, "holder", "refused", error=refusal)
+    assert not made.state.terminal
+    if there == "anew":
+        assert ("holder", "t:1") in _told(say(made, "taker", "preparing", shard_address="t:1")), "it is wanted again"
+        say(made, "holder", "refused", error=refusal)
+        assert made.state.phase == "failed", "this time it is waited for"
+
+
+def test_once_training_has_begun_no_source_goes_on_trying() -> None:
+    made = waiting()
+    say(made, "holder", "sending")
+    say(made, "keeper", "sent")
+    say(made, "taker", "preparing", shards_here=True)
+    actions = say(made, "taker", "training", ps_address="p:1")
+    assert [action.region for action in actions if isinstance(action, SendStop)] == ["holder"]
