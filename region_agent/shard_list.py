@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import re
@@ -21,13 +22,26 @@ from region_agent.worker.invocation import ShardFile
 from sync.framing import digest_of
 from sync.ps.storage import disk_full_is_told
 
-__all__ = ["LARGEST_LIST_BYTES", "Listed", "ListedFile", "ShardList", "listed", "read_list", "shard_bytes"]
+__all__ = [
+    "LARGEST_LIST_BYTES",
+    "FileContent",
+    "Listed",
+    "ListedFile",
+    "ShardList",
+    "list_bytes",
+    "listed",
+    "read_list",
+    "shard_bytes",
+]
 
 _log = logging.getLogger("geofed.shard")
 LARGEST_LIST_BYTES = 32 << 20
+"""About 190,000 files: each is a journey of its own, and both agents hold the list in memory."""
 _one_at_a_time = threading.Lock()
 """A thread that nobody waits for any more may still bring objects to where the next one looks for them."""
 _READ_BYTES = 1 << 20
+_ENTRY_BYTES = 140
+"""At most, of an entry of the list without its names."""
 _SPLIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -109,21 +123,63 @@ class Listed:
     marks: tuple[tuple[int, int], ...]
     """Size and time of the last change of each, when it was read."""
 
-    def path(self, index: int) -> Path:
+    def content(self, index: int) -> FileContent:
         """Raises ``GeofedError("SHARD_UNREADABLE")`` where the file is not as it was read."""
-        if _mark(self.paths[index]) != self.marks[index]:
-            raise GeofedError("SHARD_UNREADABLE", f"{self.paths[index]} has changed while it was being handed over")
-        return self.paths[index]
+        path, mark = self.paths[index], self.marks[index]
+        if _mark(path) != mark:
+            raise _changed(path)
+        return FileContent(path, mark[0])
+
+
+class FileContent:
+    """A file's bytes, read piece by piece; closed when nobody holds it any more.
+
+    Its owner may change it at any time. One that is mapped ends the process that reads where it has been cut off.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path, self._size, self._file = path, size, -1
+        try:
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise GeofedError("SHARD_UNREADABLE", f"{path}: {error.strerror}") from None
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, piece: slice, /) -> memoryview:
+        """Raises ``GeofedError("SHARD_UNREADABLE")`` where it has become shorter."""
+        begin, end, _ = piece.indices(self._size)
+        whole = memoryview(bytearray(max(0, end - begin)))
+        at = 0
+        try:
+            while at < len(whole):
+                if not (count := os.preadv(self._file, [whole[at:]], begin + at)):
+                    raise _changed(self._path)
+                at += count
+        except OSError as error:
+            raise GeofedError("SHARD_UNREADABLE", f"{self._path}: {error.strerror}") from None
+        return whole
+
+    def __del__(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+
+
+def _changed(path: Path) -> GeofedError:
+    return GeofedError("SHARD_UNREADABLE", f"{path} has changed while it was being handed over")
 
 
 def listed(name: str, dataset: DatasetConfig, stores: Mapping[str, StoreConfig], stage: Path) -> Listed:
     """Read a shard through and list it; one in an object store is brought into the folder ``stage`` first.
 
-    Blocking; raises ``GeofedError``: SHARD_UNREADABLE, DISK_FULL.
+    Blocking; raises ``GeofedError``: SHARD_UNREADABLE, LIMIT_EXCEEDED, DISK_FULL.
     """
     files, paths, marks = [], [], []
     with _one_at_a_time:
-        for split, found in sorted(shard_files(dataset, dict(stores)).items()):
+        splits = shard_files(dataset, dict(stores))
+        _check_length(splits)
+        for split, found in sorted(splits.items()):
             for file, path in zip(found, _local(found, stage / split), strict=True):
                 mark = _mark(path)
                 entry = ListedFile(split=split, name=file.name, folder=file.folder, size=mark[0], digest=_digest(path))
@@ -131,6 +187,24 @@ def listed(name: str, dataset: DatasetConfig, stores: Mapping[str, StoreConfig],
                 paths.append(path)
                 marks.append(mark)
     return Listed(ShardList(dataset=name, files=tuple(files)), tuple(paths), tuple(marks))
+
+
+def list_bytes(splits: Mapping[str, tuple[ShardFile, ...]]) -> int:
+    """How long the list of these files is at most."""
+    names = ((split, json.dumps(file.name, ensure_ascii=False)) for split, files in splits.items() for file in files)
+    return sum(_ENTRY_BYTES + len(split) + len(name.encode(errors="replace")) for split, name in names)
+
+
+def _check_length(splits: Mapping[str, tuple[ShardFile, ...]]) -> None:
+    """Raises ``GeofedError("LIMIT_EXCEEDED")`` where the list would be too long to be taken; before files are read."""
+    if (length := list_bytes(splits)) > LARGEST_LIST_BYTES:
+        count = sum(len(files) for files in splits.values())
+        raise GeofedError(
+            "LIMIT_EXCEEDED",
+            f"a shard of {count:,} files cannot be handed over: their list has {length:,} bytes, "
+            f"{LARGEST_LIST_BYTES:,} at most are taken",
+            hint="pack the samples into fewer, larger files",
+        )
 
 
 def _local(files: tuple[ShardFile, ...], stage: Path) -> list[Path]:
@@ -147,6 +221,7 @@ def shard_bytes(dataset: DatasetConfig, stores: Mapping[str, StoreConfig]) -> di
     """Bytes of each split; empty where they cannot be told. Blocking."""
     try:
         found = shard_files(dataset, dict(stores))
+        _check_length(found)
         return {split: sum(_size(file) for file in files) for split, files in found.items()}
     except (GeofedError, OSError) as error:
         _log.warning("how large a shard is cannot be told, so it is processed here only: %s", error)

@@ -20,12 +20,12 @@ from region_agent.billing import egress
 from region_agent.config import RegionConfig
 from region_agent.partition_events import Happened
 from region_agent.policy import check_sending
-from region_agent.shard_list import Listed, ShardList, listed
+from region_agent.shard_list import FileContent, Listed, ShardList, listed
 from region_agent.shard_taking import LIST_SEQUENCE
 from region_agent.store import AgentStore
 from sync.ps.events import Manifest, Peer
 from sync.ps.intake import LARGEST_UPDATE_BYTES
-from sync.ps.link import Courier
+from sync.ps.link import Courier, Notices
 from sync.ps.storage import write_durably
 from sync.transport.sockets import Tls
 
@@ -35,8 +35,10 @@ _log = logging.getLogger("geofed.shard")
 _STALL_SECONDS = 30.0
 _TOLD_SECONDS = 1.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 10.0
-_GIVEN_UP = frozenset({"RESIDENCY_VIOLATION", "CONFIG_INVALID", "FORBIDDEN"})
+_GIVEN_UP = frozenset({"RESIDENCY_VIOLATION", "CONFIG_INVALID", "FORBIDDEN", "LIMIT_EXCEEDED"})
 """Codes that trying again does not mend."""
+_REFUSALS = frozenset({"LIMIT_EXCEEDED", "FRAME_INVALID", "SHARD_UNREADABLE"})
+"""Of a file on its way: the courier would meet it for ever. FORBIDDEN is none: that asks for a new ticket by itself."""
 _PATIENCE = 5
 """Tries in a row, with no progress, to read a shard that cannot be read."""
 
@@ -165,24 +167,25 @@ class Sending:
         await asyncio.to_thread(write_durably, place, [shard.shard.to_bytes()])
         manifests = self._manifests(shard.shard, there)
         left = {manifest.sequence for manifest in manifests}
-        news, unreadable = asyncio.Event(), list[GeofedError]()
+        news, refused = asyncio.Event(), list[GeofedError]()
 
         def arrived(_: str, manifest: Manifest) -> None:
             left.discard(manifest.sequence)
             news.set()
 
-        def path_of(manifest: Manifest) -> Path:
-            if manifest.sequence == LIST_SEQUENCE:
-                return place
-            try:
-                return shard.path(manifest.sequence - LIST_SEQUENCE - 1)
-            except GeofedError as error:
-                # It must be listed anew; the courier would try for ever.
-                unreadable.append(error)
-                news.set()
-                raise
+        def content_of(manifest: Manifest) -> Path | FileContent:
+            index = manifest.sequence - LIST_SEQUENCE - 1
+            return place if index < 0 else shard.content(index)
 
-        courier = self._courier = Courier(order.job, self._hands.identity, path_of, arrived, _STALL_SECONDS)
+        def note(error: GeofedError) -> None:
+            # Where a file cannot be read, all must be listed anew.
+            if error.code in _REFUSALS:
+                refused.append(error)
+                news.set()
+
+        courier = self._courier = Courier(
+            order.job, self._hands.identity, content_of, arrived, _STALL_SECONDS, notices=Notices(refused=note)
+        )
         carrying = self._carrying = asyncio.create_task(courier.run(), name=f"the shard of {order.job} to {order.to}")
         self._counted = 0
         try:
@@ -196,8 +199,8 @@ class Sending:
                         await news.wait()
                 if carrying.done():
                     carrying.result()
-                if unreadable:
-                    raise unreadable[0]
+                if refused:
+                    raise refused[0]
                 if not listed_there and LIST_SEQUENCE not in left:
                     # Before the list is there nothing else is wanted.
                     listed_there = True

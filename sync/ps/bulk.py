@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import sync_pb2
 from sync.ps.events import Peer
+from sync.transport.run import Content
 from sync.transport.sender import Carried, Outbound, Parcel
 from sync.transport.sockets import Tls, dial
 from sync.transport.stream import hello
@@ -80,7 +81,7 @@ class BulkWay:
         self._port, self._ticket = reply.bulk_port, reply.ticket or self._ticket
 
     async def send(
-        self, proto: sync_pb2.UpdateManifest, view: memoryview, have: tuple[tuple[int, int], ...]
+        self, proto: sync_pb2.UpdateManifest, view: Content, have: tuple[tuple[int, int], ...]
     ) -> sync_pb2.OfferReply:
         """Send what the peer lacks over streams that we dial.
 
@@ -89,7 +90,7 @@ class BulkWay:
         """
         return await self._carry(Parcel(proto, view, self._ticket, have), self._dial)
 
-    async def send_collected(self, proto: sync_pb2.UpdateManifest, view: memoryview) -> sync_pb2.OfferReply:
+    async def send_collected(self, proto: sync_pb2.UpdateManifest, view: Content) -> sync_pb2.OfferReply:
         """The same over streams that the peer dials when we call for them."""
         calls = self._calls
         if calls is None:

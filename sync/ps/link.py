@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import mmap
@@ -12,6 +13,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import grpc
@@ -23,6 +25,7 @@ from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from sync.ps.bulk import BulkWay, Unreached
 from sync.ps.events import Manifest, Peer
 from sync.transport.ranges import Ranges, pieces
+from sync.transport.run import Content
 from sync.transport.sockets import Tls
 
 __all__ = ["Courier", "LinkMeter", "Notices", "Tls", "manifest_of", "manifest_to_proto"]
@@ -114,6 +117,8 @@ class Notices:
     """The peer wants another update of that region first: it has all up to this one."""
     missing: Callable[[Manifest], None] = lambda manifest: None
     """An update's bytes are not here any more."""
+    refused: Callable[[GeofedError], None] = lambda error: None
+    """An update met an error of which its code says that trying again does not mend it; it is tried again."""
 
 
 class _Replaced(Exception):
@@ -132,7 +137,7 @@ class Courier:
         self,
         job: str,
         identity: Callable[[], Tls],
-        path_of: Callable[[Manifest], Path],
+        path_of: Callable[[Manifest], Path | Content],
         arrived: Callable[[str, Manifest], None],
         stall: float,
         broke: Callable[[], None] = lambda: None,
@@ -140,7 +145,10 @@ class Courier:
         bulk_port: Callable[[], int] = lambda: 0,
         notices: Notices = Notices(),
     ) -> None:
-        """``dial_back`` has streams dialled to a peer that asks for it; ``bulk_port`` is ours, for the peer to dial."""
+        """``dial_back`` has streams dialled to a peer that asks for it; ``bulk_port`` is ours, for the peer to dial.
+
+        A file that ``path_of`` names is mapped, and must not change: one that gets shorter would end the process.
+        """
         self._job, self._identity, self._path_of, self._arrived = job, identity, path_of, arrived
         self._stall_seconds, self._broke = stall, broke
         self._dial_back, self._notices = dial_back, notices
@@ -150,6 +158,7 @@ class Courier:
         self._peer: Peer | None = None
         self._met = asyncio.Event()
         self._waiting: dict[tuple[int, str], Manifest] = {}
+        """In the order in which they go."""
         self._news = asyncio.Event()
         self._trusted = False
         """The last update went through at its first try."""
@@ -170,7 +179,8 @@ class Courier:
     def ship(self, peer: Peer, manifests: tuple[Manifest, ...]) -> None:
         """Take over updates to carry, in place of those before."""
         self.meet(peer)
-        self._waiting = {(manifest.sequence, manifest.region): manifest for manifest in manifests}
+        # Sorted once: there may be hundreds of thousands.
+        self._waiting = dict(sorted((((item.sequence, item.region), item) for item in manifests), key=itemgetter(0)))
         if not manifests:
             # Nothing goes this way any more: whether it could is not known from now on.
             self.meter.up, self.meter.fault = True, ""
@@ -203,7 +213,7 @@ class Courier:
             if not self._waiting:
                 self._news.clear()
                 continue
-            manifest = self._waiting[min(self._waiting)]
+            manifest = next(iter(self._waiting.values()))
             settled, train = False, self._train()
             self._carrying = time.monotonic(), sum(item.total_bytes for item in train or [manifest])
             try:
@@ -269,6 +279,8 @@ class Courier:
         self.meter.failures += 1
         self._trusted = False
         self._notices.failed(peer.region)
+        if isinstance(told, GeofedError) and not told.retryable:
+            self._notices.refused(told)
         if not isinstance(error, grpc.RpcError):
             # After a cut a new connection is there sooner than an old one comes to itself.
             await self._close_channel()
@@ -310,10 +322,10 @@ class Courier:
         """Small updates that wait one behind the other, while the link is good."""
         train: list[Manifest] = []
         if self._trusted and not self._bulk.by_collecting:
-            for key in sorted(self._waiting)[:_TRAIN]:
-                if self._waiting[key].total_bytes > _UNASKED_BYTES:
+            for manifest in itertools.islice(self._waiting.values(), _TRAIN):
+                if manifest.total_bytes > _UNASKED_BYTES:
                     break
-                train.append(self._waiting[key])
+                train.append(manifest)
         return train
 
     async def _carry_train(self, train: list[Manifest]) -> bool:
@@ -401,8 +413,12 @@ class Courier:
         self._broke()
 
     @contextlib.contextmanager
-    def _mapped(self, manifest: Manifest) -> Iterator[memoryview]:
-        with self._path_of(manifest).open("rb") as file:
+    def _mapped(self, manifest: Manifest) -> Iterator[Content]:
+        found = self._path_of(manifest)
+        if not isinstance(found, Path):
+            yield found
+            return
+        with found.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), manifest.total_bytes, prot=mmap.PROT_READ)
         # Not closed here: a connection may still hold a piece of it; the last one to let go frees it.
         yield memoryview(mapped)
@@ -413,7 +429,7 @@ class Courier:
         self,
         manifest: Manifest,
         proto: sync_pb2.UpdateManifest,
-        view: memoryview,
+        view: Content,
         have: tuple[tuple[int, int], ...],
     ) -> sync_pb2.OfferReply:
         progress = _Progress()
@@ -437,7 +453,7 @@ class Courier:
 
     async def _chunks(
         self,
-        view: memoryview,
+        view: Content,
         proto: sync_pb2.UpdateManifest,
         missing: list[tuple[int, int]],
         progress: _Progress,

@@ -9,9 +9,17 @@ from geofed_pb.v1 import sync_pb2
 from sync.transport.ranges import Ranges
 from sync.transport.streams import chunk_bytes
 
-__all__ = ["Run"]
+__all__ = ["Content", "Run"]
 
 _MOST_BAD_CHUNKS = 8
+
+
+class Content(Protocol):
+    """All bytes of an update: memory, or what reads them piece by piece."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, piece: slice, /) -> memoryview: ...
 
 
 class _Stream(Protocol):
@@ -24,7 +32,7 @@ class Run:
     def __init__(
         self,
         manifest: sync_pb2.UpdateManifest,
-        view: memoryview,
+        view: Content,
         ticket: bytes,
         have: tuple[tuple[int, int], ...] | None,
         tag: int,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import sync_pb2
-from sync.transport.run import Run
+from sync.transport.run import Content, Run
 from sync.transport.sockets import buffer_bytes, kernel_view, tune, unacknowledged_bytes
 from sync.transport.stream import Stream, StreamEnded
 from sync.transport.streams import Look, StreamCount
@@ -32,7 +32,7 @@ class Parcel:
     """An update to carry."""
 
     manifest: sync_pb2.UpdateManifest
-    view: memoryview
+    view: Content
     """All its bytes."""
     ticket: bytes
     have: tuple[tuple[int, int], ...] | None

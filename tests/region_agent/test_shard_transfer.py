@@ -9,24 +9,30 @@ import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import grpc
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.pki import Authority
 from support.relay import Relay
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import channel, error_of, region_name
 from geofed_pb.v1 import agent_pb2, sync_pb2, sync_pb2_grpc
+from region_agent import shard_list, shard_taking
 from region_agent.config import DatasetConfig, RegionConfig, SplitConfig, StoreConfig, load_config
 from region_agent.partition_events import Happened
-from region_agent.shard_list import ListedFile, ShardList, read_list, shard_bytes
+from region_agent.shard_list import FileContent, Listed, ListedFile, ShardList, read_list, shard_bytes
 from region_agent.shard_sending import Hands, Sending
 from region_agent.shard_taking import Shelf, ShelfPort, forget_shards, open_port
 from region_agent.store import AgentStore
+from region_agent.worker.invocation import ShardFile
 from sync.framing import digest_of
 from sync.ps.events import Manifest, Verdict
+from sync.ps.intake import LARGEST_UPDATE_BYTES
 
 MIB = 1 << 20
 JOB = "job-1"
@@ -338,6 +344,87 @@ async def test_a_file_that_changes_on_the_way_is_read_anew(source: Source, west:
             await asyncio.wait_for(taker.port.complete(), 60)
             await source.until("sent")
             check_same(source, taker.shelf)
+
+
+@runs
+async def test_a_file_that_is_cut_off_while_it_is_read_is_read_anew(source: Source, west: Path) -> None:
+    """In place, by its owner: the size is another after a piece of it has been asked for."""
+    big, cut = source.folder / "data" / "train/a/big.bin", False
+    opened = Listed.content
+
+    def content(self: Listed, index: int) -> FileContent:
+        nonlocal cut
+        found = opened(self, index)
+        if self.paths[index] == big and not cut:
+            os.truncate(big, 2 * MIB)
+            cut = True
+        return found
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Listed, "content", content)
+        async with taking(west) as taker:
+            source.send(taker.address)
+            await asyncio.wait_for(taker.port.complete(), 60)
+            await source.until("sent")
+            assert cut
+            check_same(source, taker.shelf)
+
+
+def test_what_is_not_there_to_be_read_is_told(tmp_path: Path) -> None:
+    """A mapped file would end the process with SIGBUS instead."""
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(10_000))
+    content, whole = FileContent(path, 10_000), path.read_bytes()
+    assert len(content) == 10_000
+    assert (content[0:10_000], content[9_000:20_000], content[5:5]) == (whole, whole[9_000:], b"")
+    os.truncate(path, 5_000)
+    assert content[0:5_000] == whole[:5_000]
+    for piece in (slice(4_999, 5_001), slice(5_000, 10_000)):
+        with pytest.raises(GeofedError) as raised:
+            content[piece]
+        assert raised.value.code == "SHARD_UNREADABLE"
+    before = len(os.listdir("/proc/self/fd"))
+    del content, raised
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+
+
+@pytest.mark.parametrize("side", [shard_list, shard_taking])
+def test_a_list_that_is_too_long_is_told_and_not_sent_for_ever(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: ModuleType
+) -> None:
+    """Whoever finds that it is."""
+    monkeypatch.setattr(side, "LARGEST_LIST_BYTES", 100)
+
+    async def within() -> None:
+        async with taking(tmp_path / "west") as taker:
+            sending = source.send(taker.address)
+            assert await source.until("refused", "failed") == "refused"
+            await sending.close()
+
+    asyncio.run(within())
+    assert source.reports[-1].error.code == "LIMIT_EXCEEDED"
+    if side is shard_list:
+        assert source.sent_bytes == 0
+        assert shard_bytes(source.config.datasets["digits"], {}) == {}, "no plan may count on it"
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.text(st.characters(exclude_characters="/\0", exclude_categories=("Cs",)), min_size=1, max_size=40)
+        ),
+        min_size=1,
+        unique=True,
+    )
+)
+def test_a_list_is_not_longer_than_was_counted_on(names: list[tuple[str]]) -> None:
+    files = tuple(
+        ListedFile(**_file(name=name, size=LARGEST_UPDATE_BYTES)) for (name,) in names if name not in (".", "..")
+    )
+    if files:
+        told = ShardList(dataset="d", files=files)
+        counted = shard_list.list_bytes({"train": tuple(ShardFile(name=file.name) for file in files)})
+        assert len(told.to_bytes()) <= counted + 100
 
 
 def test_a_shard_in_an_object_store_takes_the_same_way(tmp_path: Path, store: StoreConfig) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
+from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import sync_pb2
 from sync.ps.events import Manifest, Peer
 from sync.ps.link import Courier, Notices
@@ -113,3 +114,42 @@ def test_what_was_picked_is_not_sent_once_others_have_taken_its_place(tmp_path: 
         return begun
 
     assert asyncio.run(sent()) == [(4, 8)]
+
+
+def test_what_waits_goes_in_order_and_a_refusal_is_told(tmp_path: Path) -> None:
+    """An update that is refused for good is tried again, but not in silence."""
+    update = tmp_path / "update"
+    update.write_bytes(b"1234")
+
+    async def sent() -> tuple[list[int], list[str]]:
+        told, offered, enough = list[str](), list[int](), asyncio.Event()
+
+        def refused(error: GeofedError) -> None:
+            told.append(error.code)
+            if len(told) == 2:
+                enough.set()
+
+        courier = Courier(
+            "j", lambda: None, lambda manifest: update, lambda *_: None, 5.0, notices=Notices(refused=refused)
+        )
+
+        async def offer(proto: sync_pb2.UpdateManifest) -> sync_pb2.OfferReply:
+            offered.append(proto.sequence)
+            if proto.sequence < 3:
+                return sync_pb2.OfferReply(verdict=sync_pb2.OfferReply.VERDICT_HAVE)
+            raise GeofedError("UNAVAILABLE" if len(offered) == 3 else "LIMIT_EXCEEDED", "no")
+
+        courier._offer = offer  # type: ignore[method-assign]
+        courier.ship(Peer("b", 1, "127.0.0.1:1"), tuple(Manifest("a", 1, n, f"d{n}", 9 << 20, 1.0) for n in (3, 1, 2)))
+        update.write_bytes(bytes(9 << 20))
+        running = asyncio.create_task(courier.run())
+        await asyncio.wait_for(enough.wait(), 20)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await courier.close()
+        return offered, told
+
+    offered, told = asyncio.run(sent())
+    assert offered == [1, 2, 3, 3, 3]
+    assert told == ["LIMIT_EXCEEDED", "LIMIT_EXCEEDED"]
