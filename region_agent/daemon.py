@@ -34,7 +34,6 @@ from region_agent.policy import check_partition, check_sending, most_workers
 from region_agent.profiling import Profiler
 from region_agent.ps_process import PsProcess
 from region_agent.region_channel import RegionChannel
-from region_agent.shard_list import shard_bytes
 from region_agent.shard_sending import Hands, Sending
 from region_agent.shard_taking import forget_shards
 from region_agent.store import AgentStore, PartitionRow
@@ -87,15 +86,13 @@ class Agent:
         self._hub = Hub(
             self._identity,
             self._store,
-            lambda: json.dumps(config.catalogue(self._preemptible, self._sizes, self._offering.withheld)),
+            lambda: json.dumps(config.catalogue(self._preemptible, self._offering.sizes, self._offering.withheld)),
             version("geofed"),
         )
         self._offering = Offering(config, self._hub.begin_anew)
         self._partitions: dict[str, Partition] = {}
         self._sendings: dict[str, Sending] = {}
         """This region's shards on their way to others, by job."""
-        self._sizes: dict[str, dict[str, int]] = {}
-        """Bytes of the splits that may be processed elsewhere, by dataset."""
         self._gateway: EmbeddedGatewayProcess | None = None
         self._around: Surroundings | None = None
         self._profiler: Profiler | None = None
@@ -107,7 +104,7 @@ class Agent:
     async def run(self) -> None:
         """Work until `stopped` is set."""
         self._charge_interrupted()
-        await asyncio.to_thread(self._look_at_shards)
+        await asyncio.to_thread(self._forget_shards)
         client = await self._open_gateway()
         self._around = self._surroundings(client)
         self._profiler = Profiler(self._around, self._hub.tell_profile)
@@ -219,16 +216,13 @@ class Agent:
         ]
         return sorted({str(path if path.is_dir() else path.parent) for path in paths})
 
-    def _look_at_shards(self) -> None:
-        """How large those are that may go elsewhere; and what of others' is here for no job. Blocking."""
+    def _forget_shards(self) -> None:
+        """What is here for no job. Blocking."""
         shards = self._state_dir / SHARDS
         shards.mkdir(parents=True, exist_ok=True, mode=0o700)
         forget_shards(shards, lambda job: self._store.partition(job) is not None)
         sent_from = {agent_pb2.SendShard.FromString(message).job for message, _ in self._store.sendings()}
         forget_shards(self._state_dir / _SENDING, lambda job: job in sent_from)
-        for name, held in self._config.datasets.items():
-            if held.residency != "region":
-                self._sizes[name] = shard_bytes(held, self._config.stores)
 
     async def _watch_gateway(self, gateway: EmbeddedGatewayProcess) -> None:
         await gateway.ended()

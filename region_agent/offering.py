@@ -1,4 +1,4 @@
-"""Which of its datasets a region offers to the federation: those whose files are there."""
+"""Which of its datasets a region offers to the federation, and how large they are: those whose files are there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from geofed_pb.errors import GeofedError
 from region_agent.config import RegionConfig
+from region_agent.shard_list import shard_bytes
 from region_agent.shards import shard_files
 
 __all__ = ["Offering"]
@@ -26,6 +27,10 @@ class Offering:
         self._config, self._changed = config, changed
         self.withheld: dict[str, GeofedError] = {}
         """By dataset: why it cannot be read."""
+        self.sizes: dict[str, dict[str, int]] = {}
+        """Bytes of the splits that may be processed elsewhere, by dataset."""
+        self._looks: dict[str, asyncio.Future[dict[str, int]]] = {}
+        """That have not come to an end in time: another one would wait for the same."""
 
     @property
     def condition(self) -> str:
@@ -55,10 +60,11 @@ class Offering:
                 self.withheld[name] = error
 
     async def _error_of(self, name: str) -> GeofedError | None:
-        look = asyncio.to_thread(shard_files, self._config.datasets[name], self._config.stores)
+        look = self._looks.pop(name, None) or asyncio.ensure_future(asyncio.to_thread(self._sizes_of, name))
         try:
-            await asyncio.wait_for(look, _LONGEST_LOOK_SECONDS)
+            self.sizes[name] = await asyncio.wait_for(asyncio.shield(look), _LONGEST_LOOK_SECONDS)
         except TimeoutError:
+            self._looks[name] = look
             text = f"the store of dataset {name} did not answer within {_LONGEST_LOOK_SECONDS:.0f} s"
             return GeofedError("SHARD_UNREADABLE", text)
         except GeofedError as error:
@@ -66,3 +72,9 @@ class Offering:
         except OSError as error:
             return GeofedError("SHARD_UNREADABLE", str(error))
         return None
+
+    def _sizes_of(self, name: str) -> dict[str, int]:
+        """Blocking."""
+        dataset = self._config.datasets[name]
+        found = shard_files(dataset, self._config.stores)
+        return {} if dataset.residency == "region" else shard_bytes(found)

@@ -217,15 +217,14 @@ def _local(files: tuple[ShardFile, ...], stage: Path) -> list[Path]:
     return [stage / file.name for file in files]
 
 
-def shard_bytes(dataset: DatasetConfig, stores: Mapping[str, StoreConfig]) -> dict[str, int]:
-    """Bytes of each split; empty where they cannot be told. Blocking."""
+def shard_bytes(splits: Mapping[str, tuple[ShardFile, ...]]) -> dict[str, int]:
+    """Bytes of each split; empty where the shard cannot be handed over. Blocking; raises OSError."""
     try:
-        found = shard_files(dataset, dict(stores))
-        _check_length(found)
-        return {split: sum(_size(file) for file in files) for split, files in found.items()}
-    except (GeofedError, OSError) as error:
-        _log.warning("how large a shard is cannot be told, so it is processed here only: %s", error)
+        _check_length(splits)
+    except GeofedError as error:
+        _log.warning("a shard is processed here only: %s", error)
         return {}
+    return {split: sum(_size(file) for file in files) for split, files in splits.items()}
 
 
 def _size(file: ShardFile) -> int:

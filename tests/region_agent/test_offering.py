@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from pathlib import Path
 
 import pytest
 
 from geofed_pb.errors import GeofedError
 from region_agent import offering
-from region_agent.config import RegionConfig
+from region_agent.config import DatasetConfig, RegionConfig
 from region_agent.offering import Offering
+from region_agent.shards import shard_files
+from region_agent.worker.invocation import ShardFile
 
 
-def _config(folder: Path) -> RegionConfig:
+def _config(folder: Path, residency: str = "region") -> RegionConfig:
     def held(name: str) -> dict[str, object]:
-        return {"splits": {"train": {"uri": str(folder / name), "samples": 1}}}
+        return {"residency": residency, "splits": {"train": {"uri": str(folder / name), "samples": 1}}}
 
     return RegionConfig.model_validate(
         {
@@ -61,20 +64,42 @@ def test_what_cannot_be_read_is_withheld_until_it_can(
 def test_a_store_that_does_not_answer_keeps_nothing_else_from_being_offered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is asked once; what it says at last is taken."""
     monkeypatch.setattr(offering, "_LONGEST_LOOK_SECONDS", 0.05)
+    config, silent, asked = _config(tmp_path, residency="anywhere"), threading.Event(), list[DatasetConfig]()
+    for name in ("a.npz", "b.npz"):
+        (tmp_path / name).write_bytes(b"1234")
+
+    def files(dataset: DatasetConfig, _: object) -> dict[str, tuple[ShardFile, ...]]:
+        asked.append(dataset)
+        if dataset is config.datasets["b"]:
+            silent.wait(30)
+        return shard_files(dataset, {})
 
     async def act() -> None:
-        silent = asyncio.Event()
-
-        async def to_thread(_: object, dataset: object, __: object) -> None:
-            if dataset is config.datasets["b"]:
-                await silent.wait()
-
-        monkeypatch.setattr(asyncio, "to_thread", to_thread)
+        monkeypatch.setattr(offering, "shard_files", files)
         offered = Offering(config, lambda: None)
+        for _ in range(3):
+            await offered.look()
+            assert _told(config, offered) == ["a"]
+            assert isinstance(offered.withheld["b"], GeofedError)
+            assert offered.sizes == {"a": {"train": 4}}
+        assert asked.count(config.datasets["b"]) == 1, "one thread waits, however long the store is silent"
+        silent.set()
+        monkeypatch.setattr(offering, "_LONGEST_LOOK_SECONDS", 10.0)
         await offered.look()
-        assert _told(config, offered) == ["a"]
-        assert isinstance(offered.withheld["b"], GeofedError)
+        assert _told(config, offered) == ["a", "b"]
+        assert offered.sizes == {"a": {"train": 4}, "b": {"train": 4}}
 
-    config = _config(tmp_path)
-    asyncio.run(act())
+    try:
+        asyncio.run(act())
+    finally:
+        silent.set()
+
+
+def test_the_size_of_what_never_leaves_is_nobody_s_business(tmp_path: Path) -> None:
+    for name in ("a.npz", "b.npz"):
+        (tmp_path / name).write_bytes(b"1234")
+    offered = Offering(_config(tmp_path), lambda: None)
+    asyncio.run(offered.look())
+    assert not any(offered.sizes.values())

@@ -28,6 +28,7 @@ from region_agent.partition_events import Happened
 from region_agent.shard_list import FileContent, Listed, ListedFile, ShardList, read_list, shard_bytes
 from region_agent.shard_sending import Hands, Sending
 from region_agent.shard_taking import Shelf, ShelfPort, forget_shards, open_port
+from region_agent.shards import shard_files
 from region_agent.store import AgentStore
 from region_agent.worker.invocation import ShardFile
 from sync.framing import digest_of
@@ -405,7 +406,7 @@ def test_a_list_that_is_too_long_is_told_and_not_sent_for_ever(
     assert source.reports[-1].error.code == "LIMIT_EXCEEDED"
     if side is shard_list:
         assert source.sent_bytes == 0
-        assert shard_bytes(source.config.datasets["digits"], {}) == {}, "no plan may count on it"
+        assert shard_bytes(shard_files(source.config.datasets["digits"], {})) == {}, "no plan may count on it"
 
 
 @given(
@@ -436,7 +437,7 @@ def test_a_shard_in_an_object_store_takes_the_same_way(tmp_path: Path, store: St
             "test": SplitConfig(uri="s3://shards/one.npz", samples=1),
         }
         held = DatasetConfig(store="minio", splits=splits, residency="anywhere")
-        assert shard_bytes(held, {"minio": store}) == {"train": 1001, "test": 3}
+        assert shard_bytes(shard_files(held, {"minio": store})) == {"train": 1001, "test": 3}
         config = _config(folder, "east").model_copy(update={"datasets": {"digits": held}, "stores": {"minio": store}})
         source = Source(folder, config)
         async with taking(tmp_path / "west") as taker:
