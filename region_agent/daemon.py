@@ -192,8 +192,7 @@ class Agent:
                 else None
             )
             return GatewayClient(gateway.url, auth=auth, verify=gateway.ca_file, namespace=gateway.namespace)
-        # Workers read other regions' shards from there.
-        folders = [*self._data_folders(), str((self._state_dir / SHARDS).resolve())]
+        folders = self._data_folders()
         if isinstance(self._config.channel, FileChannelConfig):
             channel = self._channel_folder()
             channel.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -203,6 +202,8 @@ class Agent:
             profile=gateway.profile,
             keep_paths=folders,
             hide_paths=[str(self._state_dir.resolve())],
+            # A worker reads what came for its own job.
+            share_dir=(self._state_dir / SHARDS).resolve(),
         )
         return await self._gateway.start()
 

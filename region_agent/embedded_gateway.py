@@ -25,11 +25,20 @@ _READY_SECONDS = 60.0
 class EmbeddedGatewayProcess:
     """Serves on a socket file that only this user can open; ends with the agent."""
 
-    def __init__(self, state_dir: Path, *, profile: str, keep_paths: list[str], hide_paths: list[str]) -> None:
+    def __init__(
+        self,
+        state_dir: Path,
+        *,
+        profile: str,
+        keep_paths: list[str],
+        hide_paths: list[str],
+        share_dir: Path | None = None,
+    ) -> None:
         self._folder = state_dir / "gateway"
         # Socket paths are limited to some hundred characters; a state directory may be deeper than that.
         self._socket_folder = Path(tempfile.mkdtemp(prefix="geofed-gw-"))
         self._profile, self._keep_paths, self._hide_paths = profile, keep_paths, hide_paths
+        self._share_dir = share_dir
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> GatewayClient:
@@ -51,6 +60,7 @@ class EmbeddedGatewayProcess:
             "preload": ["numpy", "torch", "region_agent.worker.handler"],
             "hide_paths": self._hide_paths,
             "keep_paths": self._keep_paths,
+            "share_dir": str(self._share_dir) if self._share_dir is not None else None,
             "write_timeout": "1h",
             "upstream_timeout": "1h",
             # The agent deletes a function when nobody wants its answers any more.

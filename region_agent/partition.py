@@ -19,6 +19,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, sync_pb2
 from region_agent.config import OpenFaasGateway, RegionConfig
 from region_agent.gateway import FunctionSpec, GatewayClient, fixed_scale_labels, timeout_env
+from region_agent.gateway.functions import SHARE_ANNOTATION
 from region_agent.identity import Identity
 from region_agent.partition_calls import (
     CALL_GRACE,
@@ -347,6 +348,7 @@ class Partition:
             service=self._function,
             image=self._around.image,
             labels={**fixed_scale_labels(workers), **kind},
+            annotations={SHARE_ANNOTATION: self.job} if self._shards.foreign else {},
             constraints=self._constraints(preemptible=preemptible),
             env_vars={**timeout_env(call_seconds), **self._around.channel.worker_env()},
             limits={"memory": f"{plan.memory_mb}Mi"},

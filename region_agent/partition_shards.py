@@ -20,7 +20,7 @@ from sync.transport.sockets import Tls
 __all__ = ["SHARDS", "PartitionShards"]
 
 SHARDS = "shards"
-"""Folder in the state directory for other regions' shards, by job. Workers see it."""
+"""Folder in the state directory for other regions' shards, by job. A job's workers may read its own."""
 _TOLD_SECONDS = 1.0
 _LINGER_SECONDS = 5.0
 """For which the last acknowledgements of shards may be asked for again."""
@@ -49,7 +49,8 @@ class PartitionShards:
         """All that are processed here."""
         shards = start.plan.shards
         self._own = not shards or any(ref.region == config.name for ref in shards)
-        self._foreign = [ref for ref in shards if ref.region != config.name]
+        self.foreign = [ref for ref in shards if ref.region != config.name]
+        """Those of other regions."""
         self._shelves: list[Shelf] = []
         self._port: ShelfPort | None = None
         """While shards are waited for."""
@@ -67,7 +68,7 @@ class PartitionShards:
     def declared_samples(self) -> int | None:
         """Of the training split, by this region's file; None where other regions' files count as well."""
         dataset = self._config.datasets.get(self._start.task.dataset)
-        return None if self._foreign or dataset is None else dataset.splits["train"].samples
+        return None if self.foreign or dataset is None else dataset.splits["train"].samples
 
     async def take(self, run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
         """Wait until the shards of others are here; ``run`` does something beside.
@@ -77,7 +78,7 @@ class PartitionShards:
         dataset = self._start.task.dataset
 
         def look() -> bool:
-            self._shelves = [Shelf(self.folder / ref.region, ref.region, dataset, ref.bytes) for ref in self._foreign]
+            self._shelves = [Shelf(self.folder / ref.region, ref.region, dataset, ref.bytes) for ref in self.foreign]
             return all(shelf.complete for shelf in self._shelves)
 
         if await asyncio.to_thread(look):

@@ -13,6 +13,7 @@ from geofed_pb.errors import GeofedError
 from region_agent.gateway.quantities import format_duration
 
 __all__ = [
+    "SHARE_ANNOTATION",
     "BasicAuth",
     "FunctionSpec",
     "FunctionStatus",
@@ -26,6 +27,8 @@ SCALE_MIN_LABEL = "com.openfaas.scale.min"
 SCALE_MAX_LABEL = "com.openfaas.scale.max"
 INTERNAL_HEADER = "X-OpenFaaS-Internal"
 EXIT_HEADER = "X-Geofed-Exit"
+SHARE_ANNOTATION = "geofed.share"
+"""Names the folder of other regions' shards that a function may read; the embedded gateway's ``share_dir`` has it."""
 _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 

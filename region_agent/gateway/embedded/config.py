@@ -77,6 +77,9 @@ class Config:
     """Files and directories that no function may see; the state directory always belongs to them."""
     keep_paths: tuple[str, ...] = ()
     """Directories within hidden ones that stay visible."""
+    share_dir: Path | None = None
+    """Directory that no function may see but for the folder there that its annotation ``geofed.share`` names, which it
+    may read."""
     isolate: bool = True
     """False runs functions with everything visible."""
     read_timeout: timedelta = timedelta(seconds=60)

@@ -20,7 +20,8 @@ _PR_CAP_AMBIENT = 47
 _PR_CAP_AMBIENT_CLEAR_ALL = 4
 _CLONE_NEWNS = 0x00020000
 _CLONE_NEWUSER = 0x10000000
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32
+_MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _CAPABILITY_VERSION_3 = 0x20080522
 _LAST_CAPABILITY = 63
 
@@ -52,8 +53,8 @@ def children(pid: int | str = "self") -> list[int]:
     return found
 
 
-def hide_paths(hidden: Iterable[str], kept: Iterable[str]) -> None:
-    """Cover files and directories for this process and its children; ``kept`` stay visible within them.
+def hide_paths(hidden: Iterable[str], kept: Iterable[str], read_only: Iterable[str] = ()) -> None:
+    """Cover files and directories for this process and its children; ``kept`` and ``read_only`` stay visible in them.
 
     Needs a single thread and a kernel with user namespaces; raises ``OSError`` where it has none or
     forbids the mounts. Afterwards the process has no capability left, so it cannot uncover them, and lives in a user
@@ -66,20 +67,25 @@ def hide_paths(hidden: Iterable[str], kept: Iterable[str]) -> None:
     Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     try:
-        _cover_all(hidden, kept)
+        _cover_all(hidden, kept, read_only)
     finally:
         _drop_capabilities()
         _check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
 
 
-def _cover_all(hidden: Iterable[str], kept: Iterable[str]) -> None:
+def _cover_all(hidden: Iterable[str], kept: Iterable[str], read_only: Iterable[str]) -> None:
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
-    handles = {path: os.open(path, os.O_PATH) for path in kept if os.path.isdir(path)}
+    frozen = set(read_only)
+    handles = {path: os.open(path, os.O_PATH) for path in {*kept, *frozen} if os.path.isdir(path)}
     covered = [path for path in sorted(hidden, key=len) if os.path.exists(path) and _cover(path)]
     for path, handle in handles.items():
         if any(Path(path).is_relative_to(cover) for cover in covered):
             os.makedirs(path, exist_ok=True)
             _mount(f"/proc/self/fd/{handle}", path, None, _MS_BIND | _MS_REC)
+            if path in frozen:
+                # What the mount below it forbids, it must go on forbidding.
+                locked = os.statvfs(path).f_flag & (_MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+                _mount("none", path, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | locked)
         os.close(handle)
 
 

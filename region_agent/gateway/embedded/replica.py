@@ -45,6 +45,8 @@ class ReplicaSpec:
     """Paths that the handler must not see."""
     kept: list[str] = field(default_factory=list)
     """Paths that stay visible within the hidden ones."""
+    read_only: list[str] = field(default_factory=list)
+    """Paths that stay visible there, and cannot be written to."""
     threads: int = 1
     """Threads for torch's operators."""
     max_inflight: int = 1
@@ -93,7 +95,7 @@ def _isolate(spec: ReplicaSpec, parent_pid: int) -> str:
     if not spec.hidden:
         return "none"
     try:
-        kernel.hide_paths(spec.hidden, [spec.directory, *spec.kept])
+        kernel.hide_paths(spec.hidden, [spec.directory, *spec.kept], spec.read_only)
     except OSError as error:
         print(f"cannot hide {', '.join(spec.hidden)} from this function: {error}", file=sys.stderr)
         return "none"

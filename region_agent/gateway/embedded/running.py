@@ -20,7 +20,7 @@ from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.logs import LinePipe
 from region_agent.gateway.embedded.replica import SOCKET_NAME, ReplicaSpec
 from region_agent.gateway.embedded.table import Refused
-from region_agent.gateway.functions import FunctionSpec
+from region_agent.gateway.functions import SHARE_ANNOTATION, FunctionSpec, is_dns_label
 from region_agent.gateway.quantities import parse_cpu, parse_duration, parse_memory_bytes
 from region_agent.gateway.unix_sockets import UnixTransport
 
@@ -157,15 +157,18 @@ def replica_spec(running: Running, handler: str, config: Config) -> ReplicaSpec:
         "OPENFAAS_NAME": running.spec.service,
         **running.spec.env_vars,
     }
-    hidden = [str(config.state_dir), *config.hide_paths] if config.isolate else []
+    hidden = [str(path) for path in (config.state_dir, config.share_dir, *config.hide_paths) if path is not None]
+    share = running.spec.annotations.get(SHARE_ANNOTATION, "")
     return ReplicaSpec(
         name=running.name,
         handler=handler,
         directory=home,
         env=env,
         python_path=list(config.python_path),
-        hidden=hidden,
+        hidden=hidden if config.isolate else [],
         kept=list(config.keep_paths),
+        # Where a name leads elsewhere there is nothing to share.
+        read_only=[str(config.share_dir / share)] if config.share_dir is not None and is_dns_label(share) else [],
         threads=running.limits.threads,
         max_inflight=min(running.limits.max_inflight, 256),
         cold_start_s=config.cold_start.total_seconds(),

@@ -16,6 +16,7 @@ import pytest
 
 from geofed_pb.errors import GeofedError
 from region_agent.gateway import FunctionSpec, GatewayClient
+from region_agent.gateway.functions import SHARE_ANNOTATION
 
 from .conftest import QUICK, open_target, until
 
@@ -324,6 +325,30 @@ async def test_hidden_paths_stay_hidden(launch, tmp_path: Path) -> None:
         assert (await probe(f"read?path={tmp_path / 'one.key'}")).body == b""
         assert (await probe("touch")).body == b"written"
         assert (keys / "region.key").read_text() == "PRIVATE"
+
+
+async def test_a_function_reads_its_own_share_only(launch, tmp_path: Path) -> None:
+    """And cannot write there, nor name another way to it."""
+    share = tmp_path / "share"
+    for job in ("job-1", "job-2"):
+        (share / job / "east").mkdir(parents=True)
+        (share / job / "east" / "data").write_text("PRIVATE")
+    (tmp_path / "beside").mkdir()
+    embedded = launch(share_dir=str(share), hide_paths=[str(tmp_path / "beside")])
+    own, other = share / "job-1" / "east" / "data", share / "job-2" / "east" / "data"
+    async with open_target(embedded) as target:
+        if (await target.client.info())["provider"]["isolation"] == "none":
+            pytest.skip("this kernel does not let an ordinary process mount in a namespace of its own")
+        probe = await target.deploy(annotations={SHARE_ANNOTATION: "job-1"})
+        assert (await probe(f"read?path={own}")).body == b"PRIVATE"
+        assert (await probe(f"read?path={other}")).status == 404
+        assert "PRIVATE" not in (await probe(f"uncover?path={other}")).body.decode()
+        for path in (own, own.parent / "new", share / "job-1" / "new"):
+            assert (await probe(f"overwrite?path={path}")).body == b"[30, 30, 1]", "EROFS, whatever is tried"
+        assert own.read_text() == "PRIVATE"
+        for annotations in ({}, {SHARE_ANNOTATION: ""}, {SHARE_ANNOTATION: "."}, {SHARE_ANNOTATION: "../share/job-1"}):
+            stranger = await target.deploy(annotations=annotations)
+            assert (await stranger(f"read?path={own}")).status == 404
 
 
 async def test_missing_isolation_is_reported(launch) -> None:

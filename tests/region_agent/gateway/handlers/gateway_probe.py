@@ -94,6 +94,20 @@ def do_read(event: Any, context: Any, given: Any) -> Any:
         return {"statusCode": 404, "body": type(error).__name__}
 
 
+def do_overwrite(event: Any, context: Any, given: Any) -> Any:
+    """Try to write to a file; the error numbers, then the status of a remount as a new namespace's root."""
+    path, got = Path(given["path"]), []
+    for way in (lambda: path.write_text("CHANGED"), lambda: os.mkdir(path.with_name("folder"))):
+        try:
+            way()
+            got.append(0)
+        except OSError as error:
+            got.append(error.errno)
+    again = f"mount -o remount,bind,rw {path.parent.parent}; mount -o remount,bind,rw {path.parent}; echo > {path}"
+    done = subprocess.run(["unshare", "-Urm", "sh", "-c", again], capture_output=True, check=False)
+    return json.dumps([*got, int(done.returncode != 0)])
+
+
 def do_uncover(event: Any, context: Any, given: Any) -> Any:
     """Try to get at a hidden file by every way that occurs to job code."""
     path = given["path"]
