@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -89,6 +89,9 @@ class ShardList(BaseModel):
         alone = [file.split for file in self.files if not file.folder]
         if len(set(alone)) < len(alone) or any(file.folder and file.split in alone for file in self.files):
             raise ValueError("a split is one file or one folder")
+        for split in {file.split for file in self.files}:
+            if clash := _clash(file.name for file in self.files if file.split == split):
+                raise ValueError(f"{clash} is a file and a folder")
         return self
 
     @property
@@ -178,7 +181,7 @@ def listed(name: str, dataset: DatasetConfig, stores: Mapping[str, StoreConfig],
     files, paths, marks = [], [], []
     with _one_at_a_time:
         splits = shard_files(dataset, dict(stores))
-        _check_length(splits)
+        _check_travels(splits)
         for split, found in sorted(splits.items()):
             for file, path in zip(found, _local(found, stage / split), strict=True):
                 mark = _mark(path)
@@ -195,8 +198,20 @@ def list_bytes(splits: Mapping[str, tuple[ShardFile, ...]]) -> int:
     return sum(_ENTRY_BYTES + len(split) + len(name.encode(errors="replace")) for split, name in names)
 
 
-def _check_length(splits: Mapping[str, tuple[ShardFile, ...]]) -> None:
-    """Raises ``GeofedError("LIMIT_EXCEEDED")`` where the list would be too long to be taken; before files are read."""
+def _clash(names: Iterable[str]) -> str:
+    """A name that is a file's and a folder's, as keys of an object store may be; empty: there is none."""
+    files = set(names)
+    folders = (name[: found.start()] for name in files for found in re.finditer("/", name))
+    return next((folder for folder in folders if folder in files), "")
+
+
+def _check_travels(splits: Mapping[str, tuple[ShardFile, ...]]) -> None:
+    """Raises ``GeofedError``, before files are read: LIMIT_EXCEEDED where the list would be too long to be taken,
+    SHARD_UNREADABLE where the files cannot be laid out."""
+    for split, files in splits.items():
+        if clash := _clash(file.name for file in files):
+            text = f"split {split}: {clash} is an object's key and the beginning of another's, which no folder can hold"
+            raise GeofedError("SHARD_UNREADABLE", text, hint="rename one of them")
     if (length := list_bytes(splits)) > LARGEST_LIST_BYTES:
         count = sum(len(files) for files in splits.values())
         raise GeofedError(
@@ -220,7 +235,7 @@ def _local(files: tuple[ShardFile, ...], stage: Path) -> list[Path]:
 def shard_bytes(splits: Mapping[str, tuple[ShardFile, ...]]) -> dict[str, int]:
     """Bytes of each split; empty where the shard cannot be handed over. Blocking; raises OSError."""
     try:
-        _check_length(splits)
+        _check_travels(splits)
     except GeofedError as error:
         _log.warning("a shard is processed here only: %s", error)
         return {}

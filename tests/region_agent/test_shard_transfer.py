@@ -487,6 +487,8 @@ def _file(**changed: Any) -> dict[str, Any]:
         [_file(folder=False), _file(name="b", folder=False)],
         [_file(folder=False), _file(name="b")],
         [_file(more=1)],
+        [_file(name="a"), _file(name="a/b")],
+        [_file(name="a-b"), _file(name="a/b/c"), _file(name="a/b")],
     ],
 )
 def test_a_list_that_leads_elsewhere_is_refused(files: list[dict[str, Any]]) -> None:
@@ -495,8 +497,19 @@ def test_a_list_that_leads_elsewhere_is_refused(files: list[dict[str, Any]]) -> 
     assert raised.value.code == "FRAME_INVALID"
 
 
+def test_keys_that_no_folder_can_hold_are_told_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = tuple(ShardFile(name=name, url=f"https://store/{name}", size=1) for name in ("a", "a/b"))
+    monkeypatch.setattr(shard_list, "shard_files", lambda dataset, stores: {"train": files})
+    with pytest.raises(GeofedError) as raised:
+        shard_list.listed("digits", DatasetConfig(splits={}), {}, Path("/nowhere"))
+    assert raised.value.code == "SHARD_UNREADABLE"
+    assert "a is an object's key" in raised.value.message
+    assert shard_bytes({"train": files}) == {}
+
+
 def test_a_list_is_what_it_was() -> None:
-    told = ShardList(dataset="digits", files=(ListedFile(**_file()), ListedFile(**_file(name="b/c"))))
+    more = [ListedFile(**_file(split="test")), *(ListedFile(**_file(name=name)) for name in ("b/c", "b/d", "b-"))]
+    told = ShardList(dataset="digits", files=(ListedFile(**_file()), *more))
     assert read_list(told.to_bytes()) == told
     assert read_list(told.to_bytes()).digest == told.digest
 
