@@ -23,7 +23,7 @@ from scheduler._model import (
     Snapshot,
     Split,
 )
-from scheduler._plan import plan
+from scheduler._plan import Planner, plan
 from scheduler._rerouting import Rerouting, Sighting, as_seen, rerouted
 from scheduler._restaff import Restaffing, Staffed, pace, paces, restaff
 from scheduler._topology import (
@@ -51,6 +51,7 @@ __all__ = [
     "PipelineShape",
     "PipelineStage",
     "Plan",
+    "Planner",
     "Prices",
     "Range",
     "Reason",

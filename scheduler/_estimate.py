@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -35,28 +36,46 @@ def worker_speed(region: Region, snapshot: Snapshot) -> float:
     return snapshot.speeds.get(region.name) or region.capacity.samples_per_second or PRIOR_SAMPLES_PER_SECOND
 
 
-def estimate(plan: Plan, snapshot: Snapshot) -> Estimate:
-    """Predict a plan.
+@dataclass(frozen=True)
+class Routes:
+    """Over what the regions of a plan exchange: the same for all plans that differ in workers and steps only."""
+
+    topology: Topology
+    way: Mapping[str, tuple[float, str]]
+    """Of the model that all begin with: when it is at each other region, and from which neighbour it comes."""
+    slowest_rtt: float
+    """Seconds."""
+
+
+def routes(plan: Plan, snapshot: Snapshot) -> Routes:
+    """Of a plan. Raises ValueError where two neighbours have no direct path."""
+    regions = {region.name: region for region in snapshot.regions}
+    table = link_table([regions[part.region] for part in plan.partitions])
+    model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
+    topology = topology_of(plan, table, update_bytes(model_bytes, plan.codec))
+    way = _ways_from(plan.partitions[0].region, topology, table, update_bytes(model_bytes, "fp32"))
+    return Routes(topology, way, max((table[link].rtt_seconds for link in _directed(topology)), default=0.0))
+
+
+def estimate(plan: Plan, snapshot: Snapshot, over: Routes | None = None) -> Estimate:
+    """Predict a plan; ``over``: its routes, where they are known.
 
     A round takes as long as its slowest region: compute, then the exchange over the plan's neighbours, where every
     region waits for the updates of all others; in the background the longer of both, and one exchange at the end.
     Shards that are processed elsewhere travel first, each over a link of its own, while nobody works.
     """
     regions = {region.name: region for region in snapshot.regions}
-    taking_part = [regions[part.region] for part in plan.partitions]
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
     first = update_bytes(model_bytes, "fp32")
     basis = _basis(plan, regions, snapshot)
     compute = max(round_compute_seconds(part) for part in plan.partitions)
-    table = link_table(taking_part)
-    topology = topology_of(plan, table, update_bytes(model_bytes, plan.codec))
+    over = over or routes(plan, snapshot)
+    topology = over.topology
     exchange = exchange_seconds(topology, model_bytes, plan.codec)
-    # The model that all begin with travels once, whole, before the first round.
-    begun_by = plan.partitions[0].region
-    way = _ways_from(begun_by, topology, table, first)
-    contact = 3 * max((table[link].rtt_seconds for link in _directed(topology)), default=0.0)
-    if len(taking_part) > 1:
-        contact += coding_seconds(model_bytes, "fp32") + max(at for at, _ in way.values())
+    contact = 3 * over.slowest_rtt
+    if len(plan.partitions) > 1:
+        # The model that all begin with travels once, whole, before the first round.
+        contact += coding_seconds(model_bytes, "fp32") + max(at for at, _ in over.way.values())
     start = snapshot.start_seconds if snapshot.start_seconds is not None else PRIOR_START_SECONDS
     rounds = plan.rounds * (compute + exchange)
     if plan.background:
@@ -64,11 +83,14 @@ def estimate(plan: Plan, snapshot: Snapshot) -> Estimate:
     copying = max((copy.seconds for copy in plan.copies), default=0.0)
     seconds = start + copying + contact + rounds
     link_bytes = {link: plan.rounds * sent for link, sent in topology.bytes_per_round_by_link.items()}
-    for to, (_, source) in way.items():
+    for to, (_, source) in over.way.items():
         link_bytes[f"{source}>{to}"] += first
     spent = _Spent(seconds, start, copying)
+    sent_by = _by_source(link_bytes)
     items = tuple(
-        cost for part in plan.partitions for cost in _bill(part, plan, regions[part.region], spent, link_bytes)
+        cost
+        for part in plan.partitions
+        for cost in _bill(part, plan, regions[part.region], spent, sent_by[part.region])
     )
     usd = sum(cost.usd for cost in items)
     low, high = _SPREAD[basis]
@@ -211,7 +233,7 @@ class _Spent:
         return max(0.0, self.seconds - self.start - self.copying)
 
 
-def _bill(part: Partition, plan: Plan, region: Region, spent: _Spent, link_bytes: dict[str, int]) -> list[Cost]:
+def _bill(part: Partition, plan: Plan, region: Region, spent: _Spent, sent_to: Mapping[str, int]) -> list[Cost]:
     prices, busy = _prices(region), spent.busy
     gb_seconds = part.workers * part.memory_mb / 1024 * busy
     calls = part.workers * max(1, -int(-busy // plan.slice_seconds))
@@ -224,9 +246,16 @@ def _bill(part: Partition, plan: Plan, region: Region, spent: _Spent, link_bytes
         Cost(region.name, item, quantity, unit, quantity * price, prices.source)
         for item, quantity, unit, price in costs
     ]
+    for to, sent in sent_to.items():
+        gb = sent / 1e9
+        bill.append(Cost(region.name, f"egress to {to}", gb, "GB", gb * prices.egress(to), prices.source))
+    return bill
+
+
+def _by_source(link_bytes: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Bytes by the region that sends them, and by destination."""
+    found: dict[str, dict[str, int]] = defaultdict(dict)
     for link, sent in link_bytes.items():
         source, _, to = link.partition(">")
-        if source == region.name:
-            gb = sent / 1e9
-            bill.append(Cost(region.name, f"egress to {to}", gb, "GB", gb * prices.egress(to), prices.source))
-    return bill
+        found[source][to] = sent
+    return found

@@ -6,13 +6,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from scheduler._elastic import MUCH_THE_SAME, Option, Staffing, Weighed, options, taken
-from scheduler._estimate import estimate, step_seconds, worker_speed
-from scheduler._model import Alternative, Declined, Demand, Estimate, Partition, Plan, Range, Reason, Region, Snapshot
+from scheduler._elastic import Option, Staffing, options
+from scheduler._estimate import Routes, estimate, routes, step_seconds, worker_speed
+from scheduler._model import Declined, Demand, Estimate, Partition, Plan, Range, Reason, Region, Snapshot
 from scheduler._moves import Placed, best_moves, train_samples
 from scheduler._pipelined import Staged, staged, unstaged
+from scheduler._topology import Topologies
 from scheduler._tuned import Tuned, merging_of, tuned
 from scheduler._wan import choose_wan
+from scheduler._ways import Ways
 
 DEFAULT_INTERVAL_STEPS = 20
 """Local steps between WAN exchanges where the job file says `auto` (the H = 20 of wan-sync measurements)."""
@@ -28,15 +30,44 @@ def plan(snapshot: Snapshot, demand: Demand) -> Plan | Declined:
     processes it: where the shard's owner and the demand let it go, and staying is impossible or clearly worse
     (`_moves`).
     """
-    return best_moves(snapshot, demand, _plan_placed)
+    return Planner(snapshot).plan(demand)
 
 
-def _plan_placed(placed: Placed, demand: Demand) -> Plan | Declined:
-    """The plan for shards that lie where they are processed.
+class Planner:
+    """Plans over one snapshot: what depends on neither deadline nor budget is worked out once for a demand.
 
-    Of all ways to staff the regions within what is free (`_elastic`), the one is taken that costs least, or ends first,
-    among those that keep deadline and budget; steps per round follow from the workers, so that all regions pass over
-    their data equally often.
+    So that it costs little to ask for other deadlines: what `plan` answers is the same.
+    """
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._demand: Demand | None = None
+        self._weighed: dict[tuple[tuple[str, str], ...], Ways | Declined] = {}
+        """By the shards that are moved, and to where."""
+        self.placements = 0
+        """So many ways to lay out the shards were weighed for all that was asked: what takes the time."""
+
+    def plan(self, demand: Demand) -> Plan | Declined:
+        """As `plan`."""
+        unbounded = replace(demand, deadline_seconds=None, budget_usd=None)
+        if unbounded != self._demand:
+            self._demand, self._weighed = unbounded, {}
+        return best_moves(self._snapshot, demand, self._placed)
+
+    def _placed(self, placed: Placed, demand: Demand) -> Plan | Declined:
+        key = tuple((copy.source, copy.destination) for copy in placed.copies)
+        if key not in self._weighed:
+            self._weighed[key] = _ways_for(placed, demand)
+            self.placements += 1
+        ways = self._weighed[key]
+        return ways if isinstance(ways, Declined) else ways.best(demand)
+
+
+def _ways_for(placed: Placed, demand: Demand) -> Ways | Declined:
+    """All ways to staff the regions within what is free (`_elastic`), for shards that lie where they are processed.
+
+    Steps per round follow from the workers, so that all regions pass over their data equally often. Neither deadline
+    nor budget counts.
     """
     snapshot = placed.snapshot
     candidates, reasons = _candidates(snapshot, demand)
@@ -57,26 +88,17 @@ def _plan_placed(placed: Placed, demand: Demand) -> Plan | Declined:
     ]
     if reasons:
         return Declined(tuple(reasons))
-    first = _planned(candidates, partitions, placed, demand)
+    known: dict[str, Topologies] = {}
+    first = _planned(candidates, partitions, placed, demand, known)
     if isinstance(first, Declined):
         return first
-    alike = {way: _alike(way, first, candidates, snapshot, demand) for way in ways}
-    weighed = [_weighed(way, other.estimate) for way, other in alike.items()]
-    best = taken(
-        weighed,
-        minimise=demand.minimise,
-        deadline_seconds=demand.deadline_seconds,
-        budget_usd=demand.budget_usd,
-    )
-    chosen = alike[best.option]
-    if best.option is not ways[0]:
-        own = _planned(candidates, _partitions(candidates, best.option, snapshot, demand), placed, demand)
-        # What it would exchange by itself may be cheaper, and too slow for what can be promised.
-        if isinstance(own, Plan) and (_within(own, demand) or not _within(chosen, demand)):
-            chosen = own
-    chosen = replace(chosen, alternatives=(*_other_staff(best, weighed, demand), *chosen.alternatives))
-    too_much = _beyond_limits(chosen, weighed, demand)
-    return Declined(too_much) if too_much else chosen
+    over = routes(first, snapshot)
+    alike = {way: _alike(way, first, candidates, snapshot, demand, over) for way in ways}
+
+    def by_itself(way: Option) -> Plan | Declined:
+        return _planned(candidates, _partitions(candidates, way, snapshot, demand), placed, demand, known)
+
+    return Ways(alike, by_itself)
 
 
 def _ways(candidates: list[Region], staffing: list[Staffing], snapshot: Snapshot, demand: Demand) -> list[Option]:
@@ -128,11 +150,17 @@ def _unreachable_quorum(demand: Demand, candidates: list[Region]) -> list[Reason
     return [Reason("INADMISSIBLE", text, f"set wan.quorum to {len(candidates)} at most, or leave it out")]
 
 
-def _planned(candidates: list[Region], partitions: list[Partition], placed: Placed, demand: Demand) -> Plan | Declined:
+def _planned(
+    candidates: list[Region],
+    partitions: list[Partition],
+    placed: Placed,
+    demand: Demand,
+    known: dict[str, Topologies],
+) -> Plan | Declined:
     """The whole plan for regions that are staffed so."""
     snapshot = placed.snapshot
     partitions, rounds, interval = _steps(partitions, demand)
-    wan = choose_wan(candidates, partitions, snapshot, demand, rounds)
+    wan = choose_wan(candidates, partitions, snapshot, demand, rounds, known)
     if isinstance(wan, Declined):
         return wan
     taken_by_all = merging_of(partitions, candidates, snapshot, demand)
@@ -175,7 +203,7 @@ def _beware(chosen: Plan, demand: Demand) -> tuple[str, ...]:
     return tuple(told)
 
 
-def _alike(way: Option, like: Plan, candidates: list[Region], snapshot: Snapshot, demand: Demand) -> Plan:
+def _alike(way: Option, like: Plan, candidates: list[Region], snapshot: Snapshot, demand: Demand, over: Routes) -> Plan:
     """The plan that exchanges like another one, and has other workers."""
     partitions, rounds, interval = _steps(_partitions(candidates, way, snapshot, demand), demand)
     taken_by_all = merging_of(partitions, candidates, snapshot, demand)
@@ -188,7 +216,7 @@ def _alike(way: Option, like: Plan, candidates: list[Region], snapshot: Snapshot
         collective=demand.collective or (taken_by_all.collective if taken_by_all else "auto"),
         merging=_merging(demand, taken_by_all),
     )
-    return replace(other, estimate=estimate(other, snapshot), warnings=_beware(other, demand))
+    return replace(other, estimate=estimate(other, snapshot, over), warnings=_beware(other, demand))
 
 
 def _merging(demand: Demand, taken_by_all: Tuned | None) -> dict[str, float]:
@@ -196,39 +224,6 @@ def _merging(demand: Demand, taken_by_all: Tuned | None) -> dict[str, float]:
     if taken_by_all is None or taken_by_all.collective != "k-reduce" or "k" in demand.merging:
         return demand.merging
     return {**demand.merging, "k": float(taken_by_all.chunks)}
-
-
-def _weighed(way: Option, took: Estimate) -> Weighed:
-    return Weighed(way, took.seconds.expected, took.usd.expected, took.seconds.high, took.usd.high)
-
-
-def _within(chosen: Plan, demand: Demand) -> bool:
-    in_time = demand.deadline_seconds is None or chosen.estimate.seconds.high <= demand.deadline_seconds
-    return in_time and (demand.budget_usd is None or chosen.estimate.usd.high <= demand.budget_usd)
-
-
-def _other_staff(best: Weighed, weighed: list[Weighed], demand: Demand) -> tuple[Alternative, ...]:
-    """Why the ends of the line, and what takes everything, lost."""
-    ends = [weighed[0], *(w for w in weighed if w.option.name in ("greedy", "one worker in each region"))]
-    return tuple(
-        Alternative(
-            f"{_STAFFED.get(way.option.name, way.option.name)} ({sum(way.option.workers)} workers): "
-            f"{way.seconds:.0f} s and ${_usd(way.usd)}",
-            _why_not(way, best, demand),
-        )
-        for way in dict.fromkeys(ends)
-        if way is not best
-    )
-
-
-def _why_not(way: Weighed, best: Weighed, demand: Demand) -> str:
-    if demand.deadline_seconds is not None and way.most_seconds > demand.deadline_seconds:
-        return f"may take {way.most_seconds:.0f} s, the deadline leaves {demand.deadline_seconds:.0f} s"
-    if demand.budget_usd is not None and way.most_usd > demand.budget_usd:
-        return f"may cost ${_usd(way.most_usd)}, the budget is ${_usd(demand.budget_usd)}"
-    slower, dearer = way.seconds / best.seconds - 1, way.usd / best.usd - 1 if best.usd else 0.0
-    words = [f"{part:.1%} {what}" for part, what in ((dearer, "dearer"), (slower, "slower")) if part > 0.0005]
-    return " and ".join(words) or f"saves less than {MUCH_THE_SAME:.0%}"
 
 
 def _candidates(snapshot: Snapshot, demand: Demand) -> tuple[list[Region], list[Reason]]:
@@ -433,54 +428,5 @@ def _by_speed(partitions: list[Partition], demand: Demand) -> tuple[int, list[fl
     return total, [rate / fastest for rate in rates]
 
 
-def _beyond_limits(chosen: Plan, weighed: list[Weighed], demand: Demand) -> tuple[Reason, ...]:
-    """What the plan cannot promise, with what could be promised, each limit for itself."""
-    reasons = []
-    took = chosen.estimate
-    if demand.deadline_seconds is not None and took.seconds.high > demand.deadline_seconds:
-        least = min(took.seconds.high, *(way.most_seconds for way in weighed))
-        reasons.append(
-            Reason(
-                "INADMISSIBLE",
-                f"needs up to {took.seconds.high:.0f} s, the deadline {_leaves(demand.deadline_seconds)}",
-                f"a deadline of {math.ceil(least)} s from now could be promised" + _cheaper_hint(demand),
-                earliest_seconds=least,
-            )
-        )
-    if demand.budget_usd is not None and took.usd.high > demand.budget_usd:
-        in_time = [w for w in weighed if demand.deadline_seconds is None or w.most_seconds <= demand.deadline_seconds]
-        least = min(took.usd.high, *(way.most_usd for way in in_time or weighed))
-        reasons.append(
-            Reason(
-                "INADMISSIBLE",
-                f"may cost up to ${_usd(took.usd.high)}, the budget is ${_usd(demand.budget_usd)}",
-                f"a budget of ${_usd(least, up=True)} would do",
-            )
-        )
-    return tuple(reasons)
-
-
-def _leaves(seconds: float) -> str:
-    if seconds > 0:
-        return f"leaves {seconds:.0f} s"
-    size, unit = next(((size, unit) for size, unit in _UNITS if -seconds >= 2 * size), (1.0, "seconds"))
-    return f"has passed, {-seconds / size:.0f} {unit} ago"
-
-
-def _usd(amount: float, *, up: bool = False) -> str:
-    """Four digits, or of less than a tenth of a cent the first two that are not zero; rounded up where asked."""
-    digits = 4 if amount >= 1e-3 or amount <= 0 else 1 - math.floor(math.log10(amount))
-    return f"{math.ceil(amount * 10**digits) / 10**digits if up else amount:.{digits}f}"
-
-
-def _cheaper_hint(demand: Demand) -> str:
-    return ", or with train.workers auto an earlier one" if demand.workers else ""
-
-
-_STAFFED = {
-    "matched": "load-power matching, as fast as the slowest region can",
-    "greedy": "every worker that is free",
-}
 _ONLY_HOLDS_DATA = "it only holds data: keep it out with regions.avoid"
-_UNITS = ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
 _NOTHING = Estimate(Range(0, 0, 0), Range(0, 0, 0), Range(0, 0, 0), (), {}, "prior")

@@ -47,14 +47,21 @@ class WanChoice:
 
 
 def choose_wan(
-    regions: Sequence[Region], parts: Sequence[Partition], snapshot: Snapshot, demand: Demand, rounds: int
+    regions: Sequence[Region],
+    parts: Sequence[Partition],
+    snapshot: Snapshot,
+    demand: Demand,
+    rounds: int,
+    known: dict[str, Topologies] | None = None,
 ) -> WanChoice | Declined:
     """The demanded codec and kind of topology; where the demand says nothing, what makes the exchange shortest.
 
     In the background the least lossy codec that hides the exchange behind the round's compute is taken; where none
     does, and where all wait, a lossy one only where it makes the exchange notably shorter. While nobody knows how large
-    the model is, float32 is taken.
+    the model is, float32 is taken. ``known`` holds what was weighed before for these regions, by codec, and takes in
+    what is weighed now.
     """
+    known = {} if known is None else known
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
     table, slowest = link_table(regions), max(round_compute_seconds(part) for part in parts)
     named = {region.name: region for region in regions}
@@ -62,8 +69,10 @@ def choose_wan(
     waiting = waiting_usd_per_second(parts, named)
     choices: list[WanChoice] = []
     for codec in (demand.codec,) if demand.codec else _codecs(demand, rounds, snapshot):
-        clouds = {region.name: region.cloud for region in regions}
-        weighed = weigh_topologies(sorted(named), table, update_bytes(model_bytes, codec), clouds)
+        if codec not in known:
+            clouds = {region.name: region.cloud for region in regions}
+            known[codec] = weigh_topologies(sorted(named), table, update_bytes(model_bytes, codec), clouds)
+        weighed = known[codec]
         wanted = _of_kind(weighed, demand.topology) if len(regions) > 1 else weighed
         topology = choose_topology(
             wanted,

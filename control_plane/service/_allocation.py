@@ -9,38 +9,44 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import structlog
 
 from control_plane.core import Begun, Planned, ScaleAsked, Waits
-from control_plane.pki import utc_now
-from control_plane.service._dates import too_late, with_dates
+from control_plane.service._admission import (
+    Asked,
+    free_preemptible,
+    free_workers,
+    frozen,
+    jobs_before,
+    jobs_now,
+    turn_of_entry,
+    what_for,
+)
 from control_plane.service._draft import Draft, JobEntry
 from control_plane.service._gangs import (
     capacities_of,
     first_workers,
     gang_of,
-    gang_of_plan,
     is_elastic,
-    may_scale,
     merges_of,
     planned_workers,
     preemptible_of,
     staffed_of,
 )
-from control_plane.service._planning import lasting_workers_now, on_preemptible, snapshot_of, workers_now
-from control_plane.service._quota import over_quota, quota_of, turn_of
+from control_plane.service._planning import workers_now
+from control_plane.service._quota import turn_of
 from control_plane.service._result import unpromised_worker_seconds
 from control_plane.service._scaling import Tuning, is_tuned, told
 from control_plane.service._speeds import Watched
 from control_plane.spec import JobSpec, to_demand
 from control_plane.store import RunRow
-from scheduler import Declined, Demand, Plan, Restaffing, plan, restaff
-from scheduler.deadline import Gang, Held, Kinds, allot, allot_kinds, offer, promised_at_once
+from scheduler import Restaffing, restaff
+from scheduler.deadline import Gang, Held, Kinds, allot, allot_kinds, promised_at_once
 
-__all__ = ["Allocation", "Decision", "begin"]
+__all__ = ["Allocation", "begin"]
 
 _log = structlog.get_logger("geofed.allocation")
 
@@ -48,21 +54,6 @@ _REST = 10.0
 """Times as long as a look has taken passes at least until the next."""
 _LONGEST_REST_SECONDS = 60.0
 """A clock that was set back does not make it longer."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What becomes of a new job."""
-
-    plan: Plan
-    deadline_at: float | None
-    """Promised, Unix seconds; None: it is done as well as can be."""
-    workers: Mapping[str, int]
-    """By region, that are there for it now; empty where it waits."""
-    waits_for: str
-    """In words; empty: it may begin."""
-    preemptible: bool = False
-    """Those workers may be taken away."""
 
 
 class Allocation:
@@ -76,89 +67,10 @@ class Allocation:
         self.served: Mapping[str, float] = {}
         """Worker seconds that the ended jobs of users have had of late without a promise, by user."""
 
-    def decide(self, draft: Draft, spec: JobSpec, job: str, runs: list[RunRow], user: str = "") -> Decision | Declined:
-        """The answer to a new job. Declined: it cannot be done at all, or not by the deadline that it must keep, or its
-        user (empty: the operator, who has no quota) was promised enough."""
-        gangs = self._gangs(draft)
-        asked = [to_demand(spec, job, utc_now(draft.at)), *_softer(spec, job, draft.at)]
-        refusals: list[Declined] = []
-        for demand in asked:
-            # Best with what cannot be taken from others left out; but that may be too little, and end in time.
-            for busy in (_fixed_workers(draft), {}):
-                answer = self._answer(draft, spec, demand, gangs, busy, runs, user)
-                if isinstance(answer, Decision):
-                    return answer
-                refusals.append(answer)
-
-        def refusal(other: Demand) -> Declined | None:
-            at_best = self._offered(draft, spec, other, gangs, _fixed_workers(draft), runs, user)
-            told = self._offered(draft, spec, other, gangs, {}, runs, user) if isinstance(at_best, Declined) else None
-            return told if isinstance(told, Declined) else None
-
-        return with_dates(refusals[1], asked[0], refusal)
-
-    def _offered(
-        self,
-        draft: Draft,
-        spec: JobSpec,
-        demand: Demand,
-        gangs: Mapping[str, Gang],
-        busy: dict[str, int],
-        runs: list[RunRow],
-        user: str,
-    ) -> tuple[Plan, Gang, Mapping[str, Held]] | Declined:
-        """The plan, the job as it is shared out to, and what all with a promise would hold with it."""
-        snapshot = replace(snapshot_of(draft.regions.values(), (), runs, spec.train.batch), busy_workers=busy)
-        chosen = plan(snapshot, demand)
-        if isinstance(chosen, Declined):
-            return chosen
-        ends = math.inf if demand.deadline_seconds is None else draft.at + demand.deadline_seconds
-        new = gang_of_plan(
-            demand.job,
-            chosen,
-            draft.regions,
-            elastic=may_scale(spec, chosen),
-            deadline_s=ends,
-            since_s=draft.at,
-            user=user,
-            spec=spec if is_tuned(spec) else None,
-        )
-        new = replace(new, served_s=self._served(draft).get(user, 0.0))
-        if demand.deadline_seconds is None:
-            return chosen, new, self._held
-        capacities, others = capacities_of(draft.regions.values()), list(gangs.values())
-        quota = quota_of(draft.users, user)
-        told = offer(draft.at, capacities, others, new, quota, before=self._held)
-        if told.over_quota:
-            return over_quota(draft.at, capacities, others, new, quota, self._held)
-        if told.deadline_s is None:
-            alone = not others or offer(draft.at, capacities, [], new, quota).deadline_s is None
-            return too_late(told, demand, chosen, draft.at, alone=alone)
-        return chosen, new, told.held
-
-    def _answer(
-        self,
-        draft: Draft,
-        spec: JobSpec,
-        demand: Demand,
-        gangs: Mapping[str, Gang],
-        busy: dict[str, int],
-        runs: list[RunRow],
-        user: str,
-    ) -> Decision | Declined:
-        offered = self._offered(draft, spec, demand, gangs, busy, runs, user)
-        if isinstance(offered, Declined):
-            return offered
-        chosen, new, held = offered
-        capacities, preemptibles = capacities_of(draft.regions.values()), preemptible_of(draft.regions.values())
-        now = allot_kinds(draft.at, capacities, preemptibles, [*gangs.values(), new], before=held)
-        need, preemptible = new.workers(now.pace(new.name)), new.name in now.preemptible
-        free = _free_preemptible(draft) if preemptible else _free(draft)
-        there = need and all(count <= free.get(region, 0) for region, count in need.items())
-        served = self._served(draft)
-        waits_for = "" if there else _what_for(chosen, _before(draft, chosen, demand.job, turn_of(new), served))
-        ends = None if math.isinf(new.deadline_s) else new.deadline_s
-        return Decision(chosen, ends, need if there else {}, waits_for, preemptible)
+    def asked(self, draft: Draft, spec: JobSpec, job: str, runs: Sequence[RunRow], user: str = "") -> Asked:
+        """A new job of a user (empty: the operator, who has no quota), with what the answer to it depends on."""
+        gangs = tuple(self._gangs(draft).values())
+        return Asked(frozen(draft), spec, job, tuple(runs), user, gangs, self._held, self._served(draft))
 
     def review(self, draft: Draft) -> None:
         """Have jobs start, go on with other workers, pause and go on, as is best for all.
@@ -244,14 +156,14 @@ class Allocation:
     def _served(self, draft: Draft) -> dict[str, float]:
         """Worker seconds without a promise of late, by user: of jobs that have ended, and of those that go on."""
         found = dict(self.served)
-        for entry in _now(draft):
+        for entry in jobs_now(draft):
             user = entry.row.user
             found[user] = found.get(user, 0.0) + unpromised_worker_seconds(entry.state, entry.plan)
         return found
 
     def _gangs(self, draft: Draft) -> dict[str, Gang]:
         found, served = {}, self._served(draft)
-        for entry in _now(draft):
+        for entry in jobs_now(draft):
             gang = gang_of(entry, self._watched.get(entry.row.id, Watched()), draft.regions)
             if gang is not None:
                 found[gang.name] = replace(gang, served_s=served[gang.user])
@@ -299,16 +211,18 @@ class Allocation:
         watched.changed(draft.at, by_itself=by_itself or (moves and preemptible))
 
     def _begin_or_wait(self, draft: Draft, entry: JobEntry, workers: Mapping[str, int], preemptible: bool) -> None:
-        free, served = _free(draft), self._served(draft)
+        free, served = free_workers(draft), self._served(draft)
         absent = [region for region in planned_workers(entry.plan) if region not in free]
         # Until those who give some up were told to, a region would have to take them away.
-        there_for_it = _free_preemptible(draft) if preemptible else free
+        there_for_it = free_preemptible(draft) if preemptible else free
         there = all(count <= there_for_it.get(region, 0) for region, count in workers.items())
         if not absent and workers and there:
             begin(draft, entry, workers, preemptible=preemptible)
             return
         what = f"for {', '.join(absent)} to be back" if absent else ""
-        told = what or _what_for(entry.plan, _before(draft, entry.plan, entry.row.id, _turn(entry, served), served))
+        told = what or what_for(
+            entry.plan, jobs_before(draft, entry.plan, entry.row.id, turn_of_entry(entry, served), served)
+        )
         draft.tell_job(entry.row.id, Waits(draft.at, told))
 
     def _tell_breaches(self, draft: Draft, late: Iterable[str], ends: Mapping[str, float]) -> None:
@@ -361,80 +275,10 @@ def _why_moved(preemptible: bool, promised: Held | None) -> str:
     return "preemptible workers were taken away"
 
 
-def _softer(spec: JobSpec, job: str, at: float) -> list[Demand]:
-    """The further steps of a soft deadline, and best effort as the last."""
-    if not spec.objective.soft:
-        return []
-    hard = to_demand(spec, job, utc_now(at))
-    steps = [to_demand(spec, job, utc_now(at), deadline=step.deadline) for step in spec.objective.soft]
-    return [*steps, replace(hard, deadline_seconds=None)]
-
-
 def _entry(draft: Draft, name: str) -> JobEntry:
     entry = draft.job(name)
     assert entry is not None
     return entry
-
-
-def _now(draft: Draft) -> list[JobEntry]:
-    """The jobs as this change leaves them."""
-    entries = (draft.job(name) for name in {**draft.jobs, **draft.changed_jobs})
-    return [entry for entry in entries if entry is not None and not entry.state.terminal]
-
-
-def _free(draft: Draft) -> dict[str, int]:
-    """Workers that nobody has, or was told to have, by region."""
-    free = {name: capacity.devices for name, capacity in capacities_of(draft.regions.values()).items()}
-    for entry in _now(draft):
-        if entry.state.phase == "finishing":
-            continue
-        for region, workers in lasting_workers_now(entry).items():
-            free[region] = free.get(region, 0) - workers
-    return free
-
-
-def _free_preemptible(draft: Draft) -> dict[str, int]:
-    """The same of workers that may be taken away."""
-    free = {name: capacity.devices for name, capacity in preemptible_of(draft.regions.values()).items()}
-    for entry in _now(draft):
-        if on_preemptible(entry) and entry.state.phase != "finishing":
-            for region, workers in workers_now(entry).items():
-                free[region] = free.get(region, 0) - workers
-    return free
-
-
-def _fixed_workers(draft: Draft) -> dict[str, int]:
-    """Workers of jobs that keep theirs to the end, by region."""
-    busy: dict[str, int] = {}
-    for entry in _now(draft):
-        if not may_scale(entry.spec, entry.plan):
-            for region, workers in workers_now(entry).items():
-                busy[region] = busy.get(region, 0) + workers
-    return busy
-
-
-def _before(
-    draft: Draft, wanted: Plan, job: str, turn: tuple[float, float, float], served: Mapping[str, float]
-) -> list[str]:
-    """Jobs that have workers where a job wants them, or wait for some and come first."""
-    places = set(planned_workers(wanted))
-    return sorted(
-        entry.row.id
-        for entry in _now(draft)
-        if entry.row.id != job
-        and places & set(planned_workers(entry.plan))
-        and (entry.state.phase != "queued" or _turn(entry, served) < turn)
-    )
-
-
-def _turn(entry: JobEntry, served: Mapping[str, float]) -> tuple[float, float, float]:
-    deadline_at = entry.state.deadline_at or math.inf
-    return deadline_at, served.get(entry.row.user, 0.0) * math.isinf(deadline_at), entry.row.created_at
-
-
-def _what_for(wanted: Plan, before: Sequence[str]) -> str:
-    where = ", ".join(sorted(planned_workers(wanted)))
-    return f"for workers in {where}" + (f", behind {', '.join(before)}" if before else "")
 
 
 def _reason(gang: Gang, paces: Mapping[str, int], gangs: Mapping[str, Gang], watched: Watched, *, needed: bool) -> str:
@@ -468,7 +312,7 @@ def _change(entry: JobEntry, watched: Watched, draft: Draft) -> Restaffing | Non
     reports = [part.report for part in entry.state.partitions if part.report is not None]
     if len(staffed) < len(held) or not reports:
         return None
-    free = _free(draft)
+    free = free_workers(draft)
     queued = any(job.state.phase == "queued" for job in draft.jobs.values())
     # While somebody waits nobody grows.
     bounded = [

@@ -11,7 +11,7 @@ from scheduler.deadline import Offer
 
 __all__ = ["too_late", "with_dates"]
 
-_WIDER, _TRIED = 1.3, 24
+_WIDER, _TRIED = 1.5, 14
 """Each further date that is tried is so many times as far away, until one can be promised."""
 _FINE = 0.02
 """To this part of it the earliest date is found."""
@@ -30,18 +30,24 @@ def too_late(told: Offer, demand: Demand, chosen: Plan, at: float, *, alone: boo
     return Declined((Reason("INADMISSIBLE", text, _named(None), told.earliest_s - at),))
 
 
-def with_dates(declined: Declined, demand: Demand, refusal: Callable[[Demand], Declined | None]) -> Declined:
+def with_dates(
+    declined: Declined, demand: Demand, refusal: Callable[[Demand], Declined | None], enough: Callable[[], bool]
+) -> Declined:
     """The same refusal, where a date is named, with the earliest that is not refused in turn.
 
     ``refusal`` answers to another demand; None: it would be taken. A budget is kept to, if any date is there with it.
+    ``enough``: it has taken so long that a date which was found is named as it is, though an earlier one may do.
     """
     asked = demand.deadline_seconds
     first = next((r.earliest_seconds for r in declined.reasons if r.earliest_seconds is not None), None)
     if asked is None or first is None:
         return declined
-    found, more = _earliest(demand, asked, first, refusal), ""
+    found, more = _earliest(demand, asked, first, refusal, enough), ""
     if found is None and demand.budget_usd is not None:
-        found, more = _earliest(replace(demand, budget_usd=None), asked, first, refusal), ", with a larger budget"
+        found, more = (
+            _earliest(replace(demand, budget_usd=None), asked, first, refusal, enough),
+            ", with a larger budget",
+        )
     remedy = _named(found) + more * (found is not None)
     if found is not None and demand.workers:
         remedy += ", or with train.workers auto perhaps an earlier one"
@@ -49,7 +55,13 @@ def with_dates(declined: Declined, demand: Demand, refusal: Callable[[Demand], D
     return Declined(tuple(reasons))
 
 
-def _earliest(demand: Demand, asked: float, first: float, refusal: Callable[[Demand], Declined | None]) -> int | None:
+def _earliest(
+    demand: Demand,
+    asked: float,
+    first: float,
+    refusal: Callable[[Demand], Declined | None],
+    enough: Callable[[], bool],
+) -> int | None:
     """In whole seconds, later than `asked`; None where none was found. ``first``: where to begin."""
 
     def told(seconds: int) -> Declined | None:
@@ -67,7 +79,7 @@ def _earliest(demand: Demand, asked: float, first: float, refusal: Callable[[Dem
         refused, tried = tried, max(math.ceil(tried * _WIDER), math.ceil(better) if math.isfinite(better) else 0)
     else:
         return None
-    while tried - refused > max(1, math.floor(_FINE * tried)):
+    while tried - refused > max(1, math.floor(_FINE * tried)) and not enough():
         middle = (tried + refused) // 2
         if told(middle) is None:
             tried = middle

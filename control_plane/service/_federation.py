@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
@@ -31,14 +31,15 @@ from control_plane.core import (
     job_state_from_json,
     region_state_from_json,
 )
+from control_plane.service._admission import Answer, Asked
 from control_plane.service._allocation import Allocation
 from control_plane.service._bell import Bell
 from control_plane.service._draft import Draft, JobEntry, RegionEntry
 from control_plane.service._routing import Routing
 from control_plane.service._session import AgentSession
 from control_plane.service._wire import job_message, to_json
-from control_plane.spec import parse_json
-from control_plane.store import Change, Committed, JobRow, Store, UserRow
+from control_plane.spec import JobSpec, parse_json
+from control_plane.store import Change, Committed, JobRow, RunRow, Store, UserRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, control_pb2
 from scheduler import Plan
@@ -74,6 +75,8 @@ class Federation:
         self._report_cursors: dict[str, int] = {}
         self._store = store
         self._lock = asyncio.Lock()
+        self.planning = asyncio.Lock()
+        """Taken before a change is begun. New jobs are answered one after another, so that each sees the one before."""
         self._closed = False
         self.stopping = False
         self._ticked_at = 0.0
@@ -130,6 +133,13 @@ class Federation:
     async def read(self, question: Callable[[Store], _T]) -> _T:
         """Ask the store, in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, question, self._store)
+
+    async def answer(self, spec: JobSpec, job: str, runs: Sequence[RunRow], user: str) -> tuple[Asked, Answer]:
+        """A new job with the federation as it stands, and the answer, worked out in a thread: it may take seconds, and
+        all others are served meanwhile. Who asks holds `planning`."""
+        draft = Draft(self.clock(), self.jobs, self.regions, self.users)
+        asked = self.allocation.asked(draft, spec, job, runs, user)
+        return asked, await asyncio.to_thread(asked.answer)
 
     @asynccontextmanager
     async def change(self) -> AsyncIterator[Draft]:

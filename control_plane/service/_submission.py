@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from dataclasses import replace
 
 from control_plane.core import ScaleAsked, Waits, job_state_to_json
+from control_plane.service._admission import Decision
 from control_plane.service._allocation import begin
 from control_plane.service._draft import OPERATOR, Draft, JobEntry
 from control_plane.service._federation import Federation
@@ -27,12 +29,15 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import control_pb2
 from scheduler import Declined
 
+_MOST_ANSWERS = 5
+"""Times that a job is planned anew because what the plan rests on has changed before it was stored."""
+
 
 async def answer_plan(federation: Federation, spec: JobSpec, user: str = "", code_digest: str = "") -> tuple[str, bool]:
     """What would be done with a job of a user (empty: the operator), as JSON, and whether it is admissible."""
     runs = await federation.read(lambda store: store.runs(*task_keys(spec, code_digest)))
-    draft = Draft(federation.clock(), federation.jobs, federation.regions, federation.users)
-    answer = federation.allocation.decide(draft, spec, "plan", runs, user)
+    async with federation.planning:
+        _, answer = await federation.answer(spec, "plan", runs, user)
     if isinstance(answer, Declined):
         return plan_json(answer), False
     warnings = warnings_of(answer.plan, federation.regions, federation.clock())
@@ -48,50 +53,76 @@ async def submit(federation: Federation, request: control_pb2.SubmitRequest, use
         raise GeofedError("SPEC_INVALID", "a submission needs a request id of 1 to 256 characters")
     spec = parse_json(request.spec_json)
     digest = _content_digest(spec, request.bundle_digest)
-    async with federation.change() as draft:
-        if user and user not in draft.users:
-            raise GeofedError("UNAUTHENTICATED", f"user {user} is let in no more")
-        earlier = await federation.read(lambda store: store.job_of_request(request.request_id))
-        if earlier is not None:
-            if earlier.user != user:
-                raise GeofedError("REQUEST_CONFLICT", f"request id {request.request_id} has made a job of another user")
-            if earlier.content_digest != digest:
-                raise GeofedError(
-                    "REQUEST_CONFLICT", f"request id {request.request_id} has made job {earlier.id}, of another content"
-                )
-            return await federation.find_job(earlier.id), False
-        if federation.blobs.size(request.bundle_digest) is None:
-            raise GeofedError("TASK_INVALID", "the code of the job has not arrived", hint="upload the bundle first")
-        job = f"{spec.metadata.name[:40].rstrip('-')}-{secrets.token_hex(4)}"
-        keys = task_keys(spec, request.code_digest)
-        runs = await federation.read(lambda store: store.runs(*keys))
-        decided = federation.allocation.decide(draft, spec, job, runs, user)
-        if isinstance(decided, Declined):
-            raise declined_error(decided)
-        state = first_state(job, draft.at, spec, decided.plan, draft.regions, decided.deadline_at)
-        row = JobRow(
-            id=job,
-            name=spec.metadata.name,
-            request_id=request.request_id,
-            content_digest=digest,
-            bundle_digest=request.bundle_digest,
-            task_key=keys[0],
-            spec_json=spec.to_json(),
-            plan_json=plan_json(decided.plan),
-            state_json=job_state_to_json(state),
-            phase=state.phase,
-            created_at=draft.at,
-            user=user,
-        )
-        entry = JobEntry(row, state, spec, decided.plan)
-        draft.add_job(entry)
-        by = f" by {user}" if user else ""
-        draft.record("job.submitted", f"job {job} was submitted{by}", job=job, data={"user": user or OPERATOR})
-        if decided.waits_for:
-            draft.tell_job(job, Waits(draft.at, decided.waits_for))
-        else:
-            begin(draft, entry, decided.workers, preemptible=decided.preemptible)
-    return federation.jobs[job], True
+    job = f"{spec.metadata.name[:40].rstrip('-')}-{secrets.token_hex(4)}"
+    keys = task_keys(spec, request.code_digest)
+    row = JobRow(
+        id=job,
+        name=spec.metadata.name,
+        request_id=request.request_id,
+        content_digest=digest,
+        bundle_digest=request.bundle_digest,
+        task_key=keys[0],
+        spec_json=spec.to_json(),
+        plan_json="",
+        state_json="",
+        phase="",
+        created_at=0.0,
+        user=user,
+    )
+    if (earlier := await _earlier(federation, row)) is not None:
+        return earlier, False
+    if federation.blobs.size(request.bundle_digest) is None:
+        raise GeofedError("TASK_INVALID", "the code of the job has not arrived", hint="upload the bundle first")
+    runs = await federation.read(lambda store: store.runs(*keys))
+    async with federation.planning:
+        for _ in range(_MOST_ANSWERS):
+            asked, answer = await federation.answer(spec, job, runs, user)
+            async with federation.change() as draft:
+                if user and user not in draft.users:
+                    raise GeofedError("UNAUTHENTICATED", f"user {user} is let in no more")
+                if (earlier := await _earlier(federation, row)) is not None:
+                    return earlier, False
+                if isinstance(answer, Declined):
+                    raise declined_error(answer)
+                decided = federation.allocation.asked(draft, spec, job, runs, user).still(answer, asked)
+                if decided is not None:
+                    _take_in(draft, row, spec, decided)
+            if decided is not None:
+                return federation.jobs[job], True
+    raise GeofedError("UNAVAILABLE", "the regions change faster than the job is planned")
+
+
+async def _earlier(federation: Federation, row: JobRow) -> JobEntry | None:
+    """The job that the same request has made before."""
+    earlier = await federation.read(lambda store: store.job_of_request(row.request_id))
+    if earlier is None:
+        return None
+    if earlier.user != row.user:
+        raise GeofedError("REQUEST_CONFLICT", f"request id {row.request_id} has made a job of another user")
+    if earlier.content_digest != row.content_digest:
+        text = f"request id {row.request_id} has made job {earlier.id}, of another content"
+        raise GeofedError("REQUEST_CONFLICT", text)
+    return await federation.find_job(earlier.id)
+
+
+def _take_in(draft: Draft, row: JobRow, spec: JobSpec, decided: Decision) -> None:
+    """A new job, which begins or waits."""
+    state = first_state(row.id, draft.at, spec, decided.plan, draft.regions, decided.deadline_at)
+    row = replace(
+        row,
+        plan_json=plan_json(decided.plan),
+        state_json=job_state_to_json(state),
+        phase=state.phase,
+        created_at=draft.at,
+    )
+    entry = JobEntry(row, state, spec, decided.plan)
+    draft.add_job(entry)
+    by, whose = (f" by {row.user}" if row.user else ""), {"user": row.user or OPERATOR}
+    draft.record("job.submitted", f"job {row.id} was submitted{by}", job=row.id, data=whose)
+    if decided.waits_for:
+        draft.tell_job(row.id, Waits(draft.at, decided.waits_for))
+    else:
+        begin(draft, entry, decided.workers, preemptible=decided.preemptible)
 
 
 async def scale(federation: Federation, job: str, workers: dict[str, int], reason: str) -> None:

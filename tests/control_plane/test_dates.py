@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from control_plane.service._allocation import Allocation, Decision
+from control_plane.service._admission import Asked, Decision
+from control_plane.service._allocation import Allocation
 from control_plane.service._draft import Draft, JobEntry, RegionEntry
 from control_plane.service._enrolment import unseen_region
 from control_plane.service._planning import first_state, plan_json
 from control_plane.spec import JobSpec, load
 from control_plane.store import JobRow
-from scheduler import Capacity, Declined
+from scheduler import Capacity, Declined, Split, _plan
 from tests.control_plane.fake_agent import catalogue
 
 JOB = """\
@@ -53,7 +54,7 @@ class Stand:
     def asks(self, job_file: Path, *overrides: str) -> tuple[JobSpec, Decision | Declined]:
         spec = load(job_file, overrides).spec
         draft = Draft(self.at, self.jobs, self.regions)
-        return spec, self.allocation.decide(draft, spec, "new", [])
+        return spec, self.allocation.asked(draft, spec, "new", []).answer()
 
     def takes(self, job_file: Path, *overrides: str) -> None:
         """Take a job in, if it can be; it waits in line with its promise."""
@@ -124,3 +125,66 @@ def test_where_nobody_else_has_a_promise_none_is_blamed(job_file: Path) -> None:
         assert isinstance(no, Declined)
         assert abs(named(no) - told) <= 1, "the date does not depend on how much too early was asked"
         assert "other jobs" not in no.reasons[0].text
+
+
+def test_a_date_costs_hardly_more_than_a_plan_where_shards_may_be_processed_anywhere(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_to_all(number: int) -> RegionEntry:
+        entry = live(f"r{number}", 20_000 + 1_000 * number, 4 + number % 3, 500.0 + 50 * number)
+        told = entry.catalogue
+        assert told is not None
+        splits = {name: Split(split.samples, 50_000_000) for name, split in told.datasets[0].splits.items()}
+        shard = replace(told.datasets[0], residency="anywhere", splits=splits)
+        return replace(entry, catalogue=replace(told, datasets=(shard,), takes_shards=True))
+
+    weighed, choose = 0, _plan.choose_wan
+
+    def counted(*args: object) -> object:
+        nonlocal weighed
+        weighed += 1
+        return choose(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(_plan, "choose_wan", counted)
+    stand = Stand([open_to_all(number) for number in range(6)])
+    _, answer = stand.asks(job_file, "data.residency=anywhere", "objective.deadline=5s")
+    assert isinstance(answer, Declined)
+    assert weighed < 250, "one plan weighs up to 120: what depends on no deadline is weighed once for all dates"
+    told = named(answer)
+    stand.at += 0.5
+    _, later = stand.asks(job_file, "data.residency=anywhere", f"objective.deadline={told}s")
+    assert isinstance(later, Decision)
+    _, no = stand.asks(job_file, "data.residency=anywhere", f"objective.deadline={int(0.93 * told) - 3}s")
+    assert isinstance(no, Declined)
+
+
+def test_an_answer_holds_as_long_as_what_it_rests_on_does(job_file: Path) -> None:
+    """It is worked out while other things go on, and held against them before it is stored."""
+    stand = Stand([live("r0", 10_000, 4, 900.0), live("r1", 8_000, 4, 900.0)])
+    _, alone = stand.asks(job_file)
+    assert isinstance(alone, Decision)
+    seconds = int(60 + 1.3 * alone.plan.estimate.seconds.high)
+    spec = load(job_file, (f"objective.deadline={seconds}s",)).spec
+
+    def asked() -> Asked:
+        return stand.allocation.asked(Draft(stand.at, stand.jobs, stand.regions), spec, "new", [])
+
+    before = asked()
+    answer = before.answer()
+    assert isinstance(answer, Decision)
+    stand.at += 2.0
+    now = asked().still(answer, before)
+    assert now == replace(answer, deadline_at=stand.at + seconds), "the date counts from when it is stored"
+    whole = dict(stand.regions)
+    entry = stand.regions["r1"]
+    stand.regions["r1"] = replace(entry, state=replace(entry.state, phase="lost"))
+    assert asked().still(answer, before) is None
+    assert entry.catalogue is not None
+    stand.regions["r1"] = replace(entry, catalogue=replace(entry.catalogue, capacity=Capacity(1, 2048, 900.0)))
+    assert asked().still(answer, before) is None
+    stand.regions.update(whole)
+    stand.takes(job_file, f"objective.deadline={seconds}s")
+    stand.takes(job_file, f"objective.deadline={seconds}s")
+    assert asked().still(answer, before) is None, "what it needs is promised to others by now"
+    stand.jobs.clear()
+    assert asked().still(answer, before) is not None

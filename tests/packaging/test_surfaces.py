@@ -58,6 +58,7 @@ SURFACES = {
         "PipelineShape",
         "PipelineStage",
         "Plan",
+        "Planner",
         "Prices",
         "Range",
         "Reason",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler import Capacity, Dataset, Declined, Demand, Link, Plan, Prices, Region, Snapshot, Split, plan
+from scheduler import Capacity, Dataset, Declined, Demand, Link, Plan, Planner, Prices, Region, Snapshot, Split, plan
 
 MB = 1_000_000
 PRICES = Prices("list", "2026-01", 1.67e-5, 2e-7, 0.05, 0.09)
@@ -240,3 +240,29 @@ def test_many_regions_are_planned_soon() -> None:
     regions = [region(f"r{n:02}", workers=n % 3, usd=1e-6 * (n + 1), size=n * MB) for n in range(40)]
     chosen = planned(regions)
     assert set(moves(chosen)) >= {f"r{n:02}" for n in range(0, 40, 3)} - set(moves(chosen).values())
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(drawn, min_size=1, max_size=4),
+    st.lists(
+        st.tuples(
+            st.one_of(st.none(), st.floats(10, 1e4)),
+            st.one_of(st.none(), st.floats(1e-5, 1)),
+            st.sampled_from([1.0, 3.0]),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_what_was_asked_before_changes_no_plan(
+    shape: list[dict[str, object]], asked: list[tuple[float | None, float | None, float]]
+) -> None:
+    snapshot = Snapshot(tuple(region(name, **one) for name, one in zip(names, shape, strict=False)))  # type: ignore[arg-type]
+    planner = Planner(snapshot)
+    for seconds, usd, epochs in asked:
+        wanted = demand(deadline_seconds=seconds, budget_usd=usd, epochs=epochs)
+        assert planner.plan(wanted) == plan(snapshot, wanted)
+    weighed = planner.placements
+    planner.plan(wanted)
+    assert planner.placements == weighed

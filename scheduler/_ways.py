@@ -1,0 +1,129 @@
+"""All ways to staff the regions of a job, and the one that is taken with a deadline and a budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from scheduler._elastic import MUCH_THE_SAME, Option, Weighed, taken
+from scheduler._model import Alternative, Declined, Demand, Estimate, Plan, Reason
+
+__all__ = ["Ways"]
+
+
+class Ways:
+    """Weighed without a deadline and a budget, so that both may be asked for again and again."""
+
+    def __init__(self, alike: Mapping[Option, Plan], by_itself: Callable[[Option], Plan | Declined]) -> None:
+        self._alike = alike
+        """The plans, which all exchange like the first one."""
+        self._weighed = [_weighed(way, other.estimate) for way, other in alike.items()]
+        self._by_itself = by_itself
+        self._own: dict[Option, Plan | Declined] = {}
+        """With what each would exchange by itself, as far as that was asked for."""
+
+    def best(self, demand: Demand) -> Plan | Declined:
+        """The one that costs least, or ends first, among those that keep deadline and budget."""
+        best = taken(
+            self._weighed,
+            minimise=demand.minimise,
+            deadline_seconds=demand.deadline_seconds,
+            budget_usd=demand.budget_usd,
+        )
+        chosen = self._alike[best.option]
+        if best is not self._weighed[0]:
+            if best.option not in self._own:
+                self._own[best.option] = self._by_itself(best.option)
+            own = self._own[best.option]
+            # What it would exchange by itself may be cheaper, and too slow for what can be promised.
+            if isinstance(own, Plan) and (_within(own, demand) or not _within(chosen, demand)):
+                chosen = own
+        others = _other_staff(best, self._weighed, demand)
+        chosen = replace(chosen, alternatives=(*others, *chosen.alternatives))
+        too_much = _beyond_limits(chosen, self._weighed, demand)
+        return Declined(too_much) if too_much else chosen
+
+
+def _weighed(way: Option, took: Estimate) -> Weighed:
+    return Weighed(way, took.seconds.expected, took.usd.expected, took.seconds.high, took.usd.high)
+
+
+def _within(chosen: Plan, demand: Demand) -> bool:
+    in_time = demand.deadline_seconds is None or chosen.estimate.seconds.high <= demand.deadline_seconds
+    return in_time and (demand.budget_usd is None or chosen.estimate.usd.high <= demand.budget_usd)
+
+
+def _other_staff(best: Weighed, weighed: list[Weighed], demand: Demand) -> tuple[Alternative, ...]:
+    """Why the ends of the line, and what takes everything, lost."""
+    ends = [weighed[0], *(w for w in weighed if w.option.name in ("greedy", "one worker in each region"))]
+    return tuple(
+        Alternative(
+            f"{_STAFFED.get(way.option.name, way.option.name)} ({sum(way.option.workers)} workers): "
+            f"{way.seconds:.0f} s and ${_usd(way.usd)}",
+            _why_not(way, best, demand),
+        )
+        for way in dict.fromkeys(ends)
+        if way is not best
+    )
+
+
+def _why_not(way: Weighed, best: Weighed, demand: Demand) -> str:
+    if demand.deadline_seconds is not None and way.most_seconds > demand.deadline_seconds:
+        return f"may take {way.most_seconds:.0f} s, the deadline leaves {demand.deadline_seconds:.0f} s"
+    if demand.budget_usd is not None and way.most_usd > demand.budget_usd:
+        return f"may cost ${_usd(way.most_usd)}, the budget is ${_usd(demand.budget_usd)}"
+    slower, dearer = way.seconds / best.seconds - 1, way.usd / best.usd - 1 if best.usd else 0.0
+    words = [f"{part:.1%} {what}" for part, what in ((dearer, "dearer"), (slower, "slower")) if part > 0.0005]
+    return " and ".join(words) or f"saves less than {MUCH_THE_SAME:.0%}"
+
+
+def _beyond_limits(chosen: Plan, weighed: list[Weighed], demand: Demand) -> tuple[Reason, ...]:
+    """What the plan cannot promise, with what could be promised, each limit for itself."""
+    reasons = []
+    took = chosen.estimate
+    if demand.deadline_seconds is not None and took.seconds.high > demand.deadline_seconds:
+        least = min(took.seconds.high, *(way.most_seconds for way in weighed))
+        reasons.append(
+            Reason(
+                "INADMISSIBLE",
+                f"needs up to {took.seconds.high:.0f} s, the deadline {_leaves(demand.deadline_seconds)}",
+                f"a deadline of {math.ceil(least)} s from now could be promised" + _cheaper_hint(demand),
+                earliest_seconds=least,
+            )
+        )
+    if demand.budget_usd is not None and took.usd.high > demand.budget_usd:
+        in_time = [w for w in weighed if demand.deadline_seconds is None or w.most_seconds <= demand.deadline_seconds]
+        least = min(took.usd.high, *(way.most_usd for way in in_time or weighed))
+        reasons.append(
+            Reason(
+                "INADMISSIBLE",
+                f"may cost up to ${_usd(took.usd.high)}, the budget is ${_usd(demand.budget_usd)}",
+                f"a budget of ${_usd(least, up=True)} would do",
+            )
+        )
+    return tuple(reasons)
+
+
+def _leaves(seconds: float) -> str:
+    if seconds > 0:
+        return f"leaves {seconds:.0f} s"
+    size, unit = next(((size, unit) for size, unit in _UNITS if -seconds >= 2 * size), (1.0, "seconds"))
+    return f"has passed, {-seconds / size:.0f} {unit} ago"
+
+
+def _usd(amount: float, *, up: bool = False) -> str:
+    """Four digits, or of less than a tenth of a cent the first two that are not zero; rounded up where asked."""
+    digits = 4 if amount >= 1e-3 or amount <= 0 else 1 - math.floor(math.log10(amount))
+    return f"{math.ceil(amount * 10**digits) / 10**digits if up else amount:.{digits}f}"
+
+
+def _cheaper_hint(demand: Demand) -> str:
+    return ", or with train.workers auto an earlier one" if demand.workers else ""
+
+
+_STAFFED = {
+    "matched": "load-power matching, as fast as the slowest region can",
+    "greedy": "every worker that is free",
+}
+_UNITS = ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))

@@ -1,0 +1,85 @@
+"""While one job is planned, which may take long, all others are served; what has changed meanwhile counts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from control_plane.server import ServeConfig
+from control_plane.service._admission import Answer, Asked
+from geofed_pb.errors import GeofedError
+from scheduler import Capacity
+from tests.control_plane.conftest import staged
+from tests.control_plane.scenario import run
+
+
+class Slow:
+    """Has the first answer to a new job wait."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.may_end, self.answers = threading.Event(), threading.Event(), 0
+        answer = Asked.answer
+
+        def waiting(asked: Asked) -> Answer:
+            self.answers += 1
+            if self.answers == 1:
+                self.begun.set()
+                assert self.may_end.wait(30)
+            return answer(asked)
+
+        monkeypatch.setattr(Asked, "answer", waiting)
+
+
+def test_a_region_that_changes_while_a_job_is_planned_is_heard_and_the_job_planned_anew(
+    serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            agent = await stage.agent("a")
+            await agent.connect()
+            slow = Slow(monkeypatch)
+            submitted = asyncio.create_task(stage.submit(job_file))
+            assert await asyncio.to_thread(slow.begun.wait, 30)
+            async with asyncio.timeout(15):
+                await agent.close()
+                agent.catalogue = replace(agent.catalogue, capacity=Capacity(1, 2048, 500.0))
+                await agent.connect()
+                assert await stage.phase_is("a", "live")
+            assert not submitted.done()
+            slow.may_end.set()
+            reply = await submitted
+            assert (slow.answers, reply.created) == (2, True)
+            start = await agent.command("start")
+            assert start.job == reply.job.id
+            assert [part.workers for part in reply.job.partitions] == [1]
+            await agent.close()
+
+    run(scenario())
+
+
+def test_of_two_that_ask_for_the_last_room_at_once_one_gets_it_and_a_request_makes_one_job(
+    serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            agent = await stage.agent("a")
+            await agent.connect()
+            slow = Slow(monkeypatch)
+            tight = ("objective.deadline=19s", "train.workers=2")
+            asks = [asyncio.create_task(stage.submit(job_file, name, tight)) for name in ("r1", "r1", "r2")]
+            assert await asyncio.to_thread(slow.begun.wait, 30)
+            slow.may_end.set()
+            told = await asyncio.gather(*asks, return_exceptions=True)
+            taken = [reply for reply in told if not isinstance(reply, BaseException)]
+            refused = [error.code for error in told if isinstance(error, GeofedError)]
+            assert len({reply.job.id for reply in taken}) == 1
+            assert [reply.created for reply in taken].count(True) == 1
+            assert len(taken) + len(refused) == 3
+            assert set(refused) == {"INADMISSIBLE"}
+            await agent.close()
+
+    run(scenario())
