@@ -92,13 +92,9 @@ class ControlClient:
             )
         return reply
 
-    async def submit(
-        self, spec_json: str, bundle_digest: str, request_id: str, code_digest: str = ""
-    ) -> control_pb2.SubmitReply:
+    async def submit(self, spec_json: str, bundle_digest: str, request_id: str) -> control_pb2.SubmitReply:
         """Run a job; once for each request id."""
-        request = control_pb2.SubmitRequest(
-            request_id=request_id, spec_json=spec_json, bundle_digest=bundle_digest, code_digest=code_digest
-        )
+        request = control_pb2.SubmitRequest(request_id=request_id, spec_json=spec_json, bundle_digest=bundle_digest)
         with _mapped():
             reply: control_pb2.SubmitReply = await self._stub.Submit(request, **self._options())
         return reply
@@ -109,7 +105,6 @@ class ControlClient:
         bundle_digest: str,
         request_id: str,
         memories_mb: Sequence[int] = (),
-        code_digest: str = "",
     ) -> AsyncIterator[control_pb2.ProfileNews]:
         """Have a task measured; what goes on, and last the result. The same request id is the same profile."""
         request = control_pb2.ProfileRequest(
@@ -117,7 +112,6 @@ class ControlClient:
             spec_json=spec_json,
             bundle_digest=bundle_digest,
             memories_mb=memories_mb,
-            code_digest=code_digest,
         )
         with _mapped():
             async for news in self._stub.Profile(request, metadata=self._metadata):

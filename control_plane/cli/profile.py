@@ -72,7 +72,7 @@ async def measured(
     content, digest = bundle
     await client.put_bundle(content, digest)
     try:
-        async for news in client.profile(loaded.json, digest, mark, memories, loaded.code_digest):
+        async for news in client.profile(loaded.json, digest, mark, memories):
             if news.result_json:
                 told: Data = json.loads(news.result_json)
                 return told

@@ -133,7 +133,7 @@ class _Order:
         content, digest = self.bundle
         try:
             await client.put_bundle(content, digest)
-            reply = await client.submit(self.loaded.json, digest, self.request_id, self.loaded.code_digest)
+            reply = await client.submit(self.loaded.json, digest, self.request_id)
         except GeofedError as error:
             if error.code != "UNAVAILABLE":
                 raise

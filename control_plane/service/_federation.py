@@ -38,7 +38,7 @@ from control_plane.service._draft import Draft, JobEntry, RegionEntry
 from control_plane.service._routing import Routing
 from control_plane.service._session import AgentSession
 from control_plane.service._wire import job_message, to_json
-from control_plane.spec import JobSpec, parse_json
+from control_plane.spec import JobSpec, packed_code_digest, parse_json
 from control_plane.store import Change, Committed, JobRow, RunRow, Store, UserRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, control_pb2
@@ -133,6 +133,11 @@ class Federation:
     async def read(self, question: Callable[[Store], _T]) -> _T:
         """Ask the store, in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, question, self._store)
+
+    async def code_digest(self, bundle_digest: str) -> str:
+        """By which the code of a bundle that is here is known again. Raises ``GeofedError``: TASK_INVALID."""
+        path = self.blobs.path(bundle_digest)
+        return await asyncio.to_thread(lambda: packed_code_digest(path.read_bytes()))
 
     async def answer(self, spec: JobSpec, job: str, runs: Sequence[RunRow], user: str) -> tuple[Asked, Answer]:
         """A new job with the federation as it stands, and the answer, worked out in a thread: it may take seconds, and

@@ -71,6 +71,7 @@ class Profiling:
             raise GeofedError("SPEC_INVALID", "a profile needs a request id of 1 to 256 characters")
         if self._federation.blobs.size(request.bundle_digest) is None:
             raise GeofedError("TASK_INVALID", "the code of the task has not arrived", hint="upload the bundle first")
+        code_digest = await self._federation.code_digest(request.bundle_digest)
         regions = self._holders(spec)
         if self._turn.locked():
             yield control_pb2.ProfileNews(text="waits for another profile to end")
@@ -83,7 +84,7 @@ class Profiling:
                         if not report.profile_json:
                             yield control_pb2.ProfileNews(region=region, text=report.condition)
                             continue
-                        found[region] = await self._kept(region, spec, report, request.code_digest)
+                        found[region] = await self._kept(region, spec, report, code_digest)
                         yield control_pb2.ProfileNews(region=region, text="measured")
                 except GeofedError as error:
                     failed[region] = error
@@ -91,7 +92,7 @@ class Profiling:
         if not found:
             raise next(iter(failed.values()))
         told = {
-            "task_key": task_keys(spec, request.code_digest)[0],
+            "task_key": task_keys(spec, code_digest)[0],
             "regions": found,
             "failed": {region: error.as_dict() for region, error in failed.items()},
         }

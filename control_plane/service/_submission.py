@@ -54,14 +54,13 @@ async def submit(federation: Federation, request: control_pb2.SubmitRequest, use
     spec = parse_json(request.spec_json)
     digest = _content_digest(spec, request.bundle_digest)
     job = f"{spec.metadata.name[:40].rstrip('-')}-{secrets.token_hex(4)}"
-    keys = task_keys(spec, request.code_digest)
     row = JobRow(
         id=job,
         name=spec.metadata.name,
         request_id=request.request_id,
         content_digest=digest,
         bundle_digest=request.bundle_digest,
-        task_key=keys[0],
+        task_key="",
         spec_json=spec.to_json(),
         plan_json="",
         state_json="",
@@ -73,6 +72,8 @@ async def submit(federation: Federation, request: control_pb2.SubmitRequest, use
         return earlier, False
     if federation.blobs.size(request.bundle_digest) is None:
         raise GeofedError("TASK_INVALID", "the code of the job has not arrived", hint="upload the bundle first")
+    keys = task_keys(spec, await federation.code_digest(request.bundle_digest))
+    row = replace(row, task_key=keys[0])
     runs = await federation.read(lambda store: store.runs(*keys))
     async with federation.planning:
         for _ in range(_MOST_ANSWERS):

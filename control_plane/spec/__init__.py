@@ -5,7 +5,7 @@ from typing import Any
 from control_plane.spec._demand import to_demand
 from control_plane.spec._load import LoadedSpec, load, parse_json
 from control_plane.spec._model import JobSpec
-from control_plane.spec._pack import MAX_BUNDLE_BYTES, pack
+from control_plane.spec._pack import MAX_BUNDLE_BYTES, pack, packed_code_digest
 from control_plane.spec._task import check_task
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "json_schema",
     "load",
     "pack",
+    "packed_code_digest",
     "parse_json",
     "to_demand",
 ]

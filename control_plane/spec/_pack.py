@@ -7,11 +7,18 @@ import hashlib
 import io
 import os
 import tarfile
+import zlib
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
 
 MAX_BUNDLE_BYTES = 3 << 20
+_MOST_UNPACKED_BYTES = 64 << 20
+"""As an agent unpacks at most."""
+_CODE = (".py", ".pyc", ".so")
+"""What Python imports."""
 _LEFT_OUT = {"__pycache__", "node_modules", "venv"}
 
 
@@ -44,11 +51,43 @@ def pack(folder: Path, module: str) -> tuple[bytes, str]:
 
 
 def code_digest(folder: Path) -> str:
-    """ "sha256:<hex>" of what is packed of `folder` and ends in ``.py``."""
+    """ "sha256:<hex>" of what is packed of `folder` and is code."""
+    return _digest_of_code((name, path.read_bytes) for name, path in _files(folder).items())
+
+
+def packed_code_digest(bundle: bytes) -> str:
+    """The same of a folder that was packed, whoever packed it.
+
+    Raises ``GeofedError``: TASK_INVALID, LIMIT_EXCEEDED where it unpacks to more than an agent would take.
+    """
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(bundle)) as file:
+            # Before a header is believed that claims more than there is.
+            raw = file.read(_MOST_UNPACKED_BYTES + 1)
+        if len(raw) > _MOST_UNPACKED_BYTES:
+            text = f"the task folder unpacks to more than {_MOST_UNPACKED_BYTES >> 20} MiB"
+            raise GeofedError("LIMIT_EXCEEDED", text, hint="keep data and models out of the job's folder")
+        with tarfile.open(fileobj=io.BytesIO(raw), mode="r:") as archive:
+            members = sorted((member for member in archive if not member.isdir()), key=lambda member: member.name)
+            odd = next((one.name for one in members if not one.isfile() or one.issparse()), None)
+            if odd is not None:
+                raise GeofedError("TASK_INVALID", f"{odd}: the task folder may hold files and folders only")
+            return _digest_of_code((member.name, partial(_content, archive, member)) for member in members)
+    except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError) as error:
+        raise GeofedError("TASK_INVALID", f"the packed task folder cannot be read: {error}") from None
+
+
+def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = archive.extractfile(member)
+    return file.read() if file is not None else b""
+
+
+def _digest_of_code(files: Iterable[tuple[str, Callable[[], bytes]]]) -> str:
     code = hashlib.sha256()
-    for name, path in _files(folder).items():
-        if name.endswith(".py"):
-            code.update(f"{name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    for name, read in files:
+        if name.endswith(_CODE):
+            content = read()
+            code.update(f"{name} {len(content)}\n".encode() + content)
     return f"sha256:{code.hexdigest()}"
 
 

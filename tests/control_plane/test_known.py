@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from control_plane.server import ServeConfig
 from control_plane.service._known import speeds_of, task_keys
 from control_plane.service._tuning import profile_from_json
-from control_plane.spec import load
+from control_plane.spec import load, pack
 from control_plane.store import Change, RunRow, open_store
+from geofed_pb.v1 import control_pb2
 from scheduler.tuning import fit_compute
 from tests.control_plane.conftest import staged
 from tests.control_plane.fake_agent import profile_of
@@ -118,5 +119,28 @@ def test_a_plan_of_another_name_rests_on_what_was_measured(serve_config: ServeCo
             assert await basis("metadata.name=zz", "train.batch=20") == "other batch"
             assert await basis("task.config.width=9") == "stated"
             await agent.close()
+
+    run(scenario())
+
+
+def test_whose_code_a_job_is_made_of_is_read_from_it_and_nobody_may_say_otherwise(
+    serve_config: ServeConfig, job_file: Path
+) -> None:
+    """Else one user's runs would count as measurements of another's task."""
+
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, await stage.agent("a"):
+            loaded = load(job_file)
+            own, kin = task_keys(loaded.spec, loaded.code_digest)
+            content, digest = pack(loaded.folder, loaded.spec.task.module)
+            await stage.client.put_bundle(content, digest)
+            request = control_pb2.SubmitRequest(request_id="r1", spec_json=loaded.json, bundle_digest=digest)
+            claimed = b"\x22\x05other"  # field 4, which had a client say it
+            request = control_pb2.SubmitRequest.FromString(request.SerializeToString() + claimed)
+            job = (await stage.client._stub.Submit(request, **stage.client._options())).job
+            with open_store(f"sqlite:///{serve_config.state_dir / 'state.db'}") as store:
+                stored = store.job(job.id)
+            assert stored is not None
+            assert stored.task_key == own != kin
 
     run(scenario())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from control_plane._durations import format_duration, parse_duration
 from control_plane.core import SendStart
 from control_plane.service._wire import command_of
-from control_plane.spec import check_task, json_schema, load, pack, parse_json, to_demand
+from control_plane.spec import check_task, json_schema, load, pack, packed_code_digest, parse_json, to_demand
 from control_plane.spec._pack import MAX_BUNDLE_BYTES
 from control_plane.store import JobRow
 from geofed_pb.errors import GeofedError
@@ -188,6 +189,47 @@ def test_packing_is_the_same_whenever_and_wherever(job_file: Path, tmp_path: Pat
         ]
     (folder / "task.py").write_text("changed")
     assert pack(folder, "task.py")[1] != digest
+
+
+def _archive(name: str, content: bytes = b"", kind: bytes = tarfile.REGTYPE) -> bytes:
+    made, entry = io.BytesIO(), tarfile.TarInfo(name)
+    entry.type, entry.size, entry.linkname = kind, len(content), "/etc/passwd" if kind == tarfile.SYMTYPE else ""
+    with tarfile.open(fileobj=made, mode="w:gz") as archive:
+        archive.addfile(entry, io.BytesIO(content))
+    return made.getvalue()
+
+
+_NOUGHTS = gzip.compress(bytes(65 << 20), compresslevel=1)
+
+
+def test_packed_code_is_known_by_what_it_is(job_file: Path) -> None:
+    folder = job_file.parent
+    (folder / "model").mkdir()
+    (folder / "model" / "deep.py").write_text("x = 1")
+    (folder / "model.py").write_text("y = 1")
+    loaded = load(job_file)
+    known = packed_code_digest(pack(folder, "task.py")[0])
+    assert known == loaded.code_digest
+    (folder / "notes.txt").write_text("no code")
+    assert packed_code_digest(pack(folder, "task.py")[0]) == known
+    (folder / "model" / "deep.py").write_text("x = 2")
+    assert packed_code_digest(pack(folder, "task.py")[0]) == load(job_file).code_digest != known
+
+
+@pytest.mark.parametrize(
+    ("bundle", "code"),
+    [
+        (b"no archive", "TASK_INVALID"),
+        (_NOUGHTS, "LIMIT_EXCEEDED"),
+        (_NOUGHTS[:100], "TASK_INVALID"),
+        (_archive("task.py", kind=tarfile.SYMTYPE), "TASK_INVALID"),
+        (_archive("task.py", kind=tarfile.GNUTYPE_SPARSE), "TASK_INVALID"),
+    ],
+)
+def test_a_bundle_that_no_agent_would_take_has_no_code(bundle: bytes, code: str) -> None:
+    with pytest.raises(GeofedError) as caught:
+        packed_code_digest(bundle)
+    assert caught.value.code == code
 
 
 def test_a_large_folder_is_refused_with_its_largest_file(job_file: Path) -> None:

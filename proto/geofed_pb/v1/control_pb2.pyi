@@ -36,16 +36,14 @@ class PlanReply(_message.Message):
     def __init__(self, plan_json: _Optional[str] = ..., admissible: bool = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("request_id", "spec_json", "bundle_digest", "code_digest")
+    __slots__ = ("request_id", "spec_json", "bundle_digest")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
     BUNDLE_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    CODE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     spec_json: str
     bundle_digest: str
-    code_digest: str
-    def __init__(self, request_id: _Optional[str] = ..., spec_json: _Optional[str] = ..., bundle_digest: _Optional[str] = ..., code_digest: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., spec_json: _Optional[str] = ..., bundle_digest: _Optional[str] = ...) -> None: ...
 
 class SubmitReply(_message.Message):
     __slots__ = ("job", "created")
@@ -56,18 +54,16 @@ class SubmitReply(_message.Message):
     def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., created: bool = ...) -> None: ...
 
 class ProfileRequest(_message.Message):
-    __slots__ = ("request_id", "spec_json", "bundle_digest", "memories_mb", "code_digest")
+    __slots__ = ("request_id", "spec_json", "bundle_digest", "memories_mb")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
     BUNDLE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     MEMORIES_MB_FIELD_NUMBER: _ClassVar[int]
-    CODE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     spec_json: str
     bundle_digest: str
     memories_mb: _containers.RepeatedScalarFieldContainer[int]
-    code_digest: str
-    def __init__(self, request_id: _Optional[str] = ..., spec_json: _Optional[str] = ..., bundle_digest: _Optional[str] = ..., memories_mb: _Optional[_Iterable[int]] = ..., code_digest: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., spec_json: _Optional[str] = ..., bundle_digest: _Optional[str] = ..., memories_mb: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ProfileNews(_message.Message):
     __slots__ = ("region", "text", "result_json")
