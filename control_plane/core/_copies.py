@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from control_plane.core._events import Reported, SendShard
 from control_plane.core._meters import with_all_meters
-from control_plane.core._state import ENDED_PARTITION, Copy, JobState, Link, Partition
+from control_plane.core._state import ENDED_PARTITION, Copy, Counted, JobState, Link, Partition
 
 __all__ = [
     "copies_ended",
@@ -76,6 +76,10 @@ def unfinished(state: JobState) -> list[Copy]:
 
 def reported(state: JobState, copy: Copy, event: Reported) -> JobState:
     """A region says how far its shard is. One that gave up where nobody waits is told again should it be wanted."""
+    last = copy.report
+    if last is not None and copy.state == "stopped" and event.report.state != "stopped":
+        # What has been stopped is not counted on from: the source has told its last sums, and begins again with none.
+        copy = replace(copy, report=None, counted_before=Counted(last.money, last.sent_bytes, last.received_bytes))
     before, report = with_all_meters(copy, event.report)
     given_up = report.state in ("failed", "refused") and not waited_for(state, copy)
     told = "" if given_up else copy.told

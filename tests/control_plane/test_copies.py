@@ -266,3 +266,22 @@ def test_once_training_has_begun_no_source_goes_on_trying() -> None:
     say(made, "taker", "preparing", shards_here=True)
     actions = say(made, "taker", "training", ps_address="p:1")
     assert [action.region for action in actions if isinstance(action, SendStop)] == ["holder"]
+
+
+def test_a_source_that_was_stopped_and_is_asked_again_is_paid_for_both() -> None:
+    """Its meters begin anew with each order, under the same name."""
+    made = waiting()
+    spent = Charge("egress to taker", 1.0, "GB", 0.5, "list")
+    say(made, "holder", "sending", sent_bytes={"taker": 100}, meter=7)
+    say(made, "taker", "preparing", shards_here=True)
+    say(made, "taker", "training", ps_address="p:1")
+    say(made, "holder", "stopped", sent_bytes={"taker": 120}, money=(spent,), meter=7)
+    made.handle(RegionLive(3.0, "taker", restarted=True))
+    assert ("holder", "t:2") in _told(say(made, "taker", "preparing", shard_address="t:2"))
+    for count, usd in ((10, 0.1), (30, 0.25)):
+        say(made, "holder", "sending", sent_bytes={"taker": count}, money=(replace(spent, usd=usd),), meter=7)
+    copy = made.state.copy_from("holder")
+    assert copy is not None
+    assert copy.report is not None
+    assert copy.report.sent_bytes == {"taker": 150}
+    assert sum(charge.usd for charge in copy.report.money) == 0.75
