@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
+from control_plane._view import ENDED, Data, clock, event_view, job_view
 from control_plane.cli._output import emit_line, say
 from control_plane.cli._settings import Format, is_lively, settings
-from control_plane.cli._view import ENDED, Data, clock, event_view, job_view
 from geofed_pb.errors import GeofedError
 
 if TYPE_CHECKING:

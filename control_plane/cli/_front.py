@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from xml.sax.saxutils import escape
 
-from control_plane.cli._view import Data, seconds_text, usd_text
+from control_plane._view import Data, seconds_text, usd_text
 
 __all__ = ["front_picture"]
 

@@ -13,8 +13,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from control_plane._view import Data, bytes_text, clock, usd_text
 from control_plane.cli._report import metrics_text, number_text
-from control_plane.cli._view import Data, bytes_text, clock, usd_text
 
 _EVENTS_SHOWN = 5
 _SHOWN_IN_TABLE = ("partition.round", "partition.evaluated")

@@ -6,7 +6,7 @@ import math
 from itertools import combinations
 from xml.sax.saxutils import escape
 
-from control_plane.cli._view import Data, bytes_text, seconds_text, usd_text
+from control_plane._view import Data, bytes_text, seconds_text, usd_text
 
 __all__ = ["plan_picture"]
 

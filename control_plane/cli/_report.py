@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from control_plane._view import Data, bytes_text, seconds_text, usd_text
 from control_plane.cli._output import columns, fields
-from control_plane.cli._view import Data, bytes_text, seconds_text, usd_text
 
 
 def job_head(view: Data) -> str:

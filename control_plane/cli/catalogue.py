@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
+from control_plane._view import Data, bytes_text
 from control_plane.cli._options import Output
 from control_plane.cli._output import columns, emit, say
 from control_plane.cli._settings import Format
-from control_plane.cli._view import Data, bytes_text
 from control_plane.clouds import CLOUDS, Price, Purchase, RegionPrices, StorePrices
 from geofed_pb.errors import GeofedError
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from control_plane._view import Data, job_view
 from control_plane.cli._connect import ask_control_plane, confirm
 from control_plane.cli._options import ContextFile, Output, Yes
 from control_plane.cli._output import emit, fields
 from control_plane.cli._settings import Format
-from control_plane.cli._view import Data, job_view
 from control_plane.cli.jobs import JobArgument
 from geofed_pb.errors import GeofedError
 

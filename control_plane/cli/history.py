@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from control_plane._view import Data, clock, event_view, log_view
 from control_plane.cli._connect import ask_control_plane
 from control_plane.cli._options import ContextFile, Output
 from control_plane.cli._output import emit, emit_line, say
 from control_plane.cli._settings import Format, settings
-from control_plane.cli._view import Data, clock, event_view, log_view
 from control_plane.cli.jobs import JobArgument
 from geofed_pb.errors import GeofedError
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from control_plane._view import Data, job_summary, job_view, region_view, usd_text
 from control_plane.cli._connect import ask_control_plane, confirm
 from control_plane.cli._options import ContextFile, Output, Yes
 from control_plane.cli._output import columns, emit, fields, say
 from control_plane.cli._settings import Format, settings
-from control_plane.cli._view import Data, job_summary, job_view, region_view, usd_text
 from geofed_pb.errors import GeofedError
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from control_plane._view import Data, bytes_text, region_view, time_text, usd_text
 from control_plane.cli._connect import ask_control_plane
 from control_plane.cli._options import ContextFile, Output
 from control_plane.cli._output import columns, emit, fields, say
 from control_plane.cli._settings import Format
-from control_plane.cli._view import Data, bytes_text, region_view, time_text, usd_text
 from geofed_pb.errors import GeofedError
 
 if TYPE_CHECKING:

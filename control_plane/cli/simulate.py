@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from control_plane._view import Data
 from control_plane.cli._options import Output
 from control_plane.cli._output import columns, emit, say
 from control_plane.cli._settings import Format, is_lively
-from control_plane.cli._view import Data
 from geofed_pb.errors import GeofedError
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from control_plane._view import Data, job_summary, job_view
 from control_plane.cli._connect import ask_control_plane
 from control_plane.cli._options import ContextFile, Output, Overrides
 from control_plane.cli._output import emit, fields, say
 from control_plane.cli._settings import Format
-from control_plane.cli._view import Data, job_summary, job_view
 from geofed_pb.errors import GeofedError
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 
+from control_plane._view import Data
 from control_plane.cli._options import Output
 from control_plane.cli._output import columns, emit, say
 from control_plane.cli._settings import Format
-from control_plane.cli._view import Data
 from geofed_pb.errors import GeofedError
 
 app = typer.Typer(name="template", help="Jobs to start from.", no_args_is_help=True)

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from control_plane.cli._view import (
+from control_plane._view import (
     ENDED,
     Data,
     bytes_text,
@@ -27,6 +27,7 @@ from control_plane.cli._view import (
     time_text,
     usd_text,
 )
+from control_plane.core import TERMINAL
 from control_plane.dashboard._chart import line_chart
 from control_plane.service import Caller, Federation, caller_of, event_message
 from control_plane.store import Store
@@ -113,7 +114,7 @@ class Dashboard:
         # Those that go on are in memory, however many there are; of the others the last ones.
         newest = sorted(federation.jobs.values(), key=lambda entry: entry.row.created_at, reverse=True)
         going = [job_view(federation.describe(entry)) for entry in newest[:_GOING_JOBS]]
-        ended = [job_view(federation.describe(entry)) for entry in await federation.ended_jobs(_ENDED_JOBS)]
+        ended = [job_view(federation.describe(entry)) for entry in await federation.list_jobs(TERMINAL, _ENDED_JOBS)]
         regions = [region_view(federation.describe_region(entry)) for _, entry in sorted(federation.regions.items())]
         used: dict[str, int] = {}
         for part in (part for entry in newest for part in entry.state.partitions):

@@ -11,11 +11,11 @@ from typing import Any
 
 import grpc.aio
 
-from control_plane.core import CancelAsked, FinishAsked
+from control_plane.core import TERMINAL, CancelAsked, FinishAsked
 from control_plane.pki import InvitationToken, hash_secret, new_secret
 from control_plane.service._bell import Bell
 from control_plane.service._enrolment import unseen_region
-from control_plane.service._federation import Federation
+from control_plane.service._federation import ACTIVE, Federation
 from control_plane.service._profiling import Profiling
 from control_plane.service._submission import answer_plan, scale, submit
 from control_plane.service._users import Caller, add_user, caller_of, change_user, list_users, remove_user
@@ -105,7 +105,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         """Jobs, newest first."""
         self._admit(context)
         limit = min(request.limit or 100, 1000)
-        entries = await self._federation.list_jobs(ended=request.all, limit=limit)
+        entries = await self._federation.list_jobs(ACTIVE | TERMINAL if request.all else ACTIVE, limit)
         return control_pb2.ListJobsReply(jobs=[self._federation.describe(entry) for entry in entries])
 
     @streaming

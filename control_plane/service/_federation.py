@@ -326,16 +326,10 @@ class Federation:
         row = await self.read(lambda store: store.job(job_id))
         return _entry(row) if row is not None and row.phase in TERMINAL else None
 
-    async def list_jobs(self, *, ended: bool, limit: int) -> list[JobEntry]:
-        """Jobs, newest first."""
-        phases = ACTIVE | TERMINAL if ended else ACTIVE
+    async def list_jobs(self, phases: frozenset[str], limit: int) -> list[JobEntry]:
+        """Jobs in one of these phases, newest first."""
         rows = await self.read(lambda store: store.jobs(phases=phases, limit=limit))
         return [self.jobs.get(row.id) or _entry(row) for row in rows]
-
-    async def ended_jobs(self, limit: int) -> list[JobEntry]:
-        """The last ones that were submitted, newest first."""
-        rows = await self.read(lambda store: store.jobs(phases=TERMINAL, limit=limit))
-        return [_entry(row) for row in rows]
 
     def describe(self, entry: JobEntry) -> control_pb2.Job:
         """The job as users see it."""

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from control_plane._view import bytes_text, seconds_text, usd_text
 from control_plane.cli._live import LiveDisplay
 from control_plane.cli._output import columns
 from control_plane.cli._report import rounds_text
-from control_plane.cli._view import bytes_text, seconds_text, usd_text
 from tests.control_plane.cli.conftest import Run
 
 
