@@ -120,9 +120,8 @@ class Sums:
         """Whom a sum may be for, and of which updates."""
         others = [region for region in self._regions if region not in (self._region, peer, origin)]
         found: list[tuple[str, list[Manifest]]] = []
-        everyone = {*others, peer}
-        if origin == self._region and everyone <= self._takers:
-            begun = max([self._before, *(self._tried.get((who, origin), 0) for who in everyone)])
+        if origin == self._region and self._takers >= {*self._whom("")}:
+            begun = max([self._before, *(self._tried.get((who, origin), 0) for who in self._whom(""))])
             found.append(("", _gapless([m for m in run if m.begins > begun])))
         begun = self._tried.get((peer, origin), 0)
         elsewhere = min((has(who, origin) for who in others), default=None)
@@ -149,13 +148,16 @@ class Sums:
             # Not at once again: when the link fails the next time.
             self._unreached.clear()
             return
-        whom = [peer] if peer else [region for region in self._regions if region != self._region]
-        if any(self._tried.get((who, manifest.region), 0) >= manifest.begins for who in whom):
+        if any(self._tried.get((who, manifest.region), 0) >= manifest.begins for who in self._whom(peer)):
             self._dropped.append(manifest.digest)
             return
         key = peer, manifest.region, manifest.begins
         self._drop([key])
         self._made[key] = manifest
+
+    def _whom(self, peer: str) -> list[str]:
+        """Whom a sum is for; one for all is of our own updates."""
+        return [peer] if peer else [region for region in self._regions if region != self._region]
 
     def gone(self, manifest: Manifest) -> None:
         """Its bytes are not there any more."""
@@ -165,8 +167,7 @@ class Sums:
         """Digests of the sums that are not sent any more; whoever they are for has them."""
         done = []
         for (peer, origin, first), manifest in self._made.items():
-            whom = [peer] if peer else [region for region in self._regions if region not in (self._region, origin)]
-            if all(has(who, origin) >= manifest.sequence for who in whom):
+            if all(has(who, origin) >= manifest.sequence for who in self._whom(peer)):
                 done.append((peer, origin, first))
         self._drop(done)
         dropped, self._dropped = self._dropped, []
