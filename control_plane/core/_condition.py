@@ -15,9 +15,8 @@ def condition_of(state: JobState) -> str:
     if state.terminal:
         return _account_awaits(state)
     waits_for_shards = bool(state.copies) and not state.copied
-    gone = [
-        f"region {name} {link} since {_clock(since)}" for name, link, since in links_needed(state) if link != "live"
-    ]
+    away = [one for one in links_needed(state) if one[1] != "live"]
+    gone = [f"region {name} {link} since {_clock(since)}" for name, link, since in away]
     # While a job runs an agent that is not heard may well train on, and the others do as far as they say.
     if gone and state.phase in ("starting", "finishing", "cancelling"):
         return "waiting: " + "; ".join(gone)
