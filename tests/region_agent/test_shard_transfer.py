@@ -146,6 +146,15 @@ def runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     return call
 
 
+def lead_through(relay: Relay, port: ShelfPort) -> Callable[[], None]:
+    """Have files come over a relay; returns what has them come straight again."""
+    bulk = port.bulk
+    assert bulk is not None
+    before, bulk.port = bulk.port, int(relay.address.rpartition(":")[2])
+    relay.to = ("127.0.0.1", before)
+    return lambda: setattr(bulk, "port", before)
+
+
 async def _cut(relay: Relay) -> None:
     async with asyncio.timeout(60):
         while not relay.cuts:  # noqa: ASYNC110 - a thread cuts
@@ -179,16 +188,16 @@ async def test_a_shard_arrives_as_it_is_and_what_it_cost_is_counted(source: Sour
     assert (money.item, money.unit) == ("egress to west", "GB")
     assert money.usd == pytest.approx(last.sent_bytes["west"] / 1e9 * 0.5)
     assert [event.kind for event in source.events] == ["shard.sending", "shard.sent"]
-    assert source.events[-1].data["digest"] == taker.shelf.list.digest if taker.shelf.list else None
+    assert taker.shelf.list is not None
+    assert source.events[-1].data["digest"] == taker.shelf.list.digest
 
 
 @runs
 async def test_a_cut_costs_little_more_than_what_was_on_its_way(source: Source, west: Path) -> None:
     with Relay() as relay:
         async with taking(west) as taker:
-            assert taker.port.bulk is not None
-            relay.to, relay.cut_after = ("127.0.0.1", taker.port.bulk.port), 5 * MIB
-            taker.port.bulk.port = int(relay.address.rpartition(":")[2])
+            relay.cut_after = 5 * MIB
+            lead_through(relay, taker.port)
             source.send(taker.address)
             await asyncio.wait_for(taker.port.complete(), 60)
             await source.until("sent")
@@ -204,9 +213,7 @@ async def test_both_agents_may_die_in_the_middle(source: Source, west: Path) -> 
     with Relay() as relay:
         relay.stays_cut, relay.cut_after = True, 11 * MIB
         async with taking(west) as taker:
-            assert taker.port.bulk is not None
-            relay.to = ("127.0.0.1", taker.port.bulk.port)
-            taker.port.bulk.port = int(relay.address.rpartition(":")[2])
+            lead_through(relay, taker.port)
             sending = source.send(taker.address)
             await _cut(relay)
             await sending.close()
@@ -335,13 +342,11 @@ async def test_a_file_that_changes_on_the_way_is_read_anew(source: Source, west:
     with Relay() as relay:
         relay.stays_cut, relay.cut_after = True, 3 * MIB
         async with taking(west) as taker:
-            assert taker.port.bulk is not None
-            port, taker.port.bulk.port = taker.port.bulk.port, int(relay.address.rpartition(":")[2])
-            relay.to = ("127.0.0.1", port)
+            direct = lead_through(relay, taker.port)
             source.send(taker.address)
             await _cut(relay)
             (source.folder / "data" / "train/a/big.bin").write_bytes(os.urandom(2 * MIB))
-            taker.port.bulk.port = port
+            direct()
             await asyncio.wait_for(taker.port.complete(), 60)
             await source.until("sent")
             check_same(source, taker.shelf)
