@@ -119,7 +119,7 @@ def check_succeeded(described: dict[str, Any], accuracy: float = 0.9) -> None:
     """It has its model, every update was applied exactly once, and the account is whole."""
     result = described["result"]
     assert described["state"] == "succeeded", described.get("error") or described
-    assert result["metrics"]["accuracy"] >= accuracy
+    assert result["metrics"]["accuracy"] >= accuracy, result["metrics"]
     assert result["applied_updates"] == expected_updates(described)
     assert result["model"]["digest"].startswith("sha256:")
     assert result["usd"] > 0
