@@ -10,10 +10,9 @@ __all__ = ["Attendance", "Punctuality"]
 _LONGEST_PROBATION = 32
 """Rounds."""
 _FIRST_SECONDS = 10.0
-"""For a region of which nothing has come yet."""
+"""Where no region's pace is known yet."""
 _GAPS = 2.5
 """An update is late once so many of its region's usual gaps have passed since the last one."""
-_LEAST_SECONDS = 0.1
 _WEIGHT = 0.2
 """Of the newest gap in the mean."""
 _LONGEST_GAP = 4.0
@@ -42,11 +41,11 @@ class Attendance:
             self._absences[region] = self._absences.get(region, 0) + 1
             self._probation[region] = self._length(region)
 
-    def merged(self, region: str, *, in_time: bool) -> None:
-        """A round was merged, with or without this region's update of it."""
+    def merged(self, region: str, *, keeps_up: bool) -> None:
+        """A round was merged; this region's update of it was there or can be waited for, or not."""
         if region not in self._probation:
             return
-        left = self._probation[region] - 1 if in_time else self._length(region)
+        left = self._probation[region] - 1 if keeps_up else self._length(region)
         if left > 0:
             self._probation[region] = left
         else:
@@ -62,19 +61,30 @@ class Punctuality:
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
         self._gap: dict[str, float] = {}
+        self._began: dict[str, float] = {}
+        """When one was waited for of which nothing had come."""
+        self._went_on = float("-inf")
 
     def came(self, region: str, now: float) -> None:
-        """An update has become durable here."""
+        """An update of a region, this one or another, has become durable here."""
         if (last := self._last.get(region)) is not None:
             gap = now - last
             mean = self._gap.get(region, gap)
             self._gap[region] = (1 - _WEIGHT) * mean + _WEIGHT * min(gap, _LONGEST_GAP * mean)
         self._last[region] = now
 
+    def went_on(self, now: float) -> None:
+        """Some are not waited for any more. Those that were waiting for them too get their time from here on."""
+        self._went_on = now
+
     def patience_seconds(self, regions: Iterable[str], now: float) -> float:
-        """How long to go on waiting for the next updates of these regions."""
-        late = [
-            self._last[region] + _GAPS * self._gap[region] - now if region in self._gap else _FIRST_SECONDS
-            for region in regions
-        ]
-        return max([_LEAST_SECONDS, *late])
+        """How long to go on waiting for the next updates of these regions; 0 or less: no longer.
+
+        All keep the same pace while they wait for each other: where a region's is not known yet the slowest other's is.
+        """
+        slowest = max(self._gap.values(), default=_FIRST_SECONDS / _GAPS)
+        ends = []
+        for region in regions:
+            last = self._last[region] if region in self._last else self._began.setdefault(region, now)
+            ends.append(max(last, self._went_on) + _GAPS * self._gap.get(region, slowest))
+        return max(ends) - now

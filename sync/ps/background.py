@@ -51,6 +51,8 @@ _BACKLOG = 32
 _TOGETHER = 4
 """The last 1/4 of the steps is made together: what regions that were cut off from each other have made apart is
 averaged when they meet, and a model like that must be trained on. All are waited for in the end anyway."""
+_NEAR_ROUNDS, _NEAR = 8, 16
+"""A region is near that is no more than so many rounds behind, or than 1/16 of the job's."""
 _AHEAD = 1 << 16
 """A peer cannot be further ahead than this; it bounds what is kept of it."""
 
@@ -78,7 +80,7 @@ class Background(Machine):
         self._grace_over: set[int] = set()
         self._attendance = Attendance()
         self._patience = 0
-        """The round for which patience is running out, or has."""
+        """The round for which patience is running out."""
         self.stretch = 1
         """Times the planned interval that rounds should last, as seen from here."""
         self._stretches = {
@@ -310,6 +312,14 @@ class Background(Machine):
         return self._ended_sequence - (len(self._boundary.arrived) >= self.setup.workers)
 
     @property
+    def _within_reach(self) -> int:
+        """Rounds that a region which is back may be behind, to be waited for while it catches up.
+
+        The job ends no later for it, since the end waits for all, and models that have stayed near average better.
+        """
+        return max(_NEAR_ROUNDS, self.setup.rounds // _NEAR)
+
+    @property
     def _together(self) -> bool:
         """The end of the job is near: every region is waited for."""
         return self._open_step * _TOGETHER > self.setup.steps * (_TOGETHER - 1)
@@ -332,11 +342,15 @@ class Background(Machine):
         if self._together or self._patience >= sequence or self.ledger.own(sequence) is None:
             return []
         self._patience = sequence
-        return [StartPatience(sequence, late)]
+        alone = {*late, *self._attendance.absent, *self._lasts} >= set(self.setup.others)
+        return [StartPatience(sequence, late, alone)]
 
     def _patience_is_over(self, event: PatienceOver) -> list[Action]:
+        if event.sequence != self._patience:
+            return []
+        self._patience = 0
         if self._pending is not None and self._pending.sequence == event.sequence and not self._together:
-            self._attendance.gave_up(self._late())
+            self._attendance.gave_up(region for region in self._late() if region in event.regions)
         return self._try_apply()
 
     def _apply(self, sequence: int, manifests: list[Manifest]) -> list[Action]:
@@ -378,9 +392,11 @@ class Background(Machine):
         self.ledger.marks |= dict(apply.watermarks) | {self.setup.region: apply.sequence}
         self._stretches |= {manifest.region: manifest.stretch for manifest in apply.manifests}
         if any(manifest.region == self.setup.region for manifest in apply.manifests):
+            came = {manifest.region for manifest in apply.manifests}
             for region in self.setup.others:
-                in_time = self.ledger.marks[region] >= apply.sequence or region in self._lasts
-                self._attendance.merged(region, in_time=in_time)
+                behind = apply.sequence - self.ledger.marks[region]
+                near = region in came and behind <= self._within_reach
+                self._attendance.merged(region, keeps_up=near or behind <= 0 or region in self._lasts)
         for manifest, stale in zip(apply.manifests, apply.staleness, strict=False):
             if manifest.region != self.setup.region:
                 old = self._staleness.get(manifest.region, float(stale))

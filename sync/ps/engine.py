@@ -36,6 +36,7 @@ from sync.ps.events import (
     Merge,
     PatienceOver,
     Prepare,
+    Prepared,
     Refuse,
     Reply,
     Restart,
@@ -56,6 +57,11 @@ __all__ = ["Engine", "merged_key"]
 _log = logging.getLogger("geofed.ps")
 _NICE = 10
 """Of the thread that codes and merges: training on the same machine goes first."""
+_LEAST_SECONDS = 0.5
+"""Of patience: processes pause, and rounds may be shorter than that."""
+_LEAST_SECONDS_ALONE = 10.0
+"""Where nobody is heard the others may wait for the same region, or be found by another way; and what a region makes
+alone is worth the least."""
 
 
 class Engine:
@@ -72,6 +78,7 @@ class Engine:
         self.links: Callable[[], Mapping[str, LinkSample]] = dict
         """What the links to the peers have carried of late."""
         self._punctuality = Punctuality()
+        self._patience: asyncio.TimerHandle | None = None
         self._calls: dict[int, asyncio.Future[Answer | None]] = {}
         self._next_call = 1
         self._tasks: set[asyncio.Task[None]] = set()
@@ -104,7 +111,7 @@ class Engine:
 
     def feed(self, event: Event) -> None:
         """Give the machine an event and carry out what it answers."""
-        if isinstance(event, Stored):
+        if isinstance(event, Stored | Prepared):
             self._punctuality.came(event.manifest.region, time.monotonic())
         for action in self.machine.handle(event):
             self._carry_out(action)
@@ -165,12 +172,22 @@ class Engine:
                 over = GraceOver(action.sequence)
                 asyncio.get_running_loop().call_later(self._grace_seconds, self.feed, over)
             case StartPatience():
-                seconds = self._punctuality.patience_seconds(action.regions, time.monotonic())
-                asyncio.get_running_loop().call_later(seconds, self.feed, PatienceOver(action.sequence))
+                self._wait_for(action, _LEAST_SECONDS_ALONE if action.alone else _LEAST_SECONDS)
             case Ship():
                 self.on_ship(action)
             case Failed():
                 self.fail(GeofedError(action.code, action.text))
+
+    def _wait_for(self, late: StartPatience, least_seconds: float = 0.0) -> None:
+        """Until these are late. Patience begins anew with each update of theirs: they may have rounds to catch up."""
+        if self._patience is not None:
+            self._patience.cancel()
+        seconds = max(self._punctuality.patience_seconds(late.regions, time.monotonic()), least_seconds)
+        if seconds > 0:
+            self._patience = asyncio.get_running_loop().call_later(seconds, self._wait_for, late)
+        else:
+            self._punctuality.went_on(time.monotonic())
+            self.feed(PatienceOver(late.sequence, late.regions))
 
     def _answer(self, call: int, settle: Callable[[asyncio.Future[Answer | None]], None]) -> None:
         future = self._calls.get(call)

@@ -268,9 +268,10 @@ class GraceOver:
 
 @dataclass(frozen=True)
 class PatienceOver:
-    """Workers have been held up for longer than the regions that a merge waits for usually take."""
+    """Workers have been held up for longer than these regions, which a merge waits for, usually take."""
 
     sequence: int
+    regions: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -549,6 +550,8 @@ class StartPatience:
 
     sequence: int
     regions: tuple[str, ...]
+    alone: bool = False
+    """Whether this region would go on alone."""
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,11 @@ def test_the_others_go_on_without_a_region_that_is_cut_off(running: Running) -> 
     before = {part["region"]: part["round"] for part in running.describe(job)["partitions"]}
     running.wait_round(job, before["shanghai"] + 5, "shanghai")
     running.wait_round(job, before["virginia"] + 5, "virginia")
-    links = {(link["source"], link["destination"]): link for link in running.describe(job)["links"]}
+    described = running.describe(job)
+    links = {(link["source"], link["destination"]): link for link in described["links"]}
     emulator.heal()
+    rounds = {part["region"]: part["round"] for part in described["partitions"]}
+    assert abs(rounds["shanghai"] - rounds["virginia"]) <= 8, f"those that hear each other stay together: {rounds}"
     through = links["shanghai", "virginia"]
     assert (through["state"], through["interval_steps"] > 0, through["codec"] != "") == ("up", True, True)
     assert min(through["rtt_ms"] / 100, through["staleness_rounds"]) >= 1, through

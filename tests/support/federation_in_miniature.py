@@ -308,7 +308,7 @@ class Site:
             case StartPatience():
                 assert action.regions
                 self.lost_patience = True
-                return PatienceOver(action.sequence)
+                return PatienceOver(action.sequence, action.regions)
             case Apply():
                 return self._apply(action)
             case SumUp():

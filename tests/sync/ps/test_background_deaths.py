@@ -180,7 +180,7 @@ class Site:
         self.machine: Background | None = None
         self.answers: dict[int, Any] = {}
         self.to_send: list[Manifest] = []
-        self.patience: list[int] = []
+        self.patience: list[PatienceOver] = []
         self.asking = 0
 
     def live(self, doing: Callable[[], None]) -> None:
@@ -219,7 +219,7 @@ class Site:
                     case Ship():
                         self.to_send = list(action.manifests)
                     case StartPatience():
-                        self.patience.append(action.sequence)
+                        self.patience.append(PatienceOver(action.sequence, action.regions))
                     case Failed():
                         raise AssertionError(action)
                     case _:
@@ -349,8 +349,8 @@ class Federation:
         elif chance < 0.95:
             self._send(site)
         elif chance < 0.97 and site.patience:
-            sequence = site.patience.pop()
-            site.live(lambda: site.feed(PatienceOver(sequence)))
+            over = site.patience.pop()
+            site.live(lambda: site.feed(over))
         elif chance > 0.99 and self._lose_workers:
             site.begin_new_attempt()
 

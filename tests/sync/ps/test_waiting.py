@@ -1,0 +1,117 @@
+"""Whom a region with background exchange goes on without, in which order, and whom it waits for again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from support.federation_in_miniature import Miniature, Site
+
+from sync.ps.events import Action, StartPatience
+
+ALL = ("r0", "r1", "r2")
+ROUNDS = 160
+
+
+@pytest.fixture
+def regions() -> Miniature:
+    """Three of them; all have made some rounds."""
+    made = Miniature(3, 1, ROUNDS, 1, 0, quorum=0)
+    go(made, ALL, 6)
+    return made
+
+
+def go(all_: Miniature, names: Iterable[str], times: int) -> None:
+    """These regions work and hear each other; the others stand still. Patience begins, and lasts."""
+    names = tuple(names)
+    for _ in range(times):
+        for name in names:
+            site = all_.sites[name]
+            all_.configure(name)
+            if not site.workers[0].call:
+                site.let_work(0)
+            _work(site)
+            all_.send(name)
+        there = [message for message in all_.wan if {message.source, message.to} <= set(names)]
+        all_.wan = []
+        for message in there:
+            all_.deliver(message)
+
+
+def _work(site: Site) -> None:
+    kept: list[Action] = []
+    while site.work:
+        if isinstance(site.work[0], StartPatience):
+            kept.append(site.work.pop(0))
+        else:
+            site.do_work()
+    site.work = kept
+
+
+def waits(site: Site) -> list[StartPatience]:
+    return [action for action in site.work if isinstance(action, StartPatience)]
+
+
+def lose_patience(site: Site) -> StartPatience:
+    """What was waited for is not waited for any more."""
+    (waited,) = waits(site)
+    site.do_work()
+    return waited
+
+
+def round_of(site: Site) -> int:
+    assert site.machine is not None
+    return site.machine.progress.sequence
+
+
+def test_a_region_says_so_where_it_would_go_on_alone(regions: Miniature) -> None:
+    go(regions, ("r0", "r1"), 10)
+    go(regions, ("r0",), 10)
+    here = regions.sites["r0"]
+    held = round_of(here)
+    first = lose_patience(here)
+    assert (first.regions, first.alone) == (("r2",), False)
+    go(regions, ("r0",), 10)
+    second = lose_patience(here)
+    assert (second.regions, second.alone) == (("r1",), True)
+    assert round_of(here) <= held + 2, "it went on before it had lost patience with both"
+    go(regions, ("r0",), 10)
+    assert round_of(here) > held + 5
+
+
+def test_those_that_hear_each_other_stay_together_when_a_third_is_cut_off(regions: Miniature) -> None:
+    both = regions.sites["r0"], regions.sites["r1"]
+    go(regions, ("r0", "r1"), 10)
+    for site in both:
+        assert lose_patience(site).regions == ("r2",)
+        go(regions, (site.name,), 10)
+    for _ in range(20):
+        go(regions, ("r0", "r1"), 1)
+        assert abs(round_of(both[0]) - round_of(both[1])) <= 2
+    assert min(map(round_of, both)) > 10
+
+
+def test_a_region_that_is_back_and_near_is_waited_for_while_it_catches_up(regions: Miniature) -> None:
+    behind = _without_r2(regions, 7)
+    assert 5 <= behind <= 10
+    go(regions, ALL, 40)
+    assert _lag(regions) <= 2
+
+
+def test_a_region_that_is_far_behind_is_not_waited_for(regions: Miniature) -> None:
+    behind = _without_r2(regions, 40)
+    assert behind >= 30
+    go(regions, ALL, 30)
+    assert _lag(regions) >= behind - 3
+
+
+def _without_r2(regions: Miniature, times: int) -> int:
+    go(regions, ("r0", "r1"), 10)
+    for name in ("r0", "r1"):
+        lose_patience(regions.sites[name])
+    go(regions, ("r0", "r1"), 2 * times)
+    return _lag(regions)
+
+
+def _lag(regions: Miniature) -> int:
+    return round_of(regions.sites["r0"]) - round_of(regions.sites["r2"])
