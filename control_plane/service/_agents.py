@@ -147,6 +147,9 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             session.end()
         except GeofedError as error:
             session.end(error)
+        except grpc.aio.AbortError:
+            # What goes out to the agent has ended with a code.
+            session.end()
         except asyncio.CancelledError:
             session.end()
             raise

@@ -16,6 +16,7 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from structlog.testing import capture_logs
 
 from control_plane.client import ControlClient
 from control_plane.pki import SERVER_LIFE, Authority, InvitationToken
@@ -183,7 +184,9 @@ def test_a_later_session_ends_an_earlier_one(serve_config: ServeConfig) -> None:
             await second.close()
             await first.close()
 
-    asyncio.run(scenario())
+    with capture_logs() as logs:
+        asyncio.run(scenario())
+    assert not [entry for entry in logs if entry["log_level"] == "error"]
 
 
 def test_an_expired_certificate_is_refused(serve_config: ServeConfig) -> None:
