@@ -50,9 +50,10 @@ def version(output: Output = Format.TABLE) -> None:
     emit(data, table=lambda shown: str(shown["version"]), name=lambda shown: str(shown["version"]))
 
 
-def completion(shell: Annotated[Shell, typer.Argument(help="For which shell.", show_default=False)]) -> None:
+def completion(
+    context: typer.Context, shell: Annotated[Shell, typer.Argument(help="For which shell.", show_default=False)]
+) -> None:
     """Print a script that completes commands and options: source <(control-plane completion bash)."""
     from control_plane.cli._completion import script
-    from control_plane.cli.main import app
 
-    print(script(shell.value, typer.main.get_command(app)))
+    print(script(shell.value, context.find_root().command))

@@ -11,10 +11,10 @@ import typer
 
 from control_plane._view import Data, bytes_text, seconds_text, usd_text
 from control_plane.cli._connect import ask_control_plane
+from control_plane.cli._job_file import JobFile, read_job
 from control_plane.cli._options import ContextFile, Output, Overrides
 from control_plane.cli._output import columns, emit, fields, say
 from control_plane.cli._settings import Format
-from control_plane.cli.submit import JobFile, read_job
 from geofed_pb.errors import GeofedError
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import typer
 
 from control_plane._view import Data, job_summary, job_view
 from control_plane.cli._connect import ask_control_plane
+from control_plane.cli._job_file import JobFile, read_job
 from control_plane.cli._options import ContextFile, Output, Overrides
 from control_plane.cli._output import emit, fields, say
 from control_plane.cli._settings import Format
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from control_plane.client import ControlClient
     from control_plane.spec import LoadedSpec
 
-JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.", show_default=False)]
 JobName = Annotated[str | None, typer.Option("--name", help="Call the job so, whatever the file says.")]
 
 
@@ -142,18 +142,6 @@ class _Order:
         if not reply.created:
             say(f"request id {self.request_id} has made this job before; it is the same one")
         return job_view(reply.job) | {"created": reply.created, "request_id": self.request_id}
-
-
-def read_job(
-    job_file: Path, overrides: list[str] | None, name: str | None = None
-) -> tuple[LoadedSpec, tuple[bytes, str]]:
-    """A job file, and its packed code with the digest."""
-    from control_plane.spec import check_task, load, pack
-
-    named = [f"metadata.name={json.dumps(name)}"] if name is not None else []
-    loaded = load(job_file, [*(overrides or ()), *named])
-    check_task(loaded.folder, loaded.spec.task.module)
-    return loaded, pack(loaded.folder, loaded.spec.task.module)
 
 
 def _show_plan(reply: Any) -> Data:

@@ -1,0 +1,26 @@
+"""A job file as an argument of a command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from control_plane.spec import LoadedSpec
+
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.", show_default=False)]
+
+
+def read_job(
+    job_file: Path, overrides: list[str] | None, name: str | None = None
+) -> tuple[LoadedSpec, tuple[bytes, str]]:
+    """A job file, and its packed code with the digest."""
+    from control_plane.spec import check_task, load, pack
+
+    named = [f"metadata.name={json.dumps(name)}"] if name is not None else []
+    loaded = load(job_file, [*(overrides or ()), *named])
+    check_task(loaded.folder, loaded.spec.task.module)
+    return loaded, pack(loaded.folder, loaded.spec.task.module)
