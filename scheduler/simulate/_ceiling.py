@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scheduler.simulate._trace import TraceJob
 
 _MOST_COLUMNS = 400_000
-"""A larger linear programme is not solved; the looser bound stands."""
+"""For a larger linear programme intervals are put together."""
 
 
 @dataclass(frozen=True)
@@ -26,21 +26,24 @@ class Ceiling:
     """Of the linear programme; 0: none was solved, and ``met`` is ``alone``."""
 
 
-def ceiling(jobs: Sequence[TraceJob], devices: int, seconds: float = 120.0) -> Ceiling:
+def ceiling(
+    jobs: Sequence[TraceJob], devices: int, seconds: float = 120.0, most_columns: int = _MOST_COLUMNS
+) -> Ceiling:
     """The clairvoyant fluid bound of a trace on a cluster.
 
     A linear programme over the intervals between all submissions and deadlines: maximise Σ y_j such that in every
-    interval t job j spends at most a part y_j on its levels l, its work is done (Σ T_l·|t|·x_jlt ≥ M_j·y_j), and no
-    more devices are in use than there are (Σ g_l·x_jlt ≤ G). Fractions of jobs count, changes are free, and all
-    arrivals are known: no schedule meets more. Solved by HiGHS on one thread, within `seconds` or not at all.
+    interval t job j spends x_jlt seconds on its levels l, no more in all than the part y_j of what it has of the
+    interval, its work is done (Σ T_l·x_jlt ≥ M_j·y_j), and no more devices are in use than there are
+    (Σ g_l·x_jlt ≤ G·|t|). Fractions of jobs count, changes are free, and all arrivals are known: no schedule meets
+    more. With very many jobs neighbouring intervals share one row of devices, which only loosens the bound. Solved by
+    HiGHS on one thread, within `seconds` or not at all.
     """
     able = [job for job in jobs if job.deadlines and _fits(job, devices)]
-    edges = np.unique(np.array([at for job in able for at in (job.submit_s, job.deadline_s)]))
     if not able:
         return Ceiling(0.0, 0, 0)
-    count = sum(_columns(job, edges, devices) for job in able)
-    if count > _MOST_COLUMNS:
-        return Ceiling(float(len(able)), len(able), 0)
+    edges = np.unique(np.array([at for job in able for at in (job.submit_s, job.deadline_s)]))
+    while (count := sum(_columns(job, edges, devices) for job in able)) > most_columns:
+        edges = np.unique(np.concatenate((edges[::2], edges[-1:])))
     solved = _solve(able, edges, devices, seconds)
     if solved is None:
         return Ceiling(float(len(able)), len(able), 0)
@@ -58,7 +61,8 @@ def _levels(job: TraceJob, devices: int) -> list[tuple[int, float]]:
 
 
 def _span(job: TraceJob, edges: NDArray[np.float64]) -> tuple[int, int]:
-    return int(edges.searchsorted(job.submit_s)), int(edges.searchsorted(job.deadline_s))
+    """The intervals that it has something of: from the first to before the last."""
+    return int(edges.searchsorted(job.submit_s, side="right")) - 1, int(edges.searchsorted(job.deadline_s))
 
 
 def _columns(job: TraceJob, edges: NDArray[np.float64], devices: int) -> int:
@@ -74,7 +78,7 @@ def _solve(jobs: Sequence[TraceJob], edges: NDArray[np.float64], devices: int, s
     starts: list[NDArray[np.int64]] = []
     rows: list[NDArray[np.int64]] = []
     values: list[NDArray[np.float64]] = []
-    upper_rows: list[float] = [float(devices)] * len(spans)
+    upper_rows: list[float] = (devices * spans).tolist()
     lower_rows: list[float] = [-math.inf] * len(spans)
     y_rows: list[list[int]] = []
     y_values: list[list[float]] = []
@@ -85,13 +89,14 @@ def _solve(jobs: Sequence[TraceJob], edges: NDArray[np.float64], devices: int, s
         time_rows = work_row + 1 + np.arange(last - first)
         upper_rows += [math.inf] + [0.0] * (last - first)
         lower_rows += [0.0] + [-math.inf] * (last - first)
+        has = np.minimum(edges[first + 1 : last + 1], job.deadline_s) - np.maximum(edges[first:last], job.submit_s)
         y_rows.append([work_row, *time_rows.tolist()])
-        y_values.append([-1.0, *[-1.0] * (last - first)])
+        y_values.append([-1.0, *(-has).tolist()])
         for level, rate in _levels(job, devices):
             block = np.stack((times, np.full(len(times), work_row), time_rows), axis=1)
             rows.append(block.ravel())
             worth = np.stack(
-                (np.full(len(times), float(level)), rate * spans[first:last] / job.work, np.ones(len(times))), axis=1
+                (np.full(len(times), float(level)), np.full(len(times), rate / job.work), np.ones(len(times))), axis=1
             )
             values.append(worth.ravel())
             starts.append(np.full(len(times), 3, dtype=np.int64))
@@ -101,7 +106,7 @@ def _solve(jobs: Sequence[TraceJob], edges: NDArray[np.float64], devices: int, s
     lp.num_col_, lp.num_row_ = columns, len(upper_rows)
     lp.col_cost_ = np.concatenate((np.ones(len(jobs)), np.zeros(columns - len(jobs))))
     lp.col_lower_ = np.zeros(columns)
-    lp.col_upper_ = np.ones(columns)
+    lp.col_upper_ = np.concatenate((np.ones(len(jobs)), np.full(columns - len(jobs), math.inf)))
     lp.row_lower_, lp.row_upper_ = np.array(lower_rows), np.array(upper_rows)
     lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
     lp.a_matrix_.start_ = np.concatenate(([0], np.cumsum(lengths)))

@@ -100,6 +100,17 @@ def test_no_schedule_meets_more_than_the_ceiling_says() -> None:
     assert ceiling([], 4).met == 0
 
 
+def test_a_ceiling_over_longer_intervals_is_looser_and_still_tells_more_than_the_jobs_alone() -> None:
+    jobs = generated(60)
+    exact = ceiling(jobs, 2)
+    before = exact
+    for most_columns in (exact.columns // 2, exact.columns // 6):
+        coarse = ceiling(jobs, 2, most_columns=most_columns)
+        assert coarse.columns <= most_columns
+        assert before.met - 1e-6 <= coarse.met < coarse.alone
+        before = coarse
+
+
 @pytest.mark.parametrize("often", [0.2, 2.0])
 def test_preemptible_capacity_is_left_in_time(often: float) -> None:
     done = simulate_spot(generated(200), SpotSettings(often, price_ratio=0.3))
