@@ -3,9 +3,9 @@
     nice .venv/bin/python tests/bench/deadlines.py [--quick] [--json PATH] [--traces PATH] [--prices PATH]
 
 Every policy gets the same jobs, speeds, buddy placement and pauses: what ElasticFlow's simulator charges for a change,
-and any change pauses everybody. A declined job counts as not met; a promise that was broken is counted besides. Beside
-each figure stands what no scheduler could exceed: a linear programme that knows the future and lets shares flow
-(HiGHS; where it would be too large, the jobs that fit alone). First our ports of three rivals are held against the
+and any change pauses everybody. "Own pauses" is ours where a change pauses whom it changes, as our runtime does. A
+declined job counts as not met; a promise that was broken is counted besides. Beside each figure stands what no
+scheduler could exceed: a linear programme that knows the future and lets shares flow (HiGHS). First our ports of three rivals are held against the
 figures of the published simulator, with its own rules for pauses. `--quick` takes the traces of 195 jobs alone.
 
 Settings were tuned on the two traces of 195 jobs; the other traces were only measured.
@@ -67,6 +67,9 @@ LARGE_JOBS = 1000
 QUICK_ENOUGH = ("geofed", "edf", "tiresias")
 SOME = ("geofed", "elasticflow", "elasticflow-singly", "edf", "tiresias")
 """Policies for larger traces; on the largest ElasticFlow's decisions would take too long."""
+OWN_PAUSES = ", own pauses"
+SHARES = {1: 95.0, 2: 94.0, 4: 82.0}
+"""Per cent of the ceiling, by the part of a trace's largest cluster."""
 NEAR_POINTS = 3.0
 CHRONUS_STEP, CHRONUS_NODES = 4, 36
 
@@ -130,9 +133,17 @@ class _Traces:
 
 
 def _run(
-    report: Report, part: str, trace: str, jobs: Sequence[TraceJob], policy: str, nodes: int, per_node: int
+    report: Report,
+    part: str,
+    trace: str,
+    jobs: Sequence[TraceJob],
+    policy: str,
+    nodes: int,
+    per_node: int,
+    *,
+    everyone: bool = True,
 ) -> Run:
-    chosen, pauses = policy_named(policy, nodes * per_node, SLOTS.get(trace, 60.0))
+    chosen, pauses = policy_named(policy, nodes * per_node, SLOTS.get(trace, 60.0), everyone=everyone)
     begun = time.process_time()
     run = simulate(jobs, chosen, nodes, per_node, pauses)
     _note(report, part, trace, run, cpu_s=time.process_time() - begun)
@@ -186,19 +197,21 @@ def _deadlines(report: Report, traces: _Traces) -> dict[str, float]:
         print(f"\n{trace}, {len(jobs)} jobs, {devices} devices; ceiling {most.met:.1f}", end="")
         print(" (all that fit alone)" if not most.columns else f" (of {most.alone} that fit alone)")
         print(f"  {'policy':<20}{'met':>6}{'ratio %':>9}{'of ceiling %':>14}{'promised':>10}{'broken':>8}{'CPU s':>8}")
-        for name in names:
-            run = _run(report, "deadlines", trace, jobs, name, nodes, per_node)
-            report.runs[-1]["ceiling"] = most.met
+        for name, everyone in [*((name, True) for name in names), ("geofed", False)]:
+            run = _run(report, "deadlines", trace, jobs, name, nodes, per_node, everyone=everyone)
+            report.runs[-1] |= {"ceiling": most.met, "pauses_everyone": everyone}
             cpu_s = report.runs[-1]["cpu_s"]
+            shown = name if everyone else name + OWN_PAUSES
             print(
-                f"  {name:<20}{run.met:>6}{100 * run.ratio:>9.1f}{100 * run.met / most.met:>14.1f}"
+                f"  {shown:<20}{run.met:>6}{100 * run.ratio:>9.1f}{100 * run.met / most.met:>14.1f}"
                 f"{run.promised:>10}{run.broken:>8}{cpu_s:>8.1f}"
             )
-            ratios[f"{trace}@{devices} {name}"] = run.ratio
+            if everyone:
+                ratios[f"{trace}@{devices} {name}"] = run.ratio
             if name == "geofed":
                 broken += run.broken
                 part = largest[trace] // devices
-                _deadline_bars(report, trace, devices, run, most.met, part)
+                _deadline_bars(report, trace, devices, run, most.met, part, everyone=everyone)
     report.bars.append(Bar.at_most("admitted and missed with exact curves, all runs", broken, "jobs", 0))
     return ratios
 
@@ -211,14 +224,20 @@ def _names(jobs: Sequence[TraceJob], at_full_size: bool) -> Sequence[str]:
     return (*QUICK_ENOUGH, "elasticflow") if at_full_size and len(jobs) < 2 * LARGE_JOBS else QUICK_ENOUGH
 
 
-def _deadline_bars(report: Report, trace: str, devices: int, run: Run, most: float, part: int) -> None:
+def _deadline_bars(
+    report: Report, trace: str, devices: int, run: Run, most: float, part: int, *, everyone: bool
+) -> None:
+    if not everyone:
+        if trace != T4:
+            name = f"share of the ceiling ({most:.1f}) on {trace} at {devices}, where a change pauses whom it changes"
+            report.bars.append(Bar.at_least(name, 100 * run.met / most, "%", SHARES[part]))
+        return
     least = {(T4, 64): 86.0, (MS, 128): 90.0, (MS, 64): 84.0}.get((trace, devices))
     if least is not None:
         report.bars.append(Bar.at_least(f"deadlines met on {trace} at {devices}", 100 * run.ratio, "%", least))
     if trace != T4:
-        share = {1: 95.0, 2: 94.0, 4: 82.0}[part]
         name = f"share of the ceiling ({most:.1f}) on {trace} at {devices}"
-        report.bars.append(Bar.at_least(name, 100 * run.met / most, "%", share))
+        report.bars.append(Bar.at_least(name, 100 * run.met / most, "%", SHARES[part]))
         if part == 4:
             report.bars.append(Bar.at_least(f"{name}, further goal", 100 * run.met / most, "%", 88.0))
 
