@@ -5,8 +5,9 @@
 Every policy gets the same jobs, speeds, buddy placement and pauses: what ElasticFlow's simulator charges for a change,
 and any change pauses everybody. "Own pauses" is ours where a change pauses whom it changes, as our runtime does. A
 declined job counts as not met; a promise that was broken is counted besides. Beside each figure stands what no
-scheduler could exceed: a linear programme that knows the future and lets shares flow (HiGHS). First our ports of three rivals are held against the
-figures of the published simulator, with its own rules for pauses. `--quick` takes the traces of 195 jobs alone.
+scheduler could exceed: a linear programme that knows the future and lets shares flow (HiGHS). First our ports of three
+rivals are held against the figures of the published simulator, with its own rules for pauses. `--quick` takes the
+traces of 195 jobs alone.
 
 Settings were tuned on the two traces of 195 jobs; the other traces were only measured.
 """
