@@ -68,6 +68,9 @@ CATALOGUE: dict[str, Entry] = {
     "SAMPLES_MISMATCH": Entry(
         Exit.JOB_ENDED_BADLY, False, "correct the split's samples in the region's file, and start its agent again"
     ),
+    "MODEL_MISMATCH": Entry(
+        Exit.JOB_ENDED_BADLY, False, "name a job whose task makes the same model, or leave train.initialModel out"
+    ),
     "RESIDENCY_VIOLATION": Entry(
         Exit.INADMISSIBLE, False, "the region's policy does not let this data be used so; ask its operator"
     ),

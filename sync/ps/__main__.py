@@ -66,7 +66,7 @@ async def serve(config: PsConfig) -> None:
     policy = policy_named(config.wan_policy, config.wan_settings)
     storage = Storage(config.state_dir, setup)
     codec, shares = codec_named(config.codec), dict(config.shares)
-    works = Works(setup, storage, channel, policy, codec, settings, shares, config.part_elements)
+    works = Works(setup, storage, channel, policy, codec, settings, shares, config.part_elements, config.initial_model)
     engine = Engine(works, settings)
     links = Links(engine, config, identity)
     admin = AdminService(engine, config, links)

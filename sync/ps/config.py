@@ -39,6 +39,8 @@ class PsConfig(BaseModel):
     channel: str
     channel_address: str
     state_dir: Path
+    initial_model: Path | None = None
+    """A safetensors file that the job begins with, in the region whose first model counts; none: the workers' own."""
     begun: bool = False
     """The partition has run before: a state folder without a model is one that was lost."""
     worker_listen: str

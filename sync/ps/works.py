@@ -6,6 +6,7 @@ import logging
 import time
 from collections import OrderedDict
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from sync.ps.events import (
     Summed,
     SumUp,
 )
+from sync.ps.export import from_safetensors
 from sync.ps.machine import Recovered, Setup
 from sync.ps.replica import Numbers, Replica, expanded
 from sync.ps.storage import Entry, Storage, correction_key
@@ -69,11 +71,12 @@ class Works:
         exchange: ExchangeSettings | None = None,
         shares: dict[str, float] | None = None,
         part_elements: int = 0,
+        initial_model: Path | None = None,
     ) -> None:
         """``part_elements``: what workers read is put in parts of so many; 0: whole, as workers that hold all of the
-        model read it."""
+        model read it. ``initial_model``: what the job begins with, in place of what its workers make."""
         self.setup, self.storage, self.channel = setup, storage, channel
-        self._part_elements = part_elements
+        self._part_elements, self._initial_model = part_elements, initial_model
         self._policy, self._exchange = policy, exchange or ExchangeSettings()
         # A region alone sends nothing, so it has nothing to gain from a lossy codec.
         self._codec = codec if len(setup.regions) > 1 else Float32()
@@ -229,9 +232,19 @@ class Works:
 
     # Rounds
 
+    def _first_model(self) -> Vector | None:
+        """What another job has left for this one; None: it begins with what its workers make."""
+        if self._initial_model is None:
+            return None
+        layout = self.storage.layout
+        if layout is None:
+            raise GeofedError("INTERNAL", "no worker has said what the model looks like")
+        return from_safetensors(layout, self._initial_model)
+
     def _prepare(self, action: Prepare) -> Prepared:
         begun = time.monotonic()
-        end = self._vector(action.model_key, "model")
+        end = self._first_model() if action.sequence == 0 else None
+        end = self._vector(action.model_key, "model") if end is None else end
         if not _finite(end):
             text = f"the model is not finite after round {action.sequence}"
             raise GeofedError("TASK_FAILED", text, hint="training diverged: lower the learning rate")
