@@ -166,6 +166,7 @@ class Agent:
             channel=RegionChannel(self._config.channel, self._channel_folder(), self._config.name),
             image=gateway.image if isinstance(gateway, OpenFaasGateway) else WORKER_IMAGE,
             fetch_bundle=self._fetch_bundle,
+            fetch_model=self._hub.fetch_file,
             publish_model=self._publish_model,
             report=lambda message, durable: self._hub.report(message, durable=durable),
             happened=self._happened,

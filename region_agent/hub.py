@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import os
 import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
@@ -20,6 +23,7 @@ from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 from region_agent.identity import Identity
 from region_agent.store import AgentStore
 from sync.framing import digest_of
+from sync.ps.storage import disk_full_is_told
 
 __all__ = ["Commands", "Hub"]
 
@@ -252,6 +256,24 @@ class Hub:
             raise GeofedError("DIGEST_MISMATCH", f"blob {digest} arrived damaged")
         return bytes(held)
 
+    async def fetch_file(self, digest: str, into: Path) -> None:
+        """Have a blob of the control plane lie in a file, whole and verified; goes on at what is there of it."""
+        if into.exists():
+            return
+        partial = into.with_name(f"{into.name}.partial")
+        with disk_full_is_told(into.parent):
+            with partial.open("ab") as file:
+                async with self._stub() as stub:
+                    request = common_pb2.BlobRequest(digest=digest, offset=file.tell())
+                    async for chunk in stub.FetchBlob(request):
+                        await asyncio.to_thread(file.write, chunk.data)
+                file.flush()
+                await asyncio.to_thread(os.fsync, file.fileno())
+            if await asyncio.to_thread(_file_digest, partial) != digest:
+                partial.unlink()
+                raise GeofedError("DIGEST_MISMATCH", f"blob {digest} arrived damaged")
+            os.replace(partial, into)
+
     async def put_blob(self, data: bytes, digest: str) -> None:
         """Hand a blob in; goes on at what the control plane has of it already."""
         async with self._stub() as stub:
@@ -296,3 +318,8 @@ async def _chunks(data: bytes, digest: str, offset: int) -> AsyncIterator[common
         offset += len(piece)
         if total == 0:
             return
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"

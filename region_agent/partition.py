@@ -26,6 +26,7 @@ from region_agent.partition_calls import (
     Told,
     batches_of,
     bundle_key,
+    initial_model_file,
     invocation_of,
     server_config_of,
     stretches_json,
@@ -104,6 +105,8 @@ class Surroundings:
     """Of the worker function."""
     fetch_bundle: Callable[[str], Coroutine[Any, Any, bytes]]
     """The packed task folder under a digest, from the control plane."""
+    fetch_model: Callable[[str, Path], Coroutine[Any, Any, None]]
+    """Has the model under a digest lie in a file, verified."""
     publish_model: Callable[[PsProcess], Coroutine[Any, Any, str]]
     """Hands the server's model to the control plane; its digest."""
     report: Callable[[agent_pb2.PartitionReport, bool], None]
@@ -315,6 +318,9 @@ class Partition:
         await self._shards.take(self._run)
         await self._sign_splits()
         bundle = await around.fetch_bundle(task.bundle_digest)
+        # Workers are called only after this, and before one has come the server asks for no model.
+        if (initial := initial_model_file(self.start, self._folder)) is not None:
+            await around.fetch_model(task.initial_model, initial)
         around.channel.require(plan.channel or "auto")
         await asyncio.to_thread(self._prepare_channel, bundle)
         await self._deploy()

@@ -29,6 +29,7 @@ __all__ = [
     "Told",
     "batches_of",
     "bundle_key",
+    "initial_model_file",
     "invocation_of",
     "server_config_of",
     "stretches_json",
@@ -65,6 +66,12 @@ def bundle_key(start: agent_pb2.StartPartition) -> str:
     return f"bundle/{start.task.bundle_digest.removeprefix('sha256:')}"
 
 
+def initial_model_file(start: agent_pb2.StartPartition, folder: Path) -> Path | None:
+    """Where the model lies that the job begins with; None: it begins with what the task makes."""
+    digest = start.task.initial_model
+    return folder / f"initial-{digest.removeprefix('sha256:')}.safetensors" if digest else None
+
+
 def batches_of(plan: agent_pb2.PartitionPlan, row: PartitionRow) -> BatchPlan:
     """Which batch each step has, as it was stored, and the one that was asked for last."""
     replicas = plan.pipeline.degree if plan.HasField("pipeline") else plan.workers
@@ -84,8 +91,9 @@ def whole_pipelines(plan: agent_pb2.PartitionPlan, workers: int) -> int:
 
 
 def _schedule(told: agent_pb2.LearningRate) -> Schedule:
+    way = {"shape": told.schedule, "warmup": told.warmup, "floor": told.floor, "begin": told.begin}
     try:
-        return Schedule.model_validate({"shape": told.schedule, "warmup": told.warmup, "floor": told.floor})
+        return Schedule.model_validate(way)
     except ValidationError:
         text = f"a learning rate that goes {told.schedule!r} is not known here"
         raise GeofedError("CONFIG_INVALID", text, hint="the control plane is newer: update this agent") from None
@@ -177,6 +185,7 @@ def server_config_of(
         channel=channel,
         channel_address=channel_address,
         state_dir=folder / "ps",
+        initial_model=initial_model_file(start, folder),
         begun=begun or start.resumed,
         worker_listen=f"{server.worker_host}:{worker_port}",
         exchange_listen=f"{server.exchange_host}:{exchange_port}",

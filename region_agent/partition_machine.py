@@ -68,6 +68,7 @@ FATAL = frozenset(
         "TASK_FAILED",
         "SHARD_UNREADABLE",
         "SAMPLES_MISMATCH",
+        "MODEL_MISMATCH",
         "RESIDENCY_VIOLATION",
         "CONFIG_INVALID",
         "LIMIT_EXCEEDED",

@@ -31,6 +31,8 @@ def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> 
     if not (_JOB.fullmatch(command.job) and _DIGEST.fullmatch(command.task.bundle_digest)):
         # Both become names of files.
         raise GeofedError("CONFIG_INVALID", f"{command.job!r} is no job, or its bundle has no digest")
+    if command.task.initial_model and not _DIGEST.fullmatch(command.task.initial_model):
+        raise GeofedError("CONFIG_INVALID", "the model to start from has no digest")
     if not config.policy.accept_jobs:
         raise GeofedError("FORBIDDEN", f"region {config.name} takes no jobs", hint="its policy.acceptJobs is false")
     if command.region != config.name:

@@ -38,6 +38,8 @@ class Schedule(BaseModel):
     """Part of the steps over which it rises."""
     floor: float = Field(default=0.0, ge=0, le=1)
     """Part of it that is left at the end."""
+    begin: float = Field(default=0.0, ge=0, lt=1)
+    """Part of the way that is behind it at the first step: another job has gone it."""
 
 
 class Stretch(BaseModel):

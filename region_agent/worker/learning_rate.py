@@ -21,8 +21,10 @@ def factor(schedule: Schedule, step: int, steps: int) -> float:
 
     It rises in a line over the warm-up's steps, and then falls, from 1 at the first step after them, to the floor one
     step after the last: in a line, or along half a cosine (SGDR, Loshchilov and Hutter, arXiv 1608.03983, without its
-    restarts).
+    restarts). Where a part of the way is behind it at the first step, these are the steps of what is left.
     """
+    before = round(steps / (1 - schedule.begin)) - steps
+    step, steps = step + before, steps + before
     rise = min(round(schedule.warmup * steps), steps - 1)
     if step <= rise:
         return step / (rise + 1)

@@ -204,6 +204,29 @@ def test_blobs_are_fetched_whole_and_verified(tmp_path: Path) -> None:
     play(scene, tmp_path)
 
 
+def test_a_file_is_fetched_from_where_it_was_and_verified(tmp_path: Path) -> None:
+    async def scene(control: ControlPlane, agent: Agent) -> None:
+        data = bytes(range(256)) * 20
+        digest, place = digest_of([data]), tmp_path / "model"
+        partial = tmp_path / "model.partial"
+        control.blobs[digest] = data
+        partial.write_bytes(data[:3000])
+        await agent.hub.fetch_file(digest, place)
+        assert place.read_bytes() == data
+        assert control.fetched == [3000]
+        await agent.hub.fetch_file(digest, place)
+        assert control.fetched == [3000], "what is there is not fetched again"
+        place.unlink()
+        partial.write_bytes(b"x" * 100)
+        with pytest.raises(GeofedError, match="DIGEST_MISMATCH"):
+            await agent.hub.fetch_file(digest, place)
+        assert not place.exists()
+        await agent.hub.fetch_file(digest, place)
+        assert (place.read_bytes(), control.fetched) == (data, [3000, 100, 0])
+
+    play(scene, tmp_path)
+
+
 def test_a_blob_is_handed_in_from_where_it_was(tmp_path: Path) -> None:
     async def scene(control: ControlPlane, agent: Agent) -> None:
         data = bytes(3 << 20)

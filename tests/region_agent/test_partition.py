@@ -112,6 +112,7 @@ class Scene:
             channel=RegionChannel(self.config.channel, folder / "channel", "east"),
             image="image",
             fetch_bundle=self._fetch,
+            fetch_model=self._fetch_model,
             publish_model=self._publish,
             report=lambda message, durable: self.reports.append(message) if durable else None,
             happened=lambda _, action: self.happened.append(action),
@@ -130,6 +131,11 @@ class Scene:
 
     async def _fetch(self, digest: str) -> bytes:
         return self.blobs[digest]
+
+    async def _fetch_model(self, digest: str, into: Path) -> None:
+        if digest not in self.blobs:
+            raise GeofedError("UNAVAILABLE", "no such model yet")
+        into.write_bytes(self.blobs[digest])
 
     async def _publish(self, ps: Any) -> str:
         return "sha256:model"
@@ -301,6 +307,25 @@ def test_job_code_that_is_wrong_ends_the_partition_with_its_sentence(tmp_path: P
         assert (last.state, last.error.code, last.condition) == ("failed", "TASK_FAILED", "loss raised X at task.py:3")
         assert scene.gateway.deleted == 1
         assert not (scene.folder / "channel" / JOB).exists()
+
+    _play(act, tmp_path)
+
+
+def test_a_model_to_start_from_is_there_before_a_worker_is_called(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        model = b"safetensors"
+        scene.start.task.initial_model = digest_of([model])
+        scene.partition.begin()
+        await scene.until(lambda: scene.partition.machine.condition)
+        assert "no such model" in scene.partition.machine.condition
+        assert scene.gateway.calls == []
+        scene.blobs[digest_of([model])] = model
+        await scene.until(lambda: scene.gateway.calls)
+        told = json.loads((tmp_path / "jobs" / JOB / "ps.json").read_text())["initial_model"]
+        assert Path(told).read_bytes() == model
+        scene.partition.feed(Stopped("enough", discard=True))
+        await scene.partition.drained()
+        assert not Path(told).exists()
 
     _play(act, tmp_path)
 

@@ -82,8 +82,8 @@ class Scene:
         nobody: Any = None
         self.around = Surroundings(
             config=self.config, identity=nobody, store=nobody, gateway=self.gateway,  # type: ignore[arg-type]
-            state_dir=folder, channel=self.channel, image="image", fetch_bundle=self._fetch, publish_model=nobody,
-            report=nobody, happened=nobody, log=nobody,
+            state_dir=folder, channel=self.channel, image="image", fetch_bundle=self._fetch, fetch_model=nobody,
+            publish_model=nobody, report=nobody, happened=nobody, log=nobody,
         )  # fmt: skip
         self.profiler = Profiler(self.around, self.told.append)
 

@@ -66,6 +66,8 @@ class ControlPlane(agent_pb2_grpc.AgentHubServicer):
         self.blobs: dict[str, bytes] = {}
         self.partial: dict[str, bytearray] = {}
         self.offsets: list[int] = []
+        self.fetched: list[int] = []
+        """Offsets that blobs were asked for from."""
         self.hold_blobs = asyncio.Event()
         self.hold_blobs.set()
         self.renewals = 0
@@ -111,7 +113,8 @@ class ControlPlane(agent_pb2_grpc.AgentHubServicer):
         if request.digest not in self.blobs:
             raise GeofedError("MODEL_NOT_FOUND", "no such blob")
         data = self.blobs[request.digest]
-        for offset in range(0, len(data), 1000):
+        self.fetched.append(request.offset)
+        for offset in range(request.offset, len(data), 1000):
             yield common_pb2.BlobChunk(digest=request.digest, offset=offset, data=data[offset : offset + 1000])
             await self.hold_blobs.wait()
 

@@ -128,28 +128,32 @@ class StartPartition(_message.Message):
     def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., plan: _Optional[_Union[PartitionPlan, _Mapping]] = ..., regions: _Optional[_Iterable[str]] = ..., resumed: bool = ...) -> None: ...
 
 class TaskRef(_message.Message):
-    __slots__ = ("bundle_digest", "module", "config_json", "dataset", "learning_rate")
+    __slots__ = ("bundle_digest", "module", "config_json", "dataset", "learning_rate", "initial_model")
     BUNDLE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     MODULE_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     DATASET_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_MODEL_FIELD_NUMBER: _ClassVar[int]
     bundle_digest: str
     module: str
     config_json: str
     dataset: str
     learning_rate: LearningRate
-    def __init__(self, bundle_digest: _Optional[str] = ..., module: _Optional[str] = ..., config_json: _Optional[str] = ..., dataset: _Optional[str] = ..., learning_rate: _Optional[_Union[LearningRate, _Mapping]] = ...) -> None: ...
+    initial_model: str
+    def __init__(self, bundle_digest: _Optional[str] = ..., module: _Optional[str] = ..., config_json: _Optional[str] = ..., dataset: _Optional[str] = ..., learning_rate: _Optional[_Union[LearningRate, _Mapping]] = ..., initial_model: _Optional[str] = ...) -> None: ...
 
 class LearningRate(_message.Message):
-    __slots__ = ("schedule", "warmup", "floor")
+    __slots__ = ("schedule", "warmup", "floor", "begin")
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     WARMUP_FIELD_NUMBER: _ClassVar[int]
     FLOOR_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
     schedule: str
     warmup: float
     floor: float
-    def __init__(self, schedule: _Optional[str] = ..., warmup: _Optional[float] = ..., floor: _Optional[float] = ...) -> None: ...
+    begin: float
+    def __init__(self, schedule: _Optional[str] = ..., warmup: _Optional[float] = ..., floor: _Optional[float] = ..., begin: _Optional[float] = ...) -> None: ...
 
 class PartitionPlan(_message.Message):
     __slots__ = ("workers", "batch", "steps_per_round", "rounds", "seed", "memory_mb", "slice_seconds", "collective", "channel", "wan_policy", "codec", "evaluate_every", "wan_settings", "topology", "neighbours", "shares", "merging", "merging_codec", "pipeline", "shards")

@@ -88,3 +88,11 @@ def test_an_optimiser_without_a_rate_is_told_of() -> None:
 def test_what_is_no_schedule_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         Schedule.model_validate(wrong)
+
+
+@given(SCHEDULES, st.integers(1, 60), st.integers(0, 60))
+def test_a_job_that_goes_on_goes_on_where_the_other_has_ended(schedule: Schedule, left: int, done: int) -> None:
+    steps = done + left
+    goes_on = schedule.model_copy(update={"begin": done / steps})
+    for step in range(1, left + 1):
+        assert factor(goes_on, step, left) == pytest.approx(factor(schedule, done + step, steps))
