@@ -35,6 +35,8 @@ def job_view(job: control_pb2.Job) -> Data:
         "finished_at": time_text(job.finished_at),
         "deadline_at": time_text(job.deadline_at),
         "slack_seconds": _slack(job),
+        "initial_model": _initial_model_view(job.initial_model) if job.HasField("initial_model") else None,
+        "successor": job.successor or None,
         "rounds": job.rounds,
         "usd": sum(charge.usd for part in job.partitions for charge in part.money)
         + sum(charge.usd for copy in job.copies for charge in copy.money),
@@ -66,6 +68,10 @@ def job_summary(view: Data) -> Data:
     """A job as it stands, without what it was asked for, promised and accounted."""
     left_out = ("spec", "plan", "result")
     return {key: value for key, value in view.items() if key not in left_out}
+
+
+def _initial_model_view(model: control_pb2.InitialModel) -> Data:
+    return {"job": model.job, "digest": model.digest, "bytes": model.bytes}
 
 
 def _partition_view(part: control_pb2.PartitionStatus) -> Data:

@@ -21,6 +21,8 @@ def job_head(view: Data) -> str:
             ("condition", view["condition"]),
             ("error", f"{error['code']}: {error['message']}" if error else ""),
             ("hint", error["hint"] if error else ""),
+            ("starts from", initial_model_text(view["initial_model"])),
+            ("goes on as", view["successor"]),
             ("submitted", view["created_at"]),
             ("started", view["started_at"]),
             ("ended", view["finished_at"]),
@@ -37,6 +39,11 @@ def _deadline(view: Data) -> str:
     ended = view["finished_at"] is not None
     words = ("kept, with" if ended else "slack") if slack >= 0 else ("broken, by" if ended else "will be broken, by")
     return f"{view['deadline_at']}, {words} {seconds_text(abs(slack))}"
+
+
+def initial_model_text(model: Data | None) -> str:
+    """Whose model a job begins with."""
+    return f"the model of {model['job']} ({bytes_text(model['bytes'])})" if model else ""
 
 
 def partition_table(view: Data) -> str:
@@ -128,6 +135,7 @@ def plan_text(plan: Data) -> str:
         [
             *(("beware", text) for text in plan.get("warnings", [])),
             ("waits", plan.get("waits_for", "")),
+            ("starts from", initial_model_text(plan.get("initial_model"))),
             ("rounds", f"{plan['rounds']}, one after {plan['interval']} local steps"),
             ("merge", f"{_collective(plan)}; between regions by {plan['wan_policy']}, in {plan['codec']}"),
             ("exchange", _exchange(plan)),

@@ -10,6 +10,7 @@ from control_plane.core._events import (
     Begun,
     CancelAsked,
     Connected,
+    Continued,
     Disconnected,
     EndSession,
     FinishAsked,
@@ -25,6 +26,7 @@ from control_plane.core._events import (
     RegionLost,
     RegionUnreachable,
     Reloaded,
+    ReplanAsked,
     Reported,
     Rerouted,
     ScaleAsked,
@@ -43,7 +45,19 @@ from control_plane.core._job import MAX_PUBLISHES, JobMachine
 from control_plane.core._links import WanLink, wan_links
 from control_plane.core._meters import settled
 from control_plane.core._region import RegionMachine, RegionState
-from control_plane.core._state import TERMINAL, Charge, Copy, Failure, Goal, JobState, Pairs, Partition, Peer, Report
+from control_plane.core._state import (
+    TERMINAL,
+    Charge,
+    Copy,
+    Failure,
+    Goal,
+    InitialModel,
+    JobState,
+    Pairs,
+    Partition,
+    Peer,
+    Report,
+)
 
 __all__ = [
     "MAX_PUBLISHES",
@@ -52,6 +66,7 @@ __all__ = [
     "CancelAsked",
     "Charge",
     "Connected",
+    "Continued",
     "Copy",
     "Disconnected",
     "EndSession",
@@ -59,6 +74,7 @@ __all__ = [
     "FinishAsked",
     "Goal",
     "Heard",
+    "InitialModel",
     "JobAction",
     "JobEvent",
     "JobMachine",
@@ -77,6 +93,7 @@ __all__ = [
     "RegionState",
     "RegionUnreachable",
     "Reloaded",
+    "ReplanAsked",
     "Report",
     "Reported",
     "Rerouted",

@@ -63,6 +63,26 @@ class FinishAsked:
 
 
 @dataclass(frozen=True)
+class ReplanAsked:
+    """It is to end with the model that it has, and another job to go on with that, over other regions."""
+
+    at: float
+    text: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Continued:
+    """The job that goes on with its model is there, or there will be none."""
+
+    at: float
+    successor: str
+    """Empty: there is none."""
+    text: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class ScaleAsked:
     """Regions are to go on with other numbers of workers."""
 
@@ -131,6 +151,8 @@ JobEvent = (
     | Reported
     | CancelAsked
     | FinishAsked
+    | ReplanAsked
+    | Continued
     | ScaleAsked
     | Rerouted
     | RegionLive
@@ -197,6 +219,8 @@ class SendStart:
     epoch: int
     resumed: bool = False
     """Its parameter server has run there before."""
+    initial_model: str = ""
+    """Digest of what the job begins with, for the region whose first model counts; empty: what the task makes."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from control_plane.core._copies import (
 from control_plane.core._events import (
     Begun,
     CancelAsked,
+    Continued,
     FinishAsked,
     JobAction,
     JobEvent,
@@ -34,6 +35,7 @@ from control_plane.core._events import (
     RegionLive,
     RegionLost,
     RegionUnreachable,
+    ReplanAsked,
     Reported,
     Rerouted,
     ScaleAsked,
@@ -46,7 +48,7 @@ from control_plane.core._events import (
     Waits,
 )
 from control_plane.core._goal import may_end_early, metrics_without_goal, reached
-from control_plane.core._meters import with_all_meters
+from control_plane.core._meters import settled, with_all_meters
 from control_plane.core._state import ENDED_PARTITION, Copy, Failure, JobPhase, JobState, Link, Partition, Peer, Report
 
 MAX_PUBLISHES = 5
@@ -70,6 +72,8 @@ class JobMachine:
             Reported: self._reported,
             CancelAsked: self._cancel_asked,
             FinishAsked: self._finish_asked,
+            ReplanAsked: self._replan_asked,
+            Continued: self._continued,
             ScaleAsked: self._scale_asked,
             Rerouted: self._rerouted,
             RegionLive: self._region_live,
@@ -83,7 +87,10 @@ class JobMachine:
         if self.state.terminal:
             return []
         self._out = []
-        self._handlers[type(event)](event)
+        if self.state.awaits_successor:
+            self._while_successor_is_planned(event)
+        else:
+            self._handlers[type(event)](event)
         return self._out
 
     # --- the way in
@@ -135,7 +142,10 @@ class JobMachine:
     def _start(self, part: Partition) -> None:
         part = replace(part, state="assigned")
         self._put(part)
-        self._out.append(SendStart(part.region, part.epoch, resumed=part.ran))
+        # All begin with the first region's model.
+        first, begins_with = self.state.partitions[0].region, self.state.initial_model
+        digest = begins_with.digest if begins_with is not None and part.region == first else ""
+        self._out.append(SendStart(part.region, part.epoch, resumed=part.ran, initial_model=digest))
         if part.workers is not None:
             self._order(part, part.workers, "")
 
@@ -314,6 +324,32 @@ class JobMachine:
         self._record("job.goal", f"ends before its plan: {why}", "", {"reached": True, "asked": True})
         self._tell_peers()
 
+    def _replan_asked(self, event: ReplanAsked) -> None:
+        if not may_end_early(self.state):
+            return
+        self.state = replace(self.state, ends_early=event.text, replanned=True)
+        self._record("job.replanning", f"ends before its plan: {event.text}", "", event.data)
+        self._tell_peers()
+
+    def _while_successor_is_planned(self, event: JobEvent) -> None:
+        """The regions have been told to stop: what becomes of them does not matter any more."""
+        if isinstance(event, Continued):
+            self._continued(event)
+        elif isinstance(event, CancelAsked):
+            self._end(event.at, "cancelled", _because("cancelled", event.reason))
+        elif isinstance(event, Reported):
+            self.state = settled(self.state, event.region, event.report)
+
+    def _continued(self, event: Continued) -> None:
+        if not self.state.awaits_successor:
+            return
+        self.state = replace(self.state, successor=event.successor)
+        self._record("job.replanned", event.text, "", event.data)
+        if not event.successor:
+            # Else the promise is the successor's.
+            self._tell_deadline(event.at)
+        self._end_well(event.at)
+
     def _finish_if_all_done(self, at: float) -> None:
         if self.state.phase == "running" and all(part.state == "finished" for part in self.state.partitions):
             digests = {part.region: part.report.model_digest for part in self.state.partitions if part.report}
@@ -357,8 +393,12 @@ class JobMachine:
             publisher="",
         )
         self._stop_all("the job has succeeded")
-        self._tell_deadline(event.at)
-        self._end(event.at, "succeeded", f"succeeded; the model is {event.report.blob_digest}")
+        if not self.state.replanned:
+            self._tell_deadline(event.at)
+            self._end_well(event.at)
+
+    def _end_well(self, at: float) -> None:
+        self._end(at, "succeeded", f"succeeded; the model is {self.state.blob_digest}")
 
     def _tell_deadline(self, at: float) -> None:
         if self.state.deadline_at is None:

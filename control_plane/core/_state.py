@@ -181,6 +181,16 @@ class Goal:
 
 
 @dataclass(frozen=True)
+class InitialModel:
+    """What a job begins with: the model of another one."""
+
+    job: str
+    digest: str
+    """Of the safetensors file."""
+    bytes: int
+
+
+@dataclass(frozen=True)
 class JobState:
     """All that the job machine knows."""
 
@@ -236,6 +246,12 @@ class JobState:
     """What it may cost."""
     ends_early: str = ""
     """Why it was told to end before its plan; empty: it was not."""
+    initial_model: InitialModel | None = None
+    """None: what its task makes."""
+    replanned: bool = False
+    """It was told to end so that another job goes on with its model, over other regions."""
+    successor: str = ""
+    """That job."""
     goal_unknown: bool = False
     """No region measures the goal's metric."""
 
@@ -246,6 +262,11 @@ class JobState:
     def copy_from(self, region: str) -> Copy | None:
         """The shard that a region hands over, if it does."""
         return next((copy for copy in self.copies if copy.source == region), None)
+
+    @property
+    def awaits_successor(self) -> bool:
+        """True where its model is here, and the job that goes on with it is still to be planned."""
+        return self.replanned and bool(self.blob_digest) and not self.terminal
 
     @property
     def terminal(self) -> bool:

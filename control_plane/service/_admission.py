@@ -227,10 +227,10 @@ def free_preemptible(draft: Draft) -> dict[str, int]:
 
 
 def _fixed_workers(draft: Draft) -> dict[str, int]:
-    """Workers of jobs that keep theirs to the end, by region."""
+    """Workers of jobs that keep theirs to the end, by region; those of a job that only hands its model in are free."""
     busy: dict[str, int] = {}
     for entry in jobs_now(draft):
-        if not may_scale(entry.spec, entry.plan):
+        if entry.state.phase != "finishing" and not may_scale(entry.spec, entry.plan):
             for region, workers in workers_now(entry).items():
                 busy[region] = busy.get(region, 0) + workers
     return busy

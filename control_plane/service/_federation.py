@@ -139,10 +139,13 @@ class Federation:
         path = self.blobs.path(bundle_digest)
         return await asyncio.to_thread(lambda: packed_code_digest(path.read_bytes()))
 
-    async def answer(self, spec: JobSpec, job: str, runs: Sequence[RunRow], user: str) -> tuple[Asked, Answer]:
+    async def answer(
+        self, spec: JobSpec, job: str, runs: Sequence[RunRow], user: str, *, without: str = ""
+    ) -> tuple[Asked, Answer]:
         """A new job with the federation as it stands, and the answer, worked out in a thread: it may take seconds, and
-        all others are served meanwhile. Who asks holds `planning`."""
-        draft = Draft(self.clock(), self.jobs, self.regions, self.users)
+        all others are served meanwhile. Who asks holds `planning`. ``without``: a job that is to make room for it."""
+        jobs = {name: entry for name, entry in self.jobs.items() if name != without}
+        draft = Draft(self.clock(), jobs, self.regions, self.users)
         asked = self.allocation.asked(draft, spec, job, runs, user)
         return asked, await asyncio.to_thread(asked.answer)
 
@@ -298,10 +301,9 @@ class Federation:
         self._summed_at = at
 
     def may_fetch(self, region: str, digest: str) -> bool:
-        """True where a job that runs in the region is made of this bundle."""
+        """True where a job that runs in the region is made of this bundle, or begins with this model."""
         return any(
-            entry.row.bundle_digest == digest and entry.state.partition(region) is not None
-            for entry in self.jobs.values()
+            digest in _blobs_of(entry) and entry.state.partition(region) is not None for entry in self.jobs.values()
         )
 
     # --- users
@@ -382,6 +384,12 @@ async def _unbroken(work: Coroutine[Any, Any, None]) -> None:
         if not task.cancelled():
             task.exception()  # seen; the one who waited for it is gone
         raise
+
+
+def _blobs_of(entry: JobEntry) -> tuple[str, ...]:
+    """What the regions of a job fetch."""
+    model = entry.state.initial_model
+    return (entry.row.bundle_digest,) if model is None else (entry.row.bundle_digest, model.digest)
 
 
 def _entry(row: JobRow) -> JobEntry:

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from typing import Any
 
-from control_plane.core import Copy, Goal, JobState, Partition
+from control_plane.core import Copy, Goal, InitialModel, JobState, Partition
 from control_plane.pki import utc_now
 from control_plane.service._draft import JobEntry, RegionEntry
 from control_plane.service._known import merges_of, speeds_of
@@ -80,10 +81,17 @@ def lasting_workers_now(job: JobEntry) -> dict[str, int]:
     return {} if on_preemptible(job) else workers_now(job)
 
 
-def plan_json(answer: Plan | Declined, waits_for: str = "", warnings: Sequence[str] = ()) -> str:
-    """The scheduler's answer as JSON, with what a job would wait for first, and what to beware of."""
+def plan_json(
+    answer: Plan | Declined,
+    waits_for: str = "",
+    warnings: Sequence[str] = (),
+    initial_model: InitialModel | None = None,
+) -> str:
+    """The scheduler's answer as JSON, with what a job would wait for first, what to beware of, and the model that it
+    begins with."""
     own = answer.warnings if isinstance(answer, Plan) else ()
-    more = {"waits_for": waits_for, "warnings": [*own, *warnings]}
+    more: dict[str, Any] = {"waits_for": waits_for, "warnings": [*own, *warnings]}
+    more["initial_model"] = asdict(initial_model) if initial_model is not None else None
     return to_json(asdict(answer) | {name: told for name, told in more.items() if told})
 
 
@@ -121,7 +129,13 @@ def declined_error(declined: Declined) -> GeofedError:
 
 
 def first_state(
-    job: str, at: float, spec: JobSpec, plan: Plan, regions: dict[str, RegionEntry], deadline_at: float | None
+    job: str,
+    at: float,
+    spec: JobSpec,
+    plan: Plan,
+    regions: dict[str, RegionEntry],
+    deadline_at: float | None,
+    initial_model: InitialModel | None = None,
 ) -> JobState:
     """A job that has just been planned, queued."""
     parts = [Partition(part.region) for part in plan.partitions]
@@ -133,6 +147,7 @@ def first_state(
         lost_limit_seconds=spec.limits.lost_region.total_seconds(),
         created_at=at,
         exact=not plan.background,
+        initial_model=initial_model,
         copies=tuple(
             Copy(
                 copy.source,

@@ -45,7 +45,9 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
         "shards": [_shard(copy) for copy in state.copies],
         "money": money,
         "usd": usd,
+        "initial_model": asdict(state.initial_model) if state.initial_model else None,
         "model": _model(state),
+        "successor": state.successor or None,
         "predicted": {
             "seconds": asdict(expected.seconds),
             "wan_bytes": asdict(expected.wan_bytes),
@@ -67,8 +69,11 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
 
 def runs_of(row: JobRow, state: JobState, spec: JobSpec, plan: Plan) -> tuple[RunRow, ...]:
     """What a job that succeeded teaches about its task."""
-    if state.phase != "succeeded":
-        return ()
+    return runs_so_far(row, state, spec, plan, state.finished_at) if state.phase == "succeeded" else ()
+
+
+def runs_so_far(row: JobRow, state: JobState, spec: JobSpec, plan: Plan, at: float) -> tuple[RunRow, ...]:
+    """What a job that runs has taught of its task by now."""
     # How long a copy took says nothing of the next start.
     start_seconds = 0.0 if state.copies else max(0.0, state.started_at - (state.begun_at or row.created_at))
     planned = {part.region: part for part in plan.partitions}
@@ -77,7 +82,7 @@ def runs_of(row: JobRow, state: JobState, spec: JobSpec, plan: Plan) -> tuple[Ru
             job=row.id,
             region=part.region,
             task_key=row.task_key,
-            at=state.finished_at,
+            at=at,
             samples_per_second=part.report.samples_per_second,
             model_bytes=state.flat_bytes or state.blob_bytes,
             start_seconds=start_seconds,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 
-from control_plane.core import ScaleAsked, Waits, job_state_to_json
+from control_plane.core import InitialModel, ScaleAsked, Waits, job_state_to_json
 from control_plane.service._admission import Decision
 from control_plane.service._allocation import begin
 from control_plane.service._draft import OPERATOR, Draft, JobEntry
 from control_plane.service._federation import Federation
+from control_plane.service._initial import initial_model_of
 from control_plane.service._known import task_keys
 from control_plane.service._planning import (
     declined_error,
@@ -24,7 +26,7 @@ from control_plane.service._planning import (
 )
 from control_plane.service._scaling import is_tuned, pool_of
 from control_plane.spec import JobSpec, parse_json
-from control_plane.store import JobRow
+from control_plane.store import JobRow, RunRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import control_pb2
 from scheduler import Declined
@@ -33,33 +35,64 @@ _MOST_ANSWERS = 5
 """Times that a job is planned anew because what the plan rests on has changed before it was stored."""
 
 
+@dataclass(frozen=True)
+class Newcomer:
+    """A job that is to be planned, and stored where it can be run."""
+
+    row: JobRow
+    spec: JobSpec
+    runs: Sequence[RunRow]
+    """Earlier ones of its task."""
+    initial_model: InitialModel | None
+
+
 async def answer_plan(federation: Federation, spec: JobSpec, user: str = "", code_digest: str = "") -> tuple[str, bool]:
     """What would be done with a job of a user (empty: the operator), as JSON, and whether it is admissible."""
     runs = await federation.read(lambda store: store.runs(*task_keys(spec, code_digest)))
+    initial_model = await initial_model_of(federation, spec, user)
     async with federation.planning:
         _, answer = await federation.answer(spec, "plan", runs, user)
     if isinstance(answer, Declined):
         return plan_json(answer), False
     warnings = warnings_of(answer.plan, federation.regions, federation.clock())
-    return plan_json(answer.plan, answer.waits_for, warnings), True
+    return plan_json(answer.plan, answer.waits_for, warnings, initial_model), True
 
 
 async def submit(federation: Federation, request: control_pb2.SubmitRequest, user: str = "") -> tuple[JobEntry, bool]:
     """Store a job of a user (empty: the operator) and have it start; True where it is new.
 
-    Raises ``GeofedError``: SPEC_INVALID, TASK_INVALID, REQUEST_CONFLICT, INADMISSIBLE or the code of the reason.
+    Raises ``GeofedError``: SPEC_INVALID, TASK_INVALID, REQUEST_CONFLICT, INADMISSIBLE or the code of the reason, and
+    what `initial_model_of` raises.
     """
     if not 1 <= len(request.request_id) <= 256:
         raise GeofedError("SPEC_INVALID", "a submission needs a request id of 1 to 256 characters")
     spec = parse_json(request.spec_json)
-    digest = _content_digest(spec, request.bundle_digest)
-    job = f"{spec.metadata.name[:40].rstrip('-')}-{secrets.token_hex(4)}"
-    row = JobRow(
-        id=job,
+    row = new_row(spec, request.bundle_digest, request.request_id, user)
+    if (earlier := await _earlier(federation, row)) is not None:
+        return earlier, False
+    if federation.blobs.size(request.bundle_digest) is None:
+        raise GeofedError("TASK_INVALID", "the code of the job has not arrived", hint="upload the bundle first")
+    initial_model = await initial_model_of(federation, spec, user)
+    keys = task_keys(spec, await federation.code_digest(request.bundle_digest))
+    runs = await federation.read(lambda store: store.runs(*keys))
+    new = Newcomer(replace(row, task_key=keys[0]), spec, runs, initial_model)
+
+    async def look(draft: Draft) -> JobEntry | None:
+        if user and user not in draft.users:
+            raise GeofedError("UNAUTHENTICATED", f"user {user} is let in no more")
+        return await _earlier(federation, row)
+
+    return await admit(federation, new, look)
+
+
+def new_row(spec: JobSpec, bundle_digest: str, request_id: str, user: str) -> JobRow:
+    """A job that nobody has planned yet, under a new id."""
+    return JobRow(
+        id=f"{spec.metadata.name[:40].rstrip('-')}-{secrets.token_hex(4)}",
         name=spec.metadata.name,
-        request_id=request.request_id,
-        content_digest=digest,
-        bundle_digest=request.bundle_digest,
+        request_id=request_id,
+        content_digest=_content_digest(spec, bundle_digest),
+        bundle_digest=bundle_digest,
         task_key="",
         spec_json=spec.to_json(),
         plan_json="",
@@ -68,28 +101,34 @@ async def submit(federation: Federation, request: control_pb2.SubmitRequest, use
         created_at=0.0,
         user=user,
     )
-    if (earlier := await _earlier(federation, row)) is not None:
-        return earlier, False
-    if federation.blobs.size(request.bundle_digest) is None:
-        raise GeofedError("TASK_INVALID", "the code of the job has not arrived", hint="upload the bundle first")
-    keys = task_keys(spec, await federation.code_digest(request.bundle_digest))
-    row = replace(row, task_key=keys[0])
-    runs = await federation.read(lambda store: store.runs(*keys))
+
+
+async def admit(
+    federation: Federation,
+    new: Newcomer,
+    look: Callable[[Draft], Awaitable[JobEntry | None]],
+    also: Callable[[Draft, Decision], None] = lambda draft, decided: None,
+) -> tuple[JobEntry, bool]:
+    """Plan a job, store it and have it start; True where it is new.
+
+    ``look`` is asked in each change before anything is stored: what it returns is there already, what it raises ends
+    it. ``also`` is stored with the job. Raises ``GeofedError``: INADMISSIBLE or the code of the reason, UNAVAILABLE.
+    """
+    spec, row = new.spec, new.row
     async with federation.planning:
         for _ in range(_MOST_ANSWERS):
-            asked, answer = await federation.answer(spec, job, runs, user)
+            asked, answer = await federation.answer(spec, row.id, new.runs, row.user)
             async with federation.change() as draft:
-                if user and user not in draft.users:
-                    raise GeofedError("UNAUTHENTICATED", f"user {user} is let in no more")
-                if (earlier := await _earlier(federation, row)) is not None:
+                if (earlier := await look(draft)) is not None:
                     return earlier, False
                 if isinstance(answer, Declined):
                     raise declined_error(answer)
-                decided = federation.allocation.asked(draft, spec, job, runs, user).still(answer, asked)
+                decided = federation.allocation.asked(draft, spec, row.id, new.runs, row.user).still(answer, asked)
                 if decided is not None:
-                    _take_in(draft, row, spec, decided)
+                    _take_in(draft, new, decided)
+                    also(draft, decided)
             if decided is not None:
-                return federation.jobs[job], True
+                return federation.jobs[row.id], True
     raise GeofedError("UNAVAILABLE", "the regions change faster than the job is planned")
 
 
@@ -106,20 +145,23 @@ async def _earlier(federation: Federation, row: JobRow) -> JobEntry | None:
     return await federation.find_job(earlier.id)
 
 
-def _take_in(draft: Draft, row: JobRow, spec: JobSpec, decided: Decision) -> None:
+def _take_in(draft: Draft, new: Newcomer, decided: Decision) -> None:
     """A new job, which begins or waits."""
-    state = first_state(row.id, draft.at, spec, decided.plan, draft.regions, decided.deadline_at)
+    row, spec, model = new.row, new.spec, new.initial_model
+    state = first_state(row.id, draft.at, spec, decided.plan, draft.regions, decided.deadline_at, model)
     row = replace(
         row,
-        plan_json=plan_json(decided.plan),
+        plan_json=plan_json(decided.plan, initial_model=model),
         state_json=job_state_to_json(state),
         phase=state.phase,
         created_at=draft.at,
     )
     entry = JobEntry(row, state, spec, decided.plan)
     draft.add_job(entry)
-    by, whose = (f" by {row.user}" if row.user else ""), {"user": row.user or OPERATOR}
-    draft.record("job.submitted", f"job {row.id} was submitted{by}", job=row.id, data=whose)
+    by = f" by {row.user}" if row.user else ""
+    start = f", to start from the model of {model.job}" if model is not None else ""
+    data = {"user": row.user or OPERATOR, "initial_model": asdict(model) if model is not None else None}
+    draft.record("job.submitted", f"job {row.id} was submitted{by}{start}", job=row.id, data=data)
     if decided.waits_for:
         draft.tell_job(row.id, Waits(draft.at, decided.waits_for))
     else:

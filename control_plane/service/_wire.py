@@ -153,6 +153,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             config_json=json.dumps(spec.task.config),
             dataset=spec.data.dataset,
             learning_rate=_learning_rate(spec),
+            initial_model=action.initial_model,
         ),
         plan=agent_pb2.PartitionPlan(
             workers=part.workers,
@@ -191,7 +192,9 @@ def _learning_rate(spec: JobSpec) -> agent_pb2.LearningRate | None:
     wanted = spec.train.learning_rate
     if wanted is None:
         return None
-    return agent_pb2.LearningRate(schedule=wanted.schedule, warmup=wanted.warmup, floor=wanted.floor)
+    return agent_pb2.LearningRate(
+        schedule=wanted.schedule, warmup=wanted.warmup, floor=wanted.floor, begin=wanted.begin
+    )
 
 
 def _pipeline(shape: PipelineShape) -> agent_pb2.Pipeline:
@@ -233,6 +236,8 @@ def job_message(row: JobRow, state: JobState, plan: Plan, contacts: dict[str, fl
         links=[control_pb2.WanLink(**asdict(link)) for link in wan_links(state)],
         copies=[_copy(copy) for copy in state.copies],
         deadline_at=state.deadline_at or 0.0,
+        initial_model=control_pb2.InitialModel(**asdict(state.initial_model)) if state.initial_model else None,
+        successor=state.successor,
     )
     if state.error is not None:
         message.error.CopyFrom(error_message(state.error))

@@ -174,6 +174,13 @@ class LearningRate(_Section):
     """Part of the steps over which it rises from nothing."""
     floor: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Part of it that is left at the end."""
+    begin: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Part of the way that another job has gone: with `initialModel` it goes on from there."""
+
+
+class InitialModel(_Section):
+    job: str = Field(min_length=1)
+    """Id of a job that has succeeded, or its name where only one job has it."""
 
 
 class Train(_Section):
@@ -181,6 +188,8 @@ class Train(_Section):
     """Samples of one worker in one step."""
     learning_rate: LearningRate | None = None
     """How the learning rate of the task's optimiser goes over the job's planned steps; none: it stays."""
+    initial_model: InitialModel | None = None
+    """What all regions begin with: the model of an earlier job. None: what the task makes."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     workers: Workers = "auto"
     """Workers in each region, or by region, like {frankfurt: 4, shanghai: 2}."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import settings
@@ -12,8 +13,11 @@ from control_plane.core import (
     MAX_PUBLISHES,
     Begun,
     CancelAsked,
+    Charge,
+    Continued,
     Failure,
     Goal,
+    InitialModel,
     JobEvent,
     JobMachine,
     JobState,
@@ -23,6 +27,7 @@ from control_plane.core import (
     RegionLive,
     RegionLost,
     RegionUnreachable,
+    ReplanAsked,
     Report,
     Reported,
     Rerouted,
@@ -174,6 +179,17 @@ class AnyOrder(RuleBasedStateMachine):
             known = self.machine.state.routes
             report = Report(part.epoch, state, ps_address=f"{part.region}:1", model_digest="m", routes=known)
             self.tell(Reported(self.at, part.region, report))
+
+    @rule()
+    def replan(self) -> None:
+        self.tell(ReplanAsked(self.at, "a region has come", {}))
+
+    @rule(successor=st.sampled_from(("", "k")))
+    def go_on(self, successor: str) -> None:
+        awaited = self.machine.state.awaits_successor
+        self.tell(Continued(self.at, successor, "goes on", {}))
+        assert self.machine.state.successor == (successor if awaited else self.machine.state.successor)
+        assert not awaited or self.machine.state.phase == "succeeded"
 
     @rule()
     def cancel(self) -> None:
@@ -369,3 +385,53 @@ def test_a_region_is_told_its_workers_again_when_it_gets_its_orders_anew() -> No
     again = machine.handle(RegionLive(5.0, "a", restarted=True))
     assert [type(a) for a in again if not isinstance(a, Record)] == [SendStart, SendScale]
     assert [a.workers for a in again if isinstance(a, SendScale)] == [3]
+
+
+def test_the_first_region_brings_in_what_the_job_begins_with() -> None:
+    machine = fresh("a", "b")
+    machine.state = replace(machine.state, initial_model=InitialModel("before", "sha256:m", 7))
+    machine.handle(Planned(0))
+    starts = sent(machine.handle(Begun(0)), SendStart)
+    assert [(start.region, start.initial_model) for start in starts] == [("a", "sha256:m"), ("b", "")]
+    machine.handle(RegionLost(1, "a"))
+    (again,) = sent(machine.handle(RegionLive(2, "a", restarted=True)), SendStart)
+    assert again.initial_model == "sha256:m"
+
+
+def replanned() -> JobMachine:
+    """Its model is here, and another job is to go on with it."""
+    machine = running("a", "b")
+    machine.state = replace(machine.state, deadline_at=100.0)
+    told = sent(machine.handle(ReplanAsked(3, "c has come", {"regions": ["a", "b"]})), SendPeers)
+    assert [peers.finish for peers in told] == [True, True]
+    finished(machine)
+    published = Report(1, "published", model_digest="m", blob_digest="sha256:x")
+    actions = machine.handle(Reported(7, "a", published, 12))
+    assert {stop.region for stop in sent(actions, SendStop)} == {"a", "b"}
+    assert (machine.state.phase, machine.state.awaits_successor) == ("finishing", True)
+    assert "to be planned" in condition_of(machine.state)
+    return machine
+
+
+def test_a_job_that_is_planned_anew_ends_with_the_job_that_goes_on() -> None:
+    machine = replanned()
+    late = Report(1, "stopped", meter=1, money=(Charge("function-seconds", 1.0, "GB-s", 0.5, "file"),))
+    machine.handle(Reported(8, "b", late))
+    assert [machine.handle(event) for event in (RegionLost(8, "a"), Tick(900), RegionLive(901, "a", True))] == [[]] * 3
+    kinds = [record.kind for record in sent(machine.handle(Continued(902, "k", "goes on", {})), Record)]
+    assert kinds == ["job.replanned", "job.succeeded"], "the promise is the other's"
+    assert (machine.state.phase, machine.state.successor) == ("succeeded", "k")
+    part = machine.state.partition("b")
+    assert part is not None
+    assert part.report is not None
+    assert part.report.money == late.money
+
+
+def test_where_none_can_go_on_it_ends_with_its_own_account() -> None:
+    machine = replanned()
+    kinds = [record.kind for record in sent(machine.handle(Continued(9, "", "no room", {})), Record)]
+    assert kinds == ["job.replanned", "job.deadline", "job.succeeded"]
+    machine = replanned()
+    machine.handle(CancelAsked(9, "enough"))
+    assert (machine.state.phase, machine.state.blob_digest) == ("cancelled", "sha256:x")
+    assert machine.handle(Continued(10, "k", "too late", {})) == []

@@ -109,7 +109,7 @@ def test_a_job_is_its_users_and_others_may_only_look(serve_config: ServeConfig, 
                 assert {(shown.id, shown.user) for shown in await bob.jobs()} == {(job.id, "ann"), (operators.id, "")}
                 events = [event async for event in bob.watch(job.id, follow=False)]
                 assert events[0].text == f"job {job.id} was submitted by ann"
-                assert json.loads(events[0].data_json) == {"user": "ann"}
+                assert json.loads(events[0].data_json) == {"user": "ann", "initial_model": None}
                 await ann.cancel(job.id)
                 await stage.client.remove_user("bob")
                 await refused(bob.job(job.id), "UNAUTHENTICATED")

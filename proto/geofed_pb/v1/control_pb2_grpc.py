@@ -95,6 +95,11 @@ class ControlStub(object):
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.FinishRequest.SerializeToString,
                 response_deserializer=geofed__pb_dot_v1_dot_control__pb2.Job.FromString,
                 _registered_method=True)
+        self.Replan = channel.unary_unary(
+                '/geofed.v1.Control/Replan',
+                request_serializer=geofed__pb_dot_v1_dot_control__pb2.ReplanRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_control__pb2.Job.FromString,
+                _registered_method=True)
         self.Scale = channel.unary_unary(
                 '/geofed.v1.Control/Scale',
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.ScaleRequest.SerializeToString,
@@ -220,6 +225,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Replan(self, request, context):
+        """"End with the model that you have, and have another job go on with it, over the regions that are there now."
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Scale(self, request, context):
         """"Go on with so many workers."
         """
@@ -334,6 +346,11 @@ def add_ControlServicer_to_server(servicer, server):
             'Finish': grpc.unary_unary_rpc_method_handler(
                     servicer.Finish,
                     request_deserializer=geofed__pb_dot_v1_dot_control__pb2.FinishRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_control__pb2.Job.SerializeToString,
+            ),
+            'Replan': grpc.unary_unary_rpc_method_handler(
+                    servicer.Replan,
+                    request_deserializer=geofed__pb_dot_v1_dot_control__pb2.ReplanRequest.FromString,
                     response_serializer=geofed__pb_dot_v1_dot_control__pb2.Job.SerializeToString,
             ),
             'Scale': grpc.unary_unary_rpc_method_handler(
@@ -700,6 +717,33 @@ class Control(object):
             target,
             '/geofed.v1.Control/Finish',
             geofed__pb_dot_v1_dot_control__pb2.FinishRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_control__pb2.Job.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.Control/Replan',
+            geofed__pb_dot_v1_dot_control__pb2.ReplanRequest.SerializeToString,
             geofed__pb_dot_v1_dot_control__pb2.Job.FromString,
             options,
             channel_credentials,
