@@ -145,6 +145,14 @@ class ControlClient:
             )
         return reply
 
+    async def replan(self, job: str, reason: str = "") -> control_pb2.Job:
+        """Have a job end, and another one go on with its model over the regions that are there now."""
+        with _mapped():
+            reply: control_pb2.Job = await self._stub.Replan(
+                control_pb2.ReplanRequest(job=job, reason=reason), **self._options()
+            )
+        return reply
+
     async def scale(self, job: str, workers: dict[str, int], reason: str = "") -> control_pb2.Job:
         """Have regions of a job go on with other numbers of workers."""
         with _mapped():

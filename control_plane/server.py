@@ -28,7 +28,16 @@ from control_plane._web import Web
 from control_plane.blobs import BlobStore
 from control_plane.dashboard import Dashboard
 from control_plane.pki import REGION_LIFE, Authority, hash_secret, new_secret, utc_now
-from control_plane.service import AgentHubService, ControlService, Door, EnrolmentService, Federation, Meter, Profiling
+from control_plane.service import (
+    AgentHubService,
+    ControlService,
+    Door,
+    EnrolmentService,
+    Federation,
+    Meter,
+    Profiling,
+    Succession,
+)
 from control_plane.store import Store, open_store
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import server_options
@@ -131,7 +140,8 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     federation, authority = state.federation, state.authority
     meter, dashboard = Meter(federation), Dashboard(federation, state.token_hash)
     profiling = Profiling(federation)
-    users = ControlService(federation, profiling, Door(state.token_hash, authority.ca_pem, ""))
+    succession = Succession(federation)
+    users = ControlService(federation, profiling, succession, Door(state.token_hash, authority.ca_pem, ""))
     enrolment = EnrolmentService(federation, authority, config.region_certificate_life)
     checks = health.aio.HealthServicer()
     control = grpc.aio.server(interceptors=[meter], options=server_options())
@@ -154,6 +164,7 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
         stack.push_async_callback(server.stop, GRACE.total_seconds())
     stack.callback(federation.stop)
     stack.push_async_callback(_cancel, asyncio.create_task(_tick(federation)))
+    stack.push_async_callback(_cancel, asyncio.create_task(succession.run()))
     await checks.set("", health_pb2.HealthCheckResponse.SERVING)
     _tell_where(config, state, ports)
     return ports

@@ -111,6 +111,22 @@ def finish(
     emit(ask_control_plane(context, ask), table=job_head, name=_id_of)
 
 
+def replan(
+    job: JobArgument,
+    reason: Annotated[str, typer.Option(help="Why, for its history.")] = "",
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Have a running job end, and another one go on with its model over the regions that are there now."""
+
+    async def ask(client: ControlClient) -> Data:
+        return job_summary(job_view(await client.replan(job, reason)))
+
+    from control_plane.cli._report import job_head
+
+    emit(ask_control_plane(context, ask), table=job_head, name=_id_of)
+
+
 def scale(
     job: JobArgument,
     workers: Annotated[

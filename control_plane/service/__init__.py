@@ -6,6 +6,7 @@ from control_plane.service._enrolment import EnrolmentService
 from control_plane.service._federation import Federation
 from control_plane.service._metrics import Meter
 from control_plane.service._profiling import Profiling
+from control_plane.service._succession import Succession
 from control_plane.service._users import Caller, caller_of
 from control_plane.service._wire import event_message
 
@@ -18,6 +19,7 @@ __all__ = [
     "Federation",
     "Meter",
     "Profiling",
+    "Succession",
     "caller_of",
     "event_message",
 ]

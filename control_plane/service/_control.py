@@ -18,6 +18,7 @@ from control_plane.service._enrolment import unseen_region
 from control_plane.service._federation import ACTIVE, Federation
 from control_plane.service._profiling import Profiling
 from control_plane.service._submission import answer_plan, scale, submit
+from control_plane.service._succession import Succession
 from control_plane.service._users import Caller, add_user, caller_of, change_user, list_users, remove_user
 from control_plane.service._wire import event_message, log_message
 from control_plane.spec import MAX_BUNDLE_BYTES, parse_json
@@ -45,9 +46,10 @@ class Door:
 class ControlService(control_pb2_grpc.ControlServicer):
     """Every method asks for the token first, the operator's or a user's."""
 
-    def __init__(self, federation: Federation, profiling: Profiling, door: Door) -> None:
+    def __init__(self, federation: Federation, profiling: Profiling, succession: Succession, door: Door) -> None:
         self._federation = federation
         self._profiling = profiling
+        self._succession = succession
         self.door = door
         """Replaced once the port is known."""
 
@@ -180,6 +182,15 @@ class ControlService(control_pb2_grpc.ControlServicer):
         async with federation.change() as draft:
             draft.tell_job(job, FinishAsked(draft.at, request.reason))
         return federation.describe(await federation.find_job(job))
+
+    @answering
+    async def Replan(self, request: control_pb2.ReplanRequest, context: Context) -> control_pb2.Job:
+        """Have a job end, and another one go on with its model over the regions that are there now."""
+        caller = self._admit(context)
+        entry = await self._federation.find_job(request.job)
+        caller.require_own(entry)
+        await self._succession.replan(entry.row.id, request.reason)
+        return self._federation.describe(await self._federation.find_job(entry.row.id))
 
     @answering
     async def Scale(self, request: control_pb2.ScaleRequest, context: Context) -> control_pb2.Job:

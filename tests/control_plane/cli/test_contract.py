@@ -36,6 +36,8 @@ class Contract:
     remote: bool = True
     """It speaks to the control plane."""
     formats: frozenset[str] = ALL
+    refused: bool = False
+    """No region has come here, so that it is inadmissible."""
 
 
 CONTRACTS = {
@@ -48,6 +50,7 @@ CONTRACTS = {
     "describe": Contract("{job}"),
     "wait": Contract("{job}"),
     "scale": Contract("{running} a=1", mutating=True),
+    "replan": Contract("{running}", mutating=True, refused=True),
     "finish": Contract("{running}", mutating=True),
     "cancel": Contract("{cancelled} --yes", mutating=True),
     "logs": Contract("{job}", streaming=True),
@@ -102,7 +105,7 @@ def test_every_command_is_declared_and_has_the_options_of_its_kind() -> None:
         assert bool({"--watch", "--follow"} & set(options)) == contract.streaming, name
     mutating = {name for name, contract in CONTRACTS.items() if contract.mutating}
     of_users = {"user add", "user change", "user remove"}
-    assert mutating == {"submit", "scale", "finish", "cancel", "region invite", *of_users}
+    assert mutating == {"submit", "scale", "replan", "finish", "cancel", "region invite", *of_users}
     assert "--request-id" in options_of(found["submit"])
     assert all("--yes" in options_of(found[name]) for name in ("cancel", "user remove"))
 
@@ -154,6 +157,11 @@ def test_stdout_holds_the_data_in_every_format(live: Federation, jobs: dict[str,
     for format in sorted(CONTRACTS[name].formats):
         arguments = CONTRACTS[name].arguments.format(**jobs, fresh=f"fresh-{format}").split()
         ran = run(*name.split(), *arguments, "-o", format)
+        if CONTRACTS[name].refused:
+            assert ran.status == 9, ran.err
+            assert ran.err.startswith("error[INADMISSIBLE]: ")
+            assert bool(ran.out) == (format in ("json", "jsonl", "yaml"))
+            continue
         assert ran.status == 0, ran.err
         assert "error" not in ran.err
         if format == "json":

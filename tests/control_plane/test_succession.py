@@ -1,0 +1,279 @@
+"""A running job is planned anew: it ends with its model, and another one goes on with that where the data are now."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from control_plane.core import Charge, Report
+from control_plane.server import ServeConfig
+from control_plane.service import Succession
+from control_plane.service._draft import JobEntry
+from control_plane.service._succession import rest_of
+from control_plane.spec import load
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import common_pb2
+from tests.control_plane.conftest import Stage, staged
+from tests.control_plane.fake_agent import FakeAgent, digest_of
+from tests.control_plane.scenario import MODEL, bring_up, figures, run, train
+from tests.control_plane.test_elasticity import Watch
+from tests.control_plane.test_users import as_user, refused, submitted
+
+LONG = ("train.end.steps=40",)
+
+
+async def come(stage: Stage, region: str) -> FakeAgent:
+    agent = await stage.agent(region)
+    await agent.connect()
+    return agent
+
+
+async def rounds(job: str, agents: tuple[FakeAgent, FakeAgent], count: int, usd: float = 0.25) -> None:
+    for agent, other in (agents, agents[::-1]):
+        told = figures(agent.region, other.region, count)
+        told["money"] = [common_pb2.Money(item="egress", quantity=1e-6, unit="GB", usd=usd, source="test")]
+        agent.report(job, "training", **told)
+        await agent.settled()
+
+
+async def end_early(job: str, agents: tuple[FakeAgent, FakeAgent], count: int, usd: float = 0.25) -> None:
+    """They end together, and the first one hands the model in."""
+    for agent, other in (agents, agents[::-1]):
+        assert (await agent.command("peers", 2)).finish
+        told = figures(agent.region, other.region, count)
+        told["money"] = [common_pb2.Money(item="egress", quantity=1e-6, unit="GB", usd=usd, source="test")]
+        agent.report(job, "finished", model_digest="m", **told)
+    a, b = agents
+    await a.command("publish")
+    assert (await a.put(MODEL)).complete
+    told = figures("a", "b", count)
+    told["money"] = [common_pb2.Money(item="egress", quantity=1e-6, unit="GB", usd=usd, source="test")]
+    a.report(job, "published", model_digest="m", blob_digest=digest_of(MODEL), **told)
+    await a.settled()
+    await b.settled()
+
+
+async def ended(stage: Stage, job: str) -> Any:
+    async def there() -> bool:
+        return bool((await stage.client.job(job)).finished_at)
+
+    await stage.until(there)
+    return await stage.client.job(job)
+
+
+async def data_of(stage: Stage, job: str, kind: str) -> dict[str, Any]:
+    (event,) = [event async for event in stage.client.watch(job, follow=False) if event.kind == kind]
+    told: dict[str, Any] = json.loads(event.data_json)
+    return told
+
+
+async def close(*agents: FakeAgent) -> None:
+    for agent in agents:
+        await agent.close()
+
+
+def test_another_job_goes_on_over_the_region_that_has_come(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            ann = (await stage.client.add_user("ann")).token
+            a, b = await bring_up(stage)
+            settings = (*LONG, "objective.deadline=2h", "objective.budget=3")
+            async with as_user(stage, ann) as client:
+                job = (await submitted(client, job_file, "r1", *settings)).id
+                await train(job, a, b)
+                await rounds(job, (a, b), 5)
+                await refused(client.replan(job), "INADMISSIBLE", "in the same regions again")
+                c = await come(stage, "c")
+                ended_by = await client.replan(job, "c is here")
+                assert "over a, b, c: c is here" in ended_by.condition
+                assert (await client.replan(job)).id == job, "asked again it is asked once"
+            # What is trained until it ends counts.
+            await end_early(job, (a, b), 6)
+            first = await ended(stage, job)
+            assert (first.state, json.loads(first.result_json)["successor"]) == ("succeeded", first.successor)
+            after = await stage.client.job(first.successor)
+            assert (after.user, after.initial_model.job, after.initial_model.digest) == ("ann", job, digest_of(MODEL))
+            assert after.deadline_at == pytest.approx(first.deadline_at, abs=1e-3)
+            spec = json.loads(after.spec_json)
+            assert spec["train"]["end"] == {"epochs": None, "steps": 28, "goal": None}
+            assert spec["train"]["seed"] == 1
+            assert spec["objective"]["budget"] == pytest.approx(2.5)
+            speeds = {p["region"]: p["samples_per_second"] for p in json.loads(after.plan_json)["partitions"]}
+            assert speeds == {"a": 400.0, "b": 400.0, "c": 500.0}, "as the job before it has measured them"
+            starts = [await a.command("start", 2), await b.command("start", 2), await c.command("start")]
+            assert {start.job for start in starts} == {after.id}
+            assert [start.task.initial_model for start in starts] == [digest_of(MODEL), "", ""]
+            assert await a.fetch(digest_of(MODEL)) == MODEL
+            kinds = await stage.events(job)
+            assert [kind for kind in kinds if kind.startswith("job.")][-4:] == [
+                "job.finishing", "job.publishing", "job.replanned", "job.succeeded",
+            ]  # fmt: skip
+            assert await data_of(stage, job, "job.replanned") == {"successor": after.id, "regions": ["a", "b", "c"]}
+            assert (await data_of(stage, after.id, "job.submitted"))["initial_model"]["job"] == job
+            await close(a, b, c)
+
+    run(scenario())
+
+
+def test_a_crash_between_the_two_loses_neither(
+    serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing(*_: object) -> None: ...
+
+    async def scenario() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Succession, "_go_on", nothing)
+            async with staged(serve_config) as stage:
+                a, b = await bring_up(stage)
+                job = (await stage.submit(job_file, overrides=LONG)).job.id
+                await train(job, a, b)
+                c = await come(stage, "c")
+                await rounds(job, (a, b), 5)
+                await stage.client.replan(job)
+                await end_early(job, (a, b), 5)
+                waits = await stage.client.job(job)
+                assert (waits.state, waits.successor) == ("finishing", "")
+                assert "goes on with its model to be planned" in waits.condition
+                await close(a, b, c)
+        async with staged(serve_config) as stage:
+            first = await ended(stage, job)
+            assert first.state == "succeeded"
+            assert len(await stage.client.jobs(ended=True)) == 2
+            assert (await stage.client.job(first.successor)).initial_model.job == job
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("usd", "count", "why"), [(5.0, 5, "the budget of"), (0.25, 20, "nothing is left to train")])
+def test_where_nothing_is_left_there_is_no_other(
+    serve_config: ServeConfig, job_file: Path, usd: float, count: int, why: str
+) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            job = (await stage.submit(job_file, overrides=(*LONG, "objective.budget=8"))).job.id
+            await train(job, a, b)
+            c = await come(stage, "c")
+            await rounds(job, (a, b), 5)
+            await stage.client.replan(job)
+            await end_early(job, (a, b), count, usd)
+            first = await ended(stage, job)
+            assert (first.state, first.successor) == ("succeeded", "")
+            told = await data_of(stage, job, "job.replanned")
+            assert told == {"successor": None, "regions": [], "code": "ILLEGAL_STATE"}
+            assert len(await stage.client.jobs(ended=True)) == 1
+            texts = [e.text async for e in stage.client.watch(job, follow=False) if e.kind == "job.replanned"]
+            assert why in texts[0]
+            await close(a, b, c)
+
+    run(scenario())
+
+
+def test_a_promise_that_cannot_be_given_again_is_told_and_the_job_goes_on(
+    serve_config: ServeConfig, job_file: Path
+) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            settings = (*LONG, "objective.deadline=1h", "train.workers=2")
+            job = (await stage.submit(job_file, overrides=settings)).job.id
+            await train(job, a, b)
+            c = await come(stage, "c")
+            await rounds(job, (a, b), 5)
+            await stage.client.replan(job)
+            # Meanwhile another job has taken c, to its end.
+            holds = ("regions.use=[c]", "train.workers=2", "train.end.steps=1200000")
+            assert (await stage.submit(job_file, "r2", holds)).created
+            await end_early(job, (a, b), 5)
+            first = await ended(stage, job)
+            after = await stage.client.job(first.successor)
+            assert after.deadline_at == 0.0
+            assert (await data_of(stage, after.id, "job.promise"))["in_danger"] is True
+            await close(a, b, c)
+
+    run(scenario())
+
+
+def test_what_is_planned_anew_must_run_and_be_ones_own(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            bob = (await stage.client.add_user("bob")).token
+            job = (await stage.submit(job_file, overrides=LONG)).job.id
+            await refused(stage.client.replan("nobody"), "JOB_NOT_FOUND")
+            await refused(stage.client.replan(job), "ILLEGAL_STATE", "does not run")
+            await train(job, a, b)
+            await rounds(job, (a, b), 5)
+            async with as_user(stage, bob) as client:
+                await refused(client.replan(job), "FORBIDDEN")
+            await stage.client.finish(job)
+            await refused(stage.client.replan(job), "ILLEGAL_STATE", "is ending already: a user asked for it")
+            await close(a, b)
+
+    run(scenario())
+
+
+def running(folder: Path, *settings: str, done: int) -> JobEntry:
+    """A job over two regions, of which one is a round ahead; each has cost 0.5 USD."""
+    watch = Watch(folder)
+    spec = load(folder / "job.yaml", settings).spec
+    money = (Charge("function-seconds", 1.0, "GB-s", 0.5, "list"),)
+    reports = [Report(1, "training", round=done + ahead, money=money) for ahead in (0, 1)]
+    parts = tuple(replace(part, report=told) for part, told in zip(watch.state.partitions, reports, strict=True))
+    plan = replace(watch.plan, rounds=20, interval=10)
+    return replace(watch.entry, spec=spec, plan=plan, state=replace(watch.state, partitions=parts))
+
+
+def test_what_is_left_of_a_job(tmp_path: Path) -> None:
+    settings = (
+        "train.end={epochs: 40}", "train.learningRate={schedule: cosine, begin: 0.2}", "train.seed=5",
+        "objective={deadline: 1h, soft: [{deadline: 2h}], budget: 4}", "regions.avoid=[c]",
+    )  # fmt: skip
+    job = running(tmp_path, *settings, done=5)
+    rest = rest_of(replace(job, state=replace(job.state, deadline_at=1_800_000_000.5)))
+    assert rest.train.initial_model is not None
+    assert rest.train.initial_model.job == job.row.id
+    assert (rest.train.end.epochs, rest.train.end.steps, rest.train.seed) == (30.0, None, 6)
+    assert rest.train.learning_rate is not None
+    assert rest.train.learning_rate.begin == pytest.approx(0.4), "a quarter of what was left is gone"
+    assert (rest.objective.budget, rest.objective.soft) == (3.0, [])
+    assert rest.objective.deadline == "2027-01-15T08:00:00.500000+00:00"
+    kept = ("task", "data", "regions", "wan", "function", "metadata", "limits")
+    assert all(getattr(rest, name) == getattr(job.spec, name) for name in kept)
+    # One that was taken without a promise goes on without one.
+    assert rest_of(job).objective.deadline is None
+    with pytest.raises(GeofedError, match="nothing is left to train"):
+        rest_of(running(tmp_path, "train.end={steps: 195}", done=20))
+    with pytest.raises(GeofedError, match="budget of j is spent"):
+        rest_of(running(tmp_path, "objective.budget=1", done=5))
+
+
+@given(st.integers(1, 400), st.lists(st.integers(0, 12), max_size=6))
+def test_however_often_it_is_planned_anew_all_is_trained_once(steps: int, ends: list[int]) -> None:
+    """Over jobs of ever fewer steps, each of which ends after some of its rounds; and the schedule goes on as one."""
+    with TemporaryDirectory() as name:
+        job = running(Path(name), f"train.end={{steps: {steps}}}", "train.learningRate={schedule: linear}", done=0)
+    made = 0
+    for end in ends:
+        total = steps - made
+        job = replace(job, plan=replace(job.plan, rounds=-(-total // 10)))
+        done = min(end, job.plan.rounds)
+        parts = tuple(replace(part, report=Report(1, "training", round=done)) for part in job.state.partitions)
+        job = replace(job, state=replace(job.state, partitions=parts))
+        if total - done * 10 <= 0:
+            with pytest.raises(GeofedError, match="nothing is left"):
+                rest_of(job)
+            return
+        job = replace(job, spec=rest_of(job))
+        made += done * 10
+        assert job.spec.train.end.steps == steps - made
+        assert job.spec.train.learning_rate is not None
+        # To the round: the last one of a job may be longer than what is asked for.
+        assert job.spec.train.learning_rate.begin == pytest.approx(made / steps, abs=10 * (len(ends) + 1) / steps)

@@ -1,0 +1,125 @@
+"""A job that starts from another's model, and one that is planned anew because a region has come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.running import Running, check_succeeded, digits_sites, eventually
+
+from deploy.local import LocalFederation
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+STILL = ("task.config.lr=0.0", "train.end.epochs=1", "wan.interval=10")
+"""Nothing is learnt: the model that comes out is the one that went in, bit for bit."""
+
+
+def losses(running: Running, job: str) -> list[float]:
+    """Of the first region's rounds, in order."""
+    told = [event for event in running.events(job) if event["kind"] == "partition.round"]
+    return [event["data"]["loss"] for event in told if event["region"] == "frankfurt"]
+
+
+def parameters(described: dict[str, Any]) -> str:
+    return str(described["result"]["digests"]["model_parameters"])
+
+
+@pytest.fixture
+def trained(running: Running) -> dict[str, Any]:
+    job = running.submit("train.end.epochs=10", "wan.interval=10", "wan.exchange=synchronous")
+    ended = running.wait_end(job)
+    check_succeeded(ended)
+    return ended
+
+
+def test_a_job_starts_where_another_has_ended(running: Running, trained: dict[str, Any]) -> None:
+    start = f"train.initialModel.job={trained['id']}"
+    ways = [
+        ("wan.exchange=synchronous",),
+        ("wan.exchange=background",),
+        ("collective=scatter-reduce", "wan.policy=diloco", "train.workers={frankfurt: 1, shanghai: 2, virginia: 1}"),
+        ("parallelism={pipeline: {stages: 2}}", "train.workers=2", "regions.use=[shanghai]"),
+    ]
+    # Stages are cut by a profile.
+    running.federation.control_plane("profile", str(running.job_folder() / "job.yaml"), timeout=200)
+    for way in ways:
+        ended = running.wait_end(running.submit(start, *STILL, *way))
+        check_succeeded(ended)
+        assert parameters(ended) == parameters(trained), way
+        assert ended["initial_model"] == ended["result"]["initial_model"] == ended["plan"]["initial_model"]
+        assert ended["initial_model"]["job"] == trained["id"]
+        assert ended["initial_model"]["digest"] == trained["result"]["model"]["digest"]
+    job = running.submit(start, "train.end.epochs=3", "wan.interval=5", "wan.exchange=synchronous")
+    check_succeeded(running.wait_end(job), accuracy=trained["result"]["metrics"]["accuracy"] - 0.03)
+    before, after = losses(running, trained["id"]), losses(running, job)
+    assert after[0] < before[-1] + 0.1 * (before[0] - before[-1]), (before, after)
+
+
+def test_a_model_of_another_shape_is_refused_by_name(running: Running, trained: dict[str, Any]) -> None:
+    job = running.submit(f"train.initialModel.job={trained['id']}", "task.config.width=6")
+    ended = running.wait_end(job)
+    assert (ended["state"], ended["error"]["code"]) == ("failed", "MODEL_MISMATCH")
+    assert (
+        "0.weight of the model to start from is F32 [8, 1, 3, 3], the task's F32 [6, 1, 3, 3]"
+        in (ended["error"]["message"])
+    )
+
+
+@pytest.mark.parametrize("dies", ["agent", "server", "control-plane"])
+def test_what_a_job_starts_from_outlives_a_death(running: Running, trained: dict[str, Any], dies: str) -> None:
+    """Of the region that brings the model in, before it has: it is still what all begin with."""
+    job = running.submit(f"train.initialModel.job={trained['id']}", *STILL)
+    if dies == "control-plane":
+        running.federation.kill("control-plane")
+        running.federation.start_control_plane()
+    else:
+        eventually(lambda: bool(running.descendants("frankfurt", "sync.ps")), "the first region's server runs")
+        if dies == "server":
+            running.descendants("frankfurt", "sync.ps")[0].kill()
+        else:
+            running.federation.kill("frankfurt")
+            running.federation.start_agent("frankfurt")
+    ended = running.wait_end(job)
+    check_succeeded(ended)
+    assert parameters(ended) == parameters(trained)
+
+
+@pytest.mark.parametrize("exchange", ["synchronous", "background"])
+def test_a_job_that_is_planned_anew_goes_on_with_the_region_that_has_come(tmp_path: Path, exchange: str) -> None:
+    frankfurt, shanghai, virginia = digits_sites(tmp_path, ("frankfurt", "shanghai", "virginia"))
+    with LocalFederation(tmp_path / "federation", [frankfurt, virginia]) as federation:
+        running = Running(federation, tmp_path)
+        job = running.submit(
+            "train.end.epochs=900", "wan.interval=10", "train.evaluateEvery=0", f"wan.exchange={exchange}",
+            "objective.deadline=20h", "objective.budget=500", "train.learningRate={schedule: cosine}",
+        )  # fmt: skip
+        running.wait_round(job, 2)
+        same = federation.control_plane("replan", job, check=False)
+        assert same.returncode == 9, same.stderr
+        assert "in the same regions again" in same.stderr
+        federation.join(shanghai)
+        federation.start_agent("shanghai")
+        federation.wait_connected(["shanghai"])
+        told = federation.control_plane("replan", job, "--reason", "shanghai is here").stdout
+        assert "planned anew, over frankfurt, shanghai, virginia: shanghai is here" in told
+        first = running.wait_end(job)
+        check_succeeded(first, accuracy=0.0)
+        after = running.describe(first["successor"])
+        assert after["initial_model"]["job"] == job
+        assert after["deadline_at"][:19] == first["deadline_at"][:19]
+        asked, left = first["spec"], after["spec"]
+        share = min(part["round"] for part in first["partitions"]) / first["plan"]["rounds"]
+        assert left["train"]["end"]["epochs"] == pytest.approx(asked["train"]["end"]["epochs"] * (1 - share))
+        assert left["train"]["learningRate"]["begin"] == pytest.approx(share)
+        assert left["objective"]["budget"] == pytest.approx(500 - first["result"]["usd"], abs=1e-2)
+        kinds = [event["kind"] for event in running.events(job)]
+        assert kinds.index("job.replanning") < kinds.index("job.replanned") < kinds.index("job.succeeded")
+        assert "job.deadline" not in kinds
+        running.wait_round(after["id"], 5)
+        federation.control_plane("finish", after["id"])
+        ended = running.wait_end(after["id"])
+        check_succeeded(ended, accuracy=max(0.9, first["result"]["metrics"]["accuracy"] - 0.02))
+        assert [part["region"] for part in ended["partitions"]] == ["frankfurt", "shanghai", "virginia"]
+        assert losses(running, after["id"])[0] < losses(running, job)[0]
