@@ -40,7 +40,7 @@ from control_plane.core._events import (
     Tick,
     Waits,
 )
-from control_plane.core._goal import federated_metrics
+from control_plane.core._goal import federated_metrics, may_end_early
 from control_plane.core._job import MAX_PUBLISHES, JobMachine
 from control_plane.core._links import WanLink, wan_links
 from control_plane.core._meters import settled
@@ -112,6 +112,7 @@ __all__ = [
     "federated_metrics",
     "job_state_from_json",
     "job_state_to_json",
+    "may_end_early",
     "region_state_from_json",
     "region_state_to_json",
     "settled",

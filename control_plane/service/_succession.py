@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import secrets
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -16,24 +17,31 @@ from typing import Any
 
 import structlog
 
-from control_plane.core import Continued, InitialModel, ReplanAsked
+from control_plane.core import Continued, InitialModel, ReplanAsked, may_end_early
 from control_plane.service._admission import Decision
 from control_plane.service._draft import Draft, JobEntry
 from control_plane.service._federation import Federation
 from control_plane.service._known import task_keys
+from control_plane.service._pays import pays
 from control_plane.service._planning import declined_error
 from control_plane.service._result import runs_so_far
 from control_plane.service._submission import Newcomer, admit, new_row
 from control_plane.spec import JobSpec, parse_json
 from control_plane.store import RunRow
 from geofed_pb.errors import GeofedError
-from scheduler import Declined
+from scheduler import Declined, Plan
 
 __all__ = ["Succession", "rest_of"]
 
 _log = structlog.get_logger("geofed.succession")
 _LOOK_SECONDS = 0.5
 _LATEST_SEED = 1 << 63
+_ROUNDS_SEEN = 3
+"""Of every region, before a job's pace counts as known."""
+_SETTLED_SECONDS = 10.0
+"""A region must have been there for so long: one that comes and goes is no reason."""
+_AGAIN_SECONDS = 60.0
+"""Between two plans of what is left, while the same regions are there."""
 
 
 class _Gone(Exception):
@@ -45,6 +53,8 @@ class Succession:
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
+        self._asked: dict[str, tuple[set[str], float]] = {}
+        """Jobs that might take regions up: which were there when that was last weighed, and when."""
 
     async def replan(self, job: str, reason: str) -> None:
         """Have a job end, and another one go on with its model; once, however often it is asked for.
@@ -60,38 +70,83 @@ class Succession:
             return
         if entry.state.ends_early:
             raise GeofedError("ILLEGAL_STATE", f"job {job} is ending already: {entry.state.ends_early}")
-        now = [part.region for part in entry.plan.partitions]
-        rest = rest_of(entry)
+        if away := [part.region for part in entry.state.partitions if part.link == "lost"]:
+            text = f"region {', '.join(away)} is lost: all regions of {job} must be there to end together"
+            raise GeofedError("ILLEGAL_STATE", text)
+        await self._ask(entry, await self._foretold(entry), reason)
+
+    async def _foretold(self, entry: JobEntry) -> Plan:
+        """How what is left of a job would be run; raises ``GeofedError`` where not at all, or in the same regions."""
+        job, rest = entry.row.id, rest_of(entry)
         runs = await self._runs(entry, rest)
-        async with federation.planning:
-            _, answer = await federation.answer(rest, "plan", runs, entry.row.user, without=job)
+        async with self._federation.planning:
+            _, answer = await self._federation.answer(rest, "plan", runs, entry.row.user, without=job)
         if isinstance(answer, Declined):
             refused = declined_error(answer)
             text = f"what is left of {job} could not be run, so it goes on as it is: {refused.message}"
             raise GeofedError(refused.code, text, hint=refused.hint)
-        then = [part.region for part in answer.plan.partitions]
-        if then == now:
-            text = f"what is left of {job} would be run in the same regions again, so it goes on: {', '.join(now)}"
+        if _regions(answer.plan) == _regions(entry.plan):
+            now = ", ".join(_regions(entry.plan))
+            text = f"what is left of {job} would be run in the same regions again, so it goes on: {now}"
             raise GeofedError("INADMISSIBLE", text, hint="`control-plane explain` says why others are left out")
-        why = f"what is left is planned anew, over {', '.join(then)}" + (f": {reason}" if reason else "")
-        async with federation.change() as draft:
-            asked = ReplanAsked(draft.at, why, {"regions": now, "wanted": then, "reason": reason})
-            draft.tell_job(job, asked)
-            entry = draft.job(job)
-            if entry is None or not entry.state.replanned:
+        return answer.plan
+
+    async def _ask(self, entry: JobEntry, then: Plan, reason: str, *, by_itself: bool = False) -> None:
+        job, regions = entry.row.id, _regions(then)
+        why = f"what is left is planned anew, over {', '.join(regions)}" + (f": {reason}" if reason else "")
+        data = {"regions": _regions(entry.plan), "wanted": regions, "reason": reason, "by_itself": by_itself}
+        async with self._federation.change() as draft:
+            draft.tell_job(job, ReplanAsked(draft.at, why, data))
+            present = draft.job(job)
+            if present is None or not present.state.replanned:
                 raise GeofedError("ILLEGAL_STATE", f"job {job} is about to end")
 
     async def run(self) -> None:
         """Look after jobs that wait for the one that goes on with their model, for ever."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            for entry in [entry for entry in self._federation.jobs.values() if entry.state.awaits_successor]:
+            for entry in list(self._federation.jobs.values()):
                 try:
-                    await self._go_on(entry)
+                    if entry.state.awaits_successor:
+                        await self._go_on(entry)
+                    elif self._may_pay(entry):
+                        await self._take_up(entry)
                 except GeofedError as error:
-                    _log.warning("not gone on with yet", job=entry.row.id, code=error.code, error=error.message)
+                    what = "not gone on with yet" if entry.state.awaits_successor else "stays as it is"
+                    _log.info(what, job=entry.row.id, code=error.code, error=error.message)
                 except Exception:  # noqa: BLE001 - the edge of a task that must not end: jobs wait for it
-                    _log.exception("not gone on with", job=entry.row.id)
+                    _log.exception("a job could not be planned anew", job=entry.row.id)
+
+    # --- by itself
+
+    def _may_pay(self, entry: JobEntry) -> bool:
+        """Where regions that a job has no part in have been there for a while: now and then it is worth a plan."""
+        state, spec, at = entry.state, entry.spec, self._federation.clock()
+        job, parts = entry.row.id, entry.state.partitions
+        for gone in set(self._asked) - set(self._federation.jobs):
+            del self._asked[gone]
+        if spec.regions.replan != "auto" or not may_end_early(state) or any(p.link != "live" for p in parts):
+            return False
+        if min((part.report.round if part.report else 0 for part in parts), default=0) < _ROUNDS_SEEN:
+            return False
+        taken = {*_regions(entry.plan), *(copy.source for copy in entry.plan.copies)}
+        there = {
+            name
+            for name, region in self._federation.regions.items()
+            if name not in taken and region.state.phase == "live" and at - region.state.since >= _SETTLED_SECONDS
+        }
+        before, asked_at = self._asked.get(job, (set(), -math.inf))
+        if not there or (there == before and at - asked_at < _AGAIN_SECONDS):
+            return False
+        self._asked[job] = there, at
+        return True
+
+    async def _take_up(self, entry: JobEntry) -> None:
+        then = await self._foretold(entry)
+        if reason := pays(entry, then, self._federation.clock()):
+            await self._ask(entry, then, reason, by_itself=True)
+
+    # --- the job that goes on
 
     async def _go_on(self, entry: JobEntry) -> None:
         try:
@@ -126,7 +181,7 @@ class Succession:
             return None
 
         def also(draft: Draft, decided: Decision) -> None:
-            regions = [part.region for part in decided.plan.partitions]
+            regions = _regions(decided.plan)
             text = f"job {new_job.id} goes on with its model, over {', '.join(regions)}"
             data = {"successor": new_job.id, "regions": regions}
             draft.tell_job(row.id, Continued(draft.at, new_job.id, text, data))
@@ -190,3 +245,7 @@ def rest_of(entry: JobEntry) -> JobSpec:
 
 def _without_deadline(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={"objective": spec.objective.model_copy(update={"deadline": None})})
+
+
+def _regions(plan: Plan) -> list[str]:
+    return [part.region for part in plan.partitions]

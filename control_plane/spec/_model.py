@@ -249,6 +249,9 @@ class Regions(_Section):
     use: list[Name] = Field(default_factory=list)
     """Empty: all that hold data."""
     avoid: list[Name] = Field(default_factory=list)
+    replan: Literal["asked", "auto"] = "asked"
+    """When a region that comes while the job runs is taken up: where a user asks for it (`control-plane replan`), or by
+    itself where that pays, too."""
 
 
 class Outer(_Section):

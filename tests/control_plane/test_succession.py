@@ -9,13 +9,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from control_plane.core import Charge, Report
 from control_plane.server import ServeConfig
-from control_plane.service import Succession
+from control_plane.service import Succession, _succession
 from control_plane.service._draft import JobEntry
+from control_plane.service._pays import pays
 from control_plane.service._succession import rest_of
 from control_plane.spec import load
 from geofed_pb.errors import GeofedError
@@ -84,9 +85,9 @@ def test_another_job_goes_on_over_the_region_that_has_come(serve_config: ServeCo
         async with staged(serve_config) as stage:
             ann = (await stage.client.add_user("ann")).token
             a, b = await bring_up(stage)
-            settings = (*LONG, "objective.deadline=2h", "objective.budget=3")
+            wanted = (*LONG, "objective.deadline=2h", "objective.budget=3")
             async with as_user(stage, ann) as client:
-                job = (await submitted(client, job_file, "r1", *settings)).id
+                job = (await submitted(client, job_file, "r1", *wanted)).id
                 await train(job, a, b)
                 await rounds(job, (a, b), 5)
                 await refused(client.replan(job), "INADMISSIBLE", "in the same regions again")
@@ -182,8 +183,8 @@ def test_a_promise_that_cannot_be_given_again_is_told_and_the_job_goes_on(
     async def scenario() -> None:
         async with staged(serve_config) as stage:
             a, b = await bring_up(stage)
-            settings = (*LONG, "objective.deadline=1h", "train.workers=2")
-            job = (await stage.submit(job_file, overrides=settings)).job.id
+            wanted = (*LONG, "objective.deadline=1h", "train.workers=2")
+            job = (await stage.submit(job_file, overrides=wanted)).job.id
             await train(job, a, b)
             c = await come(stage, "c")
             await rounds(job, (a, b), 5)
@@ -220,10 +221,42 @@ def test_what_is_planned_anew_must_run_and_be_ones_own(serve_config: ServeConfig
     run(scenario())
 
 
-def running(folder: Path, *settings: str, done: int) -> JobEntry:
+def test_a_job_takes_up_a_region_by_itself_where_its_file_says_so(
+    serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(_succession, "_SETTLED_SECONDS", 0.0)
+        wanted = ("train.end.steps=40000", "train.workers=1")
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            quiet, job = [
+                (await stage.submit(job_file, f"r-{how}", (*wanted, f"regions.replan={how}"))).job.id
+                for how in ("asked", "auto")
+            ]
+            for one in (quiet, job):
+                for agent in (a, b):
+                    await agent.command("start", 1 + (one == job))
+                    agent.report(one, "ready", ps_address=f"{agent.region}.example:9000")
+                for agent in (a, b):
+                    agent.report(one, "training")
+                await rounds(one, (a, b), 5)
+            c = await come(stage, "c")
+            told = await a.command("peers", 3)
+            assert (told.job, told.finish) == (job, True)
+            data = await data_of(stage, job, "job.replanning")
+            assert data == {
+                "regions": ["a", "b"], "wanted": ["a", "b", "c"], "reason": "c can bring data in", "by_itself": True,
+            }  # fmt: skip
+            assert (await stage.client.job(quiet)).condition == ""
+            await close(a, b, c)
+
+    run(scenario())
+
+
+def running(folder: Path, *wanted: str, done: int) -> JobEntry:
     """A job over two regions, of which one is a round ahead; each has cost 0.5 USD."""
     watch = Watch(folder)
-    spec = load(folder / "job.yaml", settings).spec
+    spec = load(folder / "job.yaml", wanted).spec
     money = (Charge("function-seconds", 1.0, "GB-s", 0.5, "list"),)
     reports = [Report(1, "training", round=done + ahead, money=money) for ahead in (0, 1)]
     parts = tuple(replace(part, report=told) for part, told in zip(watch.state.partitions, reports, strict=True))
@@ -232,11 +265,11 @@ def running(folder: Path, *settings: str, done: int) -> JobEntry:
 
 
 def test_what_is_left_of_a_job(tmp_path: Path) -> None:
-    settings = (
+    wanted = (
         "train.end={epochs: 40}", "train.learningRate={schedule: cosine, begin: 0.2}", "train.seed=5",
         "objective={deadline: 1h, soft: [{deadline: 2h}], budget: 4}", "regions.avoid=[c]",
     )  # fmt: skip
-    job = running(tmp_path, *settings, done=5)
+    job = running(tmp_path, *wanted, done=5)
     rest = rest_of(replace(job, state=replace(job.state, deadline_at=1_800_000_000.5)))
     assert rest.train.initial_model is not None
     assert rest.train.initial_model.job == job.row.id
@@ -255,6 +288,7 @@ def test_what_is_left_of_a_job(tmp_path: Path) -> None:
         rest_of(running(tmp_path, "objective.budget=1", done=5))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 400), st.lists(st.integers(0, 12), max_size=6))
 def test_however_often_it_is_planned_anew_all_is_trained_once(steps: int, ends: list[int]) -> None:
     """Over jobs of ever fewer steps, each of which ends after some of its rounds; and the schedule goes on as one."""
@@ -277,3 +311,37 @@ def test_however_often_it_is_planned_anew_all_is_trained_once(steps: int, ends: 
         assert job.spec.train.learning_rate is not None
         # To the round: the last one of a job may be longer than what is asked for.
         assert job.spec.train.learning_rate.begin == pytest.approx(made / steps, abs=10 * (len(ends) + 1) / steps)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, ""),
+        ({"regions": ("a", "b", "c")}, "c can bring data in"),
+        ({"regions": ("a", "b", "c"), "begun_at": 0.0}, ""),  # its start alone takes a tenth of what is left
+        ({"seconds": 60.0, "minimise": "time"}, "it ends 53% sooner"),
+        ({"seconds": 130.0, "minimise": "time"}, ""),
+        ({"seconds": 60.0, "minimise": "time", "basis": "prior"}, ""),
+        ({"seconds": 60.0}, ""),
+        ({"usd": 1.0}, "it costs 60% less"),
+        ({"usd": 2.6}, ""),
+        ({"done": 19, "regions": ("a", "b", "c")}, ""),
+        ({"done": 0, "regions": ("a", "b", "c")}, ""),
+    ],
+)
+def test_when_it_pays_to_take_a_region_up(tmp_path: Path, change: dict[str, Any], why: str) -> None:
+    """After 5 of 20 rounds of 10 s each and 0.2 USD; 150 s and 3 USD are left, and a round more to end."""
+    job = running(tmp_path, f"objective.minimise={change.get('minimise', 'cost')}", done=change.get("done", 5))
+    start = change.get("begun_at", 998.0)
+    job = replace(job, state=replace(job.state, begun_at=start, started_at=1000.0))
+    expected = job.plan.estimate
+    told = replace(
+        expected,
+        seconds=replace(expected.seconds, expected=change.get("seconds", 1e6)),
+        usd=replace(expected.usd, expected=change.get("usd", 1e6)),
+        basis=change.get("basis", "stated"),
+    )
+    part = job.plan.partitions[0]
+    parts = tuple(replace(part, region=name) for name in change.get("regions", ("a", "b")))
+    then = replace(job.plan, partitions=parts, estimate=told)
+    assert pays(job, then, 1050.0) == why

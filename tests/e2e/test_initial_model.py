@@ -86,24 +86,31 @@ def test_what_a_job_starts_from_outlives_a_death(running: Running, trained: dict
     assert parameters(ended) == parameters(trained)
 
 
-@pytest.mark.parametrize("exchange", ["synchronous", "background"])
-def test_a_job_that_is_planned_anew_goes_on_with_the_region_that_has_come(tmp_path: Path, exchange: str) -> None:
+@pytest.mark.parametrize(
+    ("exchange", "replan"), [("synchronous", "asked"), ("background", "asked"), ("synchronous", "auto")]
+)
+def test_a_job_that_is_planned_anew_goes_on_with_the_region_that_has_come(
+    tmp_path: Path, exchange: str, replan: str
+) -> None:
     frankfurt, shanghai, virginia = digits_sites(tmp_path, ("frankfurt", "shanghai", "virginia"))
     with LocalFederation(tmp_path / "federation", [frankfurt, virginia]) as federation:
         running = Running(federation, tmp_path)
         job = running.submit(
             "train.end.epochs=900", "wan.interval=10", "train.evaluateEvery=0", f"wan.exchange={exchange}",
             "objective.deadline=20h", "objective.budget=500", "train.learningRate={schedule: cosine}",
+            f"regions.replan={replan}",
         )  # fmt: skip
         running.wait_round(job, 2)
-        same = federation.control_plane("replan", job, check=False)
-        assert same.returncode == 9, same.stderr
-        assert "in the same regions again" in same.stderr
+        if replan == "asked":
+            same = federation.control_plane("replan", job, check=False)
+            assert same.returncode == 9, same.stderr
+            assert "in the same regions again" in same.stderr
         federation.join(shanghai)
         federation.start_agent("shanghai")
         federation.wait_connected(["shanghai"])
-        told = federation.control_plane("replan", job, "--reason", "shanghai is here").stdout
-        assert "planned anew, over frankfurt, shanghai, virginia: shanghai is here" in told
+        if replan == "asked":
+            told = federation.control_plane("replan", job, "--reason", "shanghai is here").stdout
+            assert "planned anew, over frankfurt, shanghai, virginia: shanghai is here" in told
         first = running.wait_end(job)
         check_succeeded(first, accuracy=0.0)
         after = running.describe(first["successor"])
