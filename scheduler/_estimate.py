@@ -27,13 +27,38 @@ _SIZES_KNOWN = (0.9, 1.15)
 """How far bytes may stray from what is expected where the sizes of what is sent are known."""
 _COPY_OVERHEAD = 1.001
 """Bytes that a shard's copy is counted with over its own: frames, offers, and the list of its files."""
-_SPREAD = {"measured": (0.75, 1.4), "other batch": (0.5, 2.0), "stated": (0.5, 2.0), "prior": (0.2, 5.0)}
-"""How far time may stray from what is expected, by what the expectation rests on."""
+_SPREAD = {
+    "measured": (0.75, 1.4),
+    "other batch": (0.5, 2.0),
+    "stated": (0.5, 2.0),
+    "probed": (0.5, 2.5),
+    "likened": (0.4, 3.0),
+    "prior": (0.2, 5.0),
+}
+"""How far time may stray from what is expected, by what the expectation rests on, the surest first. A worker in a probe
+is alone: with all others beside it, it is rather slower."""
 
 
 def worker_speed(region: Region, snapshot: Snapshot) -> float:
-    """Samples/s of one worker: measured before stated before the prior."""
-    return snapshot.speeds.get(region.name) or region.capacity.samples_per_second or PRIOR_SAMPLES_PER_SECOND
+    """Samples/s of one worker: measured before probed before stated before the prior."""
+    measured = snapshot.speeds.get(region.name) or speed_by_probe(region, snapshot)
+    return measured or region.capacity.samples_per_second or PRIOR_SAMPLES_PER_SECOND
+
+
+def speed_by_probe(region: Region, snapshot: Snapshot) -> float | None:
+    """Samples/s of one worker by a probe there, or by one elsewhere: the regions differ as their operators state, or
+    not at all where neither states anything. None: there was none, or one of the two states nothing."""
+    if region.name in snapshot.probed:
+        return snapshot.probed[region.name]
+    stated = {one.name: one.capacity.samples_per_second for one in snapshot.regions}
+    own = region.capacity.samples_per_second
+    for other, probed in sorted(snapshot.probed.items()):
+        there = stated.get(other)
+        if own and there:
+            return probed * own / there
+        if not own:
+            return probed
+    return None
 
 
 @dataclass(frozen=True)
@@ -104,6 +129,9 @@ def estimate(plan: Plan, snapshot: Snapshot, over: Routes | None = None) -> Esti
         items=(*items, *paid),
         link_bytes={link: link_bytes.get(link, 0) + copied.get(link, 0) for link in {**link_bytes, **copied}},
         basis=basis,
+        model_bytes=model_bytes,
+        model_basis="prior" if not snapshot.model_bytes else "counted" if snapshot.counted else "measured",
+        start_basis="prior" if snapshot.start_seconds is None else "probed" if snapshot.start_probed else "measured",
     )
 
 
@@ -119,18 +147,26 @@ def waiting_usd_per_second(parts: Sequence[Partition], regions: Mapping[str, Reg
 
 
 def speeds_known(names: Iterable[str], snapshot: Snapshot) -> bool:
-    """Whether every region's speed was measured or stated."""
-    stated = {region.name for region in snapshot.regions if region.capacity.samples_per_second}
-    return all(name in snapshot.speeds or name in stated for name in names)
+    """Whether every region's speed was measured, probed or stated."""
+    regions = {region.name: region for region in snapshot.regions}
+    return all(name in snapshot.speeds or _speed_basis(regions[name], snapshot) != "prior" for name in names)
 
 
 def _basis(plan: Plan, regions: dict[str, Region], snapshot: Snapshot) -> str:
-    names = [part.region for part in plan.partitions]
-    if all(name in snapshot.speeds for name in names) and snapshot.model_bytes:
-        return "other batch" if not snapshot.other_batch.isdisjoint(names) else "measured"
-    if all(regions[name].capacity.samples_per_second for name in names):
-        return "stated"
-    return "prior"
+    """The least sure of the regions' speeds."""
+    found = {_speed_basis(regions[part.region], snapshot) for part in plan.partitions}
+    return max(found, key=list(_SPREAD).index)
+
+
+def _speed_basis(region: Region, snapshot: Snapshot) -> str:
+    # Who knows of a run knows the model's size too; where it does not, that says nothing of this task.
+    if region.name in snapshot.speeds and snapshot.model_bytes:
+        return "other batch" if region.name in snapshot.other_batch else "measured"
+    if region.name in snapshot.probed:
+        return "probed"
+    if speed_by_probe(region, snapshot) is not None:
+        return "likened"
+    return "stated" if region.capacity.samples_per_second else "prior"
 
 
 def step_seconds(part: Partition) -> float:

@@ -110,9 +110,14 @@ class Snapshot:
     other_batch: frozenset[str] = frozenset()
     """Regions whose speed was measured with another batch, from which it does not follow exactly."""
     model_bytes: int | None = None
-    """Size of the task's flat model, if an earlier run told it."""
+    """Size of the task's flat model, if an earlier run told it, or an agent has counted it."""
     start_seconds: float | None = None
-    """From submission to the first step, measured in earlier runs."""
+    """From submission to the first step, measured in earlier runs, or by a probe."""
+    counted: bool = False
+    """No run of this code has told `model_bytes`: an agent has counted it."""
+    start_probed: bool = False
+    probed: Mapping[str, float] = field(default_factory=dict)
+    """Samples/s of one worker in a probe, a few steps of the task without any run, by region."""
     profiles: Mapping[str, Profile] = field(default_factory=dict)
     """What `control-plane profile` has measured of the task, by region."""
     merges: Mapping[str, tuple[MergePoint, ...]] = field(default_factory=dict)
@@ -267,8 +272,15 @@ class Estimate:
     link_bytes: dict[str, int]
     """Expected bytes by directed link, "source>destination"."""
     basis: str
-    """"measured": from earlier runs of the task; "other batch": from such with another batch; "stated": from the
-    operators' figures; "prior": a guess."""
+    """What the time rests on most weakly. "measured": earlier runs of the task; "other batch": such with another batch;
+    "probed": a few steps of the task; "likened": such in another region; "stated": the operators' figures; "prior": a
+    guess."""
+    model_bytes: int = 0
+    """Of the flat model, as it was taken; 0: of a plan of before this was told."""
+    model_basis: str = ""
+    """"measured": an earlier run; "counted": an agent has counted it; "prior": nobody knows."""
+    start_basis: str = ""
+    """"measured": earlier runs; "probed": an agent has made the task ready; "prior": a guess."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from scheduler._estimate import speed_by_probe
 from scheduler._link import link_table, pace
 from scheduler._model import (
     Alternative,
@@ -281,7 +282,7 @@ def _placed(snapshot: Snapshot, demand: Demand, moves: _Moves) -> Placed:
 
 
 def _capacity(region: Region, coming: Sequence[Region], snapshot: Snapshot) -> Capacity:
-    if region.name in snapshot.speeds:
+    if region.name in snapshot.speeds or speed_by_probe(region, snapshot) is not None:
         return region.capacity
     return replace(region.capacity, samples_per_second=_speed(region, coming, snapshot))
 
@@ -293,7 +294,8 @@ def _speed(region: Region, coming: Sequence[Region], snapshot: Snapshot) -> floa
         return snapshot.speeds[region.name]
     stated = region.capacity.samples_per_second
     for home in coming:
-        measured, at_home = snapshot.speeds.get(home.name), home.capacity.samples_per_second
+        measured = snapshot.speeds.get(home.name) or snapshot.probed.get(home.name)
+        at_home = home.capacity.samples_per_second
         if measured is not None:
             return measured * stated / at_home if stated and at_home else min(measured, stated or measured)
         if at_home is not None and stated is None:

@@ -288,6 +288,53 @@ def test_a_measured_speed_goes_before_a_stated_one_and_narrows_the_range() -> No
     assert widths == sorted(widths, reverse=True)
 
 
+def test_a_probe_goes_before_what_is_stated_and_tells_of_regions_like_it() -> None:
+    plain = Snapshot((region("a"), region("b")), probed={"b": 300.0}, model_bytes=4000, counted=True)
+    told = planned(plain, demand())
+    assert [part.samples_per_second for part in told.partitions] == [300.0, 300.0]
+    assert (told.estimate.basis, told.estimate.model_basis) == ("likened", "counted")
+    # Two operators' figures compare; one alone says nothing of this task.
+    stated = {
+        name: replace(region(name), capacity=Capacity(4, 2048, speed)) for name, speed in (("a", 500.0), ("b", 1000.0))
+    }
+    both = planned(replace(plain, regions=tuple(stated.values())), demand())
+    assert [part.samples_per_second for part in both.partitions] == [150.0, 300.0]
+    one = planned(replace(plain, regions=(stated["a"], region("b"))), demand())
+    assert [part.samples_per_second for part in one.partitions] == [500.0, 300.0]
+    assert planned(replace(plain, regions=(region("b"),)), demand()).estimate.basis == "probed"
+    ran = planned(replace(plain, speeds={"a": 80.0, "b": 90.0}), demand())
+    assert [part.samples_per_second for part in ran.partitions] == [80.0, 90.0]
+
+
+def test_a_size_that_is_known_leaves_no_doubt_of_the_bytes() -> None:
+    guess = planned(Snapshot((region("a"), region("b"))), demand()).estimate
+    known = planned(Snapshot((region("a"), region("b")), model_bytes=4000, counted=True), demand()).estimate
+    assert guess.model_basis == "prior"
+    assert guess.wan_bytes.high > 1000 * guess.wan_bytes.low
+    assert known.wan_bytes.high < 1.3 * known.wan_bytes.low
+    # How quick it is was guessed in both.
+    assert known.seconds.high == pytest.approx(known.seconds.expected * 5)
+
+
+@given(
+    st.lists(st.tuples(st.none() | st.floats(1, 1e4), st.none() | st.floats(1, 1e4)), min_size=1, max_size=4),
+    st.sets(st.integers(0, 3)),
+)
+def test_the_surer_a_speed_the_narrower_its_range(
+    regions: list[tuple[float | None, float | None]], ran: set[int]
+) -> None:
+    """Stated and probed by region; whatever one more region is found to run at widens nothing."""
+    held = tuple(
+        replace(region(f"r{number}"), capacity=Capacity(2, 2048, stated)) for number, (stated, _) in enumerate(regions)
+    )
+    probed = {f"r{number}": speed for number, (_, speed) in enumerate(regions) if speed is not None}
+    speeds = {f"r{number}": 77.0 for number in ran if number < len(regions)}
+    before = Snapshot(held, probed=probed, model_bytes=4000)
+    after = replace(before, speeds=speeds)
+    wide, narrow = planned(before, demand()).estimate.seconds, planned(after, demand()).estimate.seconds
+    assert narrow.high / narrow.expected <= wide.high / wide.expected + 1e-9
+
+
 def test_a_slow_link_is_in_the_time_and_a_dear_one_in_the_money() -> None:
     near = Snapshot((region("a"), region("b")), model_bytes=50_000_000)
     slow = tuple(Link(x, y, 300.0, 10.0) for x, y in (("a", "b"), ("b", "a")))
