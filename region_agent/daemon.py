@@ -445,6 +445,10 @@ class Agent:
         if self._profiler is not None:
             self._profiler.ask(command)
 
+    def weigh(self, command: agent_pb2.ProfileTask) -> None:
+        if self._profiler is not None:
+            self._profiler.weigh(command)
+
     def stop(self, seq: int, command: agent_pb2.StopPartition) -> None:
         sending = self._sendings.pop(command.job, None)
         if sending is not None:

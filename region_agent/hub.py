@@ -47,6 +47,9 @@ class Commands(Protocol):
     def profile(self, command: agent_pb2.ProfileTask) -> None:
         """Not stored: whoever waits for it asks again."""
 
+    def weigh(self, command: agent_pb2.ProfileTask) -> None:
+        """The same."""
+
 
 class Hub:
     """One region's side of the session.
@@ -219,6 +222,8 @@ class Hub:
                 commands.send_shard(message.seq, message.send_shard)
             case "profile":
                 commands.profile(message.profile)
+            case "weigh":
+                commands.weigh(message.weigh)
 
     async def _send(self, call: Any, cursor: int) -> None:
         heartbeat_due = 0.0

@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -38,6 +38,7 @@ _GRACE = timedelta(seconds=60)
 """Beyond its limit an invocation may finish what it measures, and what must be known."""
 _KEPT = 8
 """Profiles of which the answer is kept, should the command come again."""
+_Measure = Callable[[agent_pb2.ProfileTask], Awaitable[agent_pb2.ProfileReport]]
 _MARK = "profiling"
 """A file in the state directory, while there is something to clear away."""
 
@@ -73,12 +74,11 @@ class Profiler:
 
     def ask(self, command: agent_pb2.ProfileTask) -> None:
         """Measure, unless that is done or going on; then only tell."""
-        if command.id in self._answers:
-            self._tell(self._answers[command.id])
-        if command.id not in self._tasks and command.id not in self._answers:
-            task = asyncio.create_task(self._answer(command))
-            self._tasks[command.id] = task
-            task.add_done_callback(lambda _: self._tasks.pop(command.id, None))
+        self._begin(command, self._profiled)
+
+    def weigh(self, command: agent_pb2.ProfileTask) -> None:
+        """The same, of only what a first plan needs: how large the model is, and how quick a few steps are."""
+        self._begin(command, self._weighed)
 
     async def close(self) -> None:
         """Break off what goes on, and clear it away."""
@@ -89,13 +89,21 @@ class Profiler:
 
     # Inside
 
-    async def _answer(self, command: agent_pb2.ProfileTask) -> None:
+    def _begin(self, command: agent_pb2.ProfileTask, measure: _Measure) -> None:
+        if command.id in self._answers:
+            self._tell(self._answers[command.id])
+        if command.id not in self._tasks and command.id not in self._answers:
+            task = asyncio.create_task(self._answer(command, measure))
+            self._tasks[command.id] = task
+            task.add_done_callback(lambda _: self._tasks.pop(command.id, None))
+
+    async def _answer(self, command: agent_pb2.ProfileTask, measure: _Measure) -> None:
         report = agent_pb2.ProfileReport(id=command.id)
         try:
             if self._turn.locked():
                 self._say(command, "waits for another profile to end")
             async with self._turn:
-                report.profile_json = json.dumps(await self._measured(command))
+                report.MergeFrom(await measure(command))
         except GeofedError as error:
             report.error.CopyFrom(to_proto(error))
         except Exception as error:  # noqa: BLE001 - the task's edge: whoever waits must be told
@@ -109,38 +117,71 @@ class Profiler:
     def _say(self, command: agent_pb2.ProfileTask, condition: str) -> None:
         self._tell(agent_pb2.ProfileReport(id=command.id, condition=condition))
 
-    async def _measured(self, command: agent_pb2.ProfileTask) -> dict[str, Any]:
+    async def _profiled(self, command: agent_pb2.ProfileTask) -> agent_pb2.ProfileReport:
+        begun, meters = time.monotonic(), _Meters()
+        async with self._ready(command, meters) as body:
+            body = await self._with_data(command, body)
+            told = [await self._at_memory(command, memory, body, meters) for memory in command.memories_mb]
+            cold = told[0].ready_seconds + time.monotonic() - begun - sum(one.seconds for one in told)
+            self._say(command, f"measures the channel ({self._around.channel.kind})")
+            costs, usage = await asyncio.to_thread(self._around.channel.costs, command.id)
+            meters.add_usage(usage)
+            numbers = self._numbers(command, told, cold, asdict(costs), meters)
+            return agent_pb2.ProfileReport(profile_json=json.dumps(numbers))
+
+    async def _weighed(self, command: agent_pb2.ProfileTask) -> agent_pb2.ProfileReport:
+        """The size is told as soon as it is known; reading the data may take long, and fail."""
+        begun, meters, weight = time.monotonic(), _Meters(), agent_pb2.TaskWeight()
+        memory = max(command.memories_mb, default=0)
+        limit = timedelta(seconds=command.limit_seconds) + _GRACE
+        async with self._ready(command, meters) as body:
+            body = body.model_copy(update={"memory_mb": memory, "measure": "size"})
+            name = await self._deployed(command, memory, limit)
+            self._say(command, "counts the model")
+            size, _ = await self._call(name, body, memory, limit, meters)
+            weight.parameters, weight.model_bytes = size.parameters, size.model_bytes
+            self._tell(agent_pb2.ProfileReport(id=command.id, weight=weight))
+            counted = time.monotonic() - begun
+            try:
+                body = await self._with_data(command, body.model_copy(update={"measure": "pace"}))
+                pace, _ = await self._call(name, body, memory, limit, meters)
+                weight.steps.extend(agent_pb2.TimedStep(batch=one.batch, seconds=one.seconds) for one in pace.steps)
+                weight.start_seconds = counted + pace.loaded_seconds
+            except GeofedError as error:
+                # What is known is worth having.
+                weight.note = f"{error.code}: {error.message}"
+        weight.usd, weight.last = self._usd(meters), True
+        return agent_pb2.ProfileReport(weight=weight)
+
+    @contextlib.asynccontextmanager
+    async def _ready(self, command: agent_pb2.ProfileTask, meters: _Meters) -> AsyncIterator[ProfileCall]:
+        """The task's code in the channel, and what a call of it is told but for data; all is cleared away after."""
         around, start = self._around, _as_partition(command)
         check_partition(around.config, start)
         if around.config.prices is None:
             text = f"region {command.region} states no prices"
             raise GeofedError("PRICE_UNKNOWN", text, hint="add `prices` to its configuration")
-        begun, meters = time.monotonic(), _Meters()
         mark = around.state_dir / _MARK
         mark.write_text(command.id)
         try:
             self._say(command, "fetches the task")
             bundle = await around.fetch_bundle(command.task.bundle_digest)
-            dataset = around.config.datasets[command.task.dataset]
-            splits = await asyncio.to_thread(shard_files, dataset, around.config.stores)
             await asyncio.to_thread(self._put_bundle, start, bundle, meters)
             address = await asyncio.to_thread(around.channel.worker_address, command.id)
-            body = ProfileCall(
+            yield ProfileCall(
                 job=command.id, region=command.region, channel=around.channel.kind, channel_address=address,
                 bundle_key=bundle_key(start), module=command.task.module,
-                config=json.loads(command.task.config_json or "{}"), splits=splits,
-                declared_samples=dataset.splits["train"].samples, batch=command.batch,
+                config=json.loads(command.task.config_json or "{}"), splits={}, batch=command.batch,
                 seed=command.seed, limit_seconds=command.limit_seconds,
             )  # fmt: skip
-            told = [await self._at_memory(command, memory, body, meters) for memory in command.memories_mb]
-            cold = told[0].ready_seconds + time.monotonic() - begun - sum(one.seconds for one in told)
-            self._say(command, f"measures the channel ({around.channel.kind})")
-            costs, usage = await asyncio.to_thread(around.channel.costs, command.id)
-            meters.add_usage(usage)
-            return self._numbers(command, told, cold, asdict(costs), meters)
         finally:
             await self._clear_up(command.id)
             mark.unlink(missing_ok=True)
+
+    async def _with_data(self, command: agent_pb2.ProfileTask, body: ProfileCall) -> ProfileCall:
+        dataset = self._around.config.datasets[command.task.dataset]
+        splits = await asyncio.to_thread(shard_files, dataset, self._around.config.stores)
+        return body.model_copy(update={"splits": splits, "declared_samples": dataset.splits["train"].samples})
 
     def _put_bundle(self, start: agent_pb2.StartPartition, bundle: bytes, meters: _Meters) -> None:
         channel = self._around.channel.open(start.job)
@@ -154,10 +195,20 @@ class Profiler:
         self, command: agent_pb2.ProfileTask, memory_mb: int, body: ProfileCall, meters: _Meters
     ) -> _Told:
         """Deploy one replica of so much memory, and have it measure, and once more make ready."""
-        around, begun = self._around, time.monotonic()
-        name = f"{self._functions}{memory_mb}"
+        begun = time.monotonic()
         limit = timedelta(seconds=command.limit_seconds) + _GRACE
         body = body.model_copy(update={"memory_mb": memory_mb})
+        name = await self._deployed(command, memory_mb, limit)
+        deployed = time.monotonic() - begun
+        self._say(command, f"measures steps with {memory_mb} MB")
+        measured, _ = await self._call(name, body, memory_mb, limit, meters)
+        _, again = await self._call(name, body.model_copy(update={"measure": "nothing"}), memory_mb, limit, meters)
+        await self._around.gateway.delete(name)
+        return _Told(memory_mb, measured, deployed + measured.loaded_seconds, again, time.monotonic() - begun)
+
+    async def _deployed(self, command: agent_pb2.ProfileTask, memory_mb: int, limit: timedelta) -> str:
+        """The name of a function with one replica that is ready."""
+        around, name = self._around, f"{self._functions}{memory_mb}"
         self._say(command, f"starts a function of {memory_mb} MB")
         await around.gateway.deploy(
             FunctionSpec(
@@ -170,12 +221,7 @@ class Profiler:
         )
         await around.gateway.scale(name, 1)
         await around.gateway.wait_ready(name, 1, _READY)
-        deployed = time.monotonic() - begun
-        self._say(command, f"measures steps with {memory_mb} MB")
-        measured, _ = await self._call(name, body, memory_mb, limit, meters)
-        _, again = await self._call(name, body.model_copy(update={"measure": False}), memory_mb, limit, meters)
-        await around.gateway.delete(name)
-        return _Told(memory_mb, measured, deployed + measured.loaded_seconds, again, time.monotonic() - begun)
+        return name
 
     async def _call(
         self, name: str, body: ProfileCall, memory_mb: int, limit: timedelta, meters: _Meters
@@ -208,7 +254,6 @@ class Profiler:
                 "put_usd": prices.usd_per_put, "list_usd": prices.usd_per_put, "get_usd": prices.usd_per_get,
                 "usd_per_hour": prices.usd_per_hour,
             }  # fmt: skip
-        items = bill(meters.amounts, config.prices, prices) if config.prices is not None else []
         return {
             "region": command.region,
             "samples": first.samples,
@@ -223,10 +268,15 @@ class Profiler:
             "start_seconds": cold,
             "again_seconds": min(one.again_seconds for one in told),
             "gb_seconds": meters.amounts.get("gb_seconds", 0.0),
-            "usd": sum(item.usd for item in items),
+            "usd": self._usd(meters),
             "layers": [layer.model_dump() for layer in first.layers],
             "layers_note": first.layers_note,
         }
+
+    def _usd(self, meters: _Meters) -> float:
+        config = self._around.config
+        items = bill(meters.amounts, config.prices, config.channel.prices) if config.prices is not None else []
+        return sum(item.usd for item in items)
 
     async def _clear_up(self, job: str) -> None:
         with contextlib.suppress(GeofedError):

@@ -22,7 +22,7 @@ from region_agent.worker.holding import Holding, WholeModel
 from region_agent.worker.invocation import Invocation, Outcome, read_invocation
 from region_agent.worker.loop import WorkerLoop
 from region_agent.worker.profile_call import ProfileCall, Profiled, is_profile_call, read_profile_call
-from region_agent.worker.profiling import profile
+from region_agent.worker.profiling import profile, weigh
 from region_agent.worker.stage import ModelStage, pipeline_of
 from region_agent.worker.task import Task, load_task, unpack
 from sync.channel import Channel, open_channel
@@ -70,7 +70,7 @@ def _profile(call: ProfileCall, begun: float) -> Profiled:
     _make_ready()
     channel = open_channel(call.channel, call.channel_address)
     task = _task(channel, call)
-    told = profile(call, task, _data(call, task), begun)
+    told = weigh(call, task) if call.measure == "size" else profile(call, task, _data(call, task), begun)
     return told.model_copy(update={"seconds": time.monotonic() - begun, "channel": asdict(channel.usage)})
 
 

@@ -49,8 +49,9 @@ class ProfileCall(_Body):
     """After it no new measurement begins, beyond what must be known."""
     memory_mb: int = Field(default=0, ge=0)
     """Of the function; 0: not known, and the model is taken to fit."""
-    measure: bool = True
-    """Otherwise it only makes ready, which tells what an invocation of a worker that is there takes."""
+    measure: Literal["all", "nothing", "size", "pace"] = "all"
+    """"nothing": it only makes ready, which tells what an invocation of a worker that is there takes; "size": of the
+    model, without looking at data; "pace": a few steps, for `limit_seconds` once data and model are there."""
 
 
 class StepNumbers(_Body):
@@ -100,6 +101,7 @@ class Profiled(_Body):
     seconds: float = 0.0
     """Of the whole invocation, as the function saw it."""
     steps: tuple[StepNumbers, ...] = ()
+    """Of a pace the optimiser's step is in them, and no peak."""
     update_seconds: float = 0.0
     """Of the optimiser's step."""
     norms: tuple[NormNumbers, ...] = ()

@@ -24,10 +24,12 @@ from sync.flat import FlatModel
 from sync.pipeline import Layers, measure_layers, model_input
 from sync.seeding import seed_all
 
-__all__ = ["profile"]
+__all__ = ["profile", "weigh"]
 
 _REPEATS = 5
 """Of a step of each batch, the first not counted."""
+_MOST_STEPS, _WANTED_SHARE = 200, 0.7
+"""Of a pace: steps of one batch, as of a quick task so many say enough; and the job's own batch's part of the time."""
 _PARTS = 64
 """Batches, at most, whose mean gradient stands for the true one in the noise scale. A few would not tell it from noise:
 early in training the scale is often some hundred samples, and grows."""
@@ -73,12 +75,42 @@ class _Bench:
         return value
 
 
+def weigh(call: ProfileCall, task: Task) -> Profiled:
+    """How large the model is. Nothing of the data is looked at."""
+    shell = _without_values(call, task)
+    seed_all(call.seed)
+    whole = shell is None or not call.memory_mb or _peak_mb() + _held_mb(shell) < call.memory_mb
+    module = task.model(call.seed) if shell is None or whole else shell
+    with task_errors(task.folder, "model"):
+        flat = FlatModel(module)
+    return Profiled(status="done", parameters=_parameters(module), model_bytes=4 * flat.layout.size)
+
+
+def _without_values(call: ProfileCall, task: Task) -> torch.nn.Module | None:
+    """The model as names and lengths of tensors, which takes no memory; None: it cannot be made so."""
+    seed_all(call.seed)
+    try:
+        return task.layers(call.seed).shell()
+    except GeofedError:
+        # It is no chain of layers.
+        pass
+    try:
+        with torch.device("meta"):
+            return task.model(call.seed)
+    except GeofedError:
+        # It computes with values while it is made, or cannot be made: then nor with values.
+        return None
+
+
 def profile(call: ProfileCall, task: Task, data: dict[str, Any], begun: float) -> Profiled:
     """Measure; ``begun``: when the invocation did (monotonic seconds)."""
     seed_all(call.seed)
     if not len(data["train"]):
         raise GeofedError("SHARD_UNREADABLE", "the training split is empty")
     if (layers := _too_large(call, task)) is not None:
+        if call.measure == "pace":
+            text = f"the model does not fit a function of {call.memory_mb} MB, and `control-plane profile` takes longer"
+            raise GeofedError("FUNCTION_OUT_OF_MEMORY", text)
         return _in_layers(call, task, layers, data["train"], begun)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = task.model(call.seed).to(device)
@@ -87,23 +119,52 @@ def profile(call: ProfileCall, task: Task, data: dict[str, Any], begun: float) -
     optimizer = task.optimizer(module.parameters())
     bench = _Bench(call, task, module, flat, optimizer, data["train"], device, begun + call.limit_seconds)
     loaded = time.monotonic() - begun
-    steps = list(_steps(bench)) if call.measure else []
-    update = _update_seconds(bench) if call.measure else 0.0
-    norms = list(_norms(bench, steps[0])) if call.measure else []
-    measured, note = _layers(bench) if call.measure else ((), "")
+    if call.measure == "pace":
+        return Profiled(status="done", samples=len(bench.data), loaded_seconds=loaded, steps=tuple(_pace(bench)))
+    steps = list(_steps(bench)) if call.measure == "all" else []
+    update = _update_seconds(bench) if call.measure == "all" else 0.0
+    norms = list(_norms(bench, steps[0])) if call.measure == "all" else []
+    measured, note = _layers(bench) if call.measure == "all" else ((), "")
     return Profiled(
         status="done",
-        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        parameters=_parameters(module),
         model_bytes=4 * flat.layout.size,
         samples=len(bench.data),
         loaded_seconds=loaded,
         steps=tuple(steps),
         update_seconds=update,
         norms=tuple(norms),
-        evaluation_peak_mb=_evaluation_peak_mb(bench, data) if call.measure else 0.0,
+        evaluation_peak_mb=_evaluation_peak_mb(bench, data) if call.measure == "all" else 0.0,
         layers=measured,
         layers_note=note,
     )
+
+
+def _parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _pace(bench: _Bench) -> Iterator[StepNumbers]:
+    """Whole steps, as one worker alone makes them: of the job's batch, and where time is left of a smaller one, from
+    which those of other batches follow."""
+    limit, begun = bench.call.limit_seconds, time.monotonic()
+    wanted = min(bench.call.batch, len(bench.data))
+    yield (first := _timed(bench, wanted, begun + _WANTED_SHARE * limit))
+    smaller = max(1, wanted // 4)
+    if smaller < wanted and time.monotonic() + first.seconds < begun + limit:
+        yield _timed(bench, smaller, begun + limit)
+
+
+def _timed(bench: _Bench, size: int, until: float) -> StepNumbers:
+    """One step in any case, and so many more as are made by a time; the first does not count then."""
+    took: list[float] = []
+    while not took or (len(took) < _MOST_STEPS and time.monotonic() + took[-1] < until):
+        begun = time.monotonic()
+        bench.gradient(bench.batch(size, len(took) + 1))
+        with task_errors(bench.task.folder, "the optimiser's step"):
+            bench.optimizer.step()
+        took.append(time.monotonic() - begun)
+    return StepNumbers(batch=size, seconds=statistics.median(took[1:] or took), peak_mb=0.0)
 
 
 def _too_large(call: ProfileCall, task: Task) -> Layers | None:
@@ -116,14 +177,18 @@ def _too_large(call: ProfileCall, task: Task) -> Layers | None:
     except GeofedError:
         # It is no chain of layers, and can be measured in one way only.
         return None
-    held = sum(one.numel() * one.element_size() for one in itertools.chain(shell.parameters(), shell.buffers()))
-    return layers if _peak_mb() + _COPIES * held / 2**20 > call.memory_mb else None
+    return layers if _peak_mb() + _COPIES * _held_mb(shell) > call.memory_mb else None
+
+
+def _held_mb(module: torch.nn.Module) -> float:
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return sum(one.numel() * one.element_size() for one in tensors) / 2**20
 
 
 def _in_layers(call: ProfileCall, task: Task, layers: Layers, data: Any, begun: float) -> Profiled:
     """What the sum of all layers would take, where each is made, measured and let go of before the next."""
     base_mb, loaded = _peak_mb(), time.monotonic() - begun
-    if not call.measure:
+    if call.measure == "nothing":
         return Profiled(status="done", samples=len(data), loaded_seconds=loaded)
     # No micro-batch is larger than a replica's batch.
     sizes = [size for size in _sizes(call, data) if size <= call.batch]

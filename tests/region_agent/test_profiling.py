@@ -92,12 +92,18 @@ class Scene:
         return self.bundle
 
     def ask(self, job: str = "profile-1", **changed: Any) -> None:
+        self.profiler.ask(self._command(job, **changed))
+
+    def weigh(self, job: str = "weigh-1", **changed: Any) -> None:
+        self.profiler.weigh(self._command(job, **{"memories_mb": [512], "limit_seconds": 0.3, **changed}))
+
+    def _command(self, job: str, **changed: Any) -> agent_pb2.ProfileTask:
         task = agent_pb2.TaskRef(bundle_digest=digest_of([self.bundle]), module="task.py", dataset="d")
         fields: dict[str, Any] = {
             "id": job, "region": "east", "task": task, "batch": 8, "seed": 3, "memories_mb": [512, 1024],
             "limit_seconds": 20.0, **changed,
         }  # fmt: skip
-        self.profiler.ask(agent_pb2.ProfileTask(**fields))
+        return agent_pb2.ProfileTask(**fields)
 
     async def answer(self, count: int = 1) -> agent_pb2.ProfileReport:
         """The `count`-th last word."""
@@ -105,7 +111,7 @@ class Scene:
         return self._last()[count - 1]
 
     def _last(self) -> list[agent_pb2.ProfileReport]:
-        return [one for one in self.told if one.profile_json or one.HasField("error")]
+        return [one for one in self.told if one.profile_json or one.weight.last or one.HasField("error")]
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -147,6 +153,51 @@ async def test_what_is_told_is_a_profile_and_nothing_is_left_behind(scene: Scene
     assert not (scene.folder / "profiling").exists()
     assert not list((scene.folder / "channel").glob("profile-*"))
     assert "measures the channel (file)" in [report.condition for report in scene.told]
+
+
+@on_a_loop
+async def test_a_task_is_weighed_before_its_steps_are_timed_and_nothing_is_left_behind(scene: Scene) -> None:
+    scene.weigh()
+    told = (await scene.answer()).weight
+    assert (told.parameters, told.model_bytes, told.note) == (10, 40, "")
+    assert [step.batch for step in told.steps] == [8, 2]
+    assert all(step.seconds > 0 for step in told.steps)
+    assert told.start_seconds > 0
+    assert told.usd > 0
+    first = next(one.weight for one in scene.told if one.HasField("weight"))
+    assert (first.model_bytes, len(first.steps), first.last) == (40, 0, False)
+    assert scene.gateway.calls == 2
+    assert not scene.gateway.there
+    assert not (scene.folder / "profiling").exists()
+    assert not list((scene.folder / "channel").glob("weigh-*"))
+
+
+@on_a_loop
+async def test_the_model_is_known_where_its_data_cannot_be_read_or_its_loss_fails(scene: Scene) -> None:
+    (scene.folder / "data.npz").unlink()
+    scene.weigh("w1")
+    told = await scene.answer(1)
+    assert not told.HasField("error")
+    assert (told.weight.model_bytes, len(told.weight.steps), told.weight.start_seconds) == (40, 0, 0.0)
+    assert told.weight.note.startswith("SHARD_")
+    write_samples(scene.folder / "data.npz", 40)
+    scene.bundle = pack({"task.py": LINEAR_TASK.replace("nn.Linear(4, 2)", "nn.Linear(7, 2)")})
+    scene.weigh("w2")
+    told = await scene.answer(2)
+    assert told.weight.model_bytes == 64
+    assert told.weight.note.startswith("TASK_FAILED: loss raised")
+
+
+@on_a_loop
+async def test_a_model_that_cannot_be_made_has_no_weight(scene: Scene) -> None:
+    scene.bundle = pack({"task.py": LINEAR_TASK.replace("nn.Linear(4, 2)", "nn.Linear(4, width)")})
+    scene.weigh()
+    told = await scene.answer()
+    assert told.error.code == "TASK_FAILED"
+    assert "model raised NameError" in told.error.message
+    assert not [one for one in scene.told if one.HasField("weight")]
+    scene.weigh("w2", region="west")
+    assert (await scene.answer(2)).error.code == "RESIDENCY_VIOLATION"
 
 
 @on_a_loop

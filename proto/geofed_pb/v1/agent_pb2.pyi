@@ -30,7 +30,7 @@ class FromAgent(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., command_ack: _Optional[_Union[CommandAck, _Mapping]] = ..., partition: _Optional[_Union[PartitionReport, _Mapping]] = ..., happening: _Optional[_Union[Happening, _Mapping]] = ..., logs: _Optional[_Union[LogBatch, _Mapping]] = ..., profile: _Optional[_Union[ProfileReport, _Mapping]] = ..., capacity: _Optional[_Union[CapacityNews, _Mapping]] = ...) -> None: ...
 
 class ToAgent(_message.Message):
-    __slots__ = ("seq", "welcome", "lease", "report_ack", "start", "peers", "stop", "publish", "scale", "profile", "send_shard")
+    __slots__ = ("seq", "welcome", "lease", "report_ack", "start", "peers", "stop", "publish", "scale", "profile", "send_shard", "weigh")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class ToAgent(_message.Message):
     SCALE_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     SEND_SHARD_FIELD_NUMBER: _ClassVar[int]
+    WEIGH_FIELD_NUMBER: _ClassVar[int]
     seq: int
     welcome: Welcome
     lease: LeaseGrant
@@ -53,7 +54,8 @@ class ToAgent(_message.Message):
     scale: ScalePartition
     profile: ProfileTask
     send_shard: SendShard
-    def __init__(self, seq: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lease: _Optional[_Union[LeaseGrant, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., start: _Optional[_Union[StartPartition, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., stop: _Optional[_Union[StopPartition, _Mapping]] = ..., publish: _Optional[_Union[PublishModel, _Mapping]] = ..., scale: _Optional[_Union[ScalePartition, _Mapping]] = ..., profile: _Optional[_Union[ProfileTask, _Mapping]] = ..., send_shard: _Optional[_Union[SendShard, _Mapping]] = ...) -> None: ...
+    weigh: ProfileTask
+    def __init__(self, seq: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lease: _Optional[_Union[LeaseGrant, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., start: _Optional[_Union[StartPartition, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., stop: _Optional[_Union[StopPartition, _Mapping]] = ..., publish: _Optional[_Union[PublishModel, _Mapping]] = ..., scale: _Optional[_Union[ScalePartition, _Mapping]] = ..., profile: _Optional[_Union[ProfileTask, _Mapping]] = ..., send_shard: _Optional[_Union[SendShard, _Mapping]] = ..., weigh: _Optional[_Union[ProfileTask, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("agent_version", "boot_id", "command_cursor", "catalogue_json")
@@ -507,16 +509,44 @@ class PartitionReport(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., ps_address: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_samples: _Optional[int] = ..., metrics_round: _Optional[int] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., received_bytes: _Optional[_Mapping[str, int]] = ..., money: _Optional[_Iterable[_Union[_common_pb2.Money, _Mapping]]] = ..., model_digest: _Optional[str] = ..., blob_digest: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., workers: _Optional[int] = ..., attempt: _Optional[int] = ..., samples_per_second: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., applied_updates: _Optional[int] = ..., link_rtt_ms: _Optional[_Mapping[str, float]] = ..., link_mbps: _Optional[_Mapping[str, float]] = ..., link_streams: _Optional[_Mapping[str, int]] = ..., links_down: _Optional[_Iterable[str]] = ..., staleness: _Optional[_Mapping[str, float]] = ..., refused: _Optional[_Mapping[str, int]] = ..., interval: _Optional[int] = ..., codec: _Optional[str] = ..., round_samples_per_second: _Optional[float] = ..., merge_seconds: _Optional[float] = ..., merged_by: _Optional[str] = ..., routes: _Optional[int] = ..., update_bytes: _Optional[int] = ..., preempted: bool = ..., scale_order: _Optional[int] = ..., shard_address: _Optional[str] = ..., shards_here: bool = ..., meter: _Optional[int] = ...) -> None: ...
 
 class ProfileReport(_message.Message):
-    __slots__ = ("id", "condition", "profile_json", "error")
+    __slots__ = ("id", "condition", "profile_json", "error", "weight")
     ID_FIELD_NUMBER: _ClassVar[int]
     CONDITION_FIELD_NUMBER: _ClassVar[int]
     PROFILE_JSON_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     id: str
     condition: str
     profile_json: str
     error: _common_pb2.Error
-    def __init__(self, id: _Optional[str] = ..., condition: _Optional[str] = ..., profile_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+    weight: TaskWeight
+    def __init__(self, id: _Optional[str] = ..., condition: _Optional[str] = ..., profile_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., weight: _Optional[_Union[TaskWeight, _Mapping]] = ...) -> None: ...
+
+class TaskWeight(_message.Message):
+    __slots__ = ("parameters", "model_bytes", "steps", "start_seconds", "usd", "note", "last")
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    START_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    USD_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    parameters: int
+    model_bytes: int
+    steps: _containers.RepeatedCompositeFieldContainer[TimedStep]
+    start_seconds: float
+    usd: float
+    note: str
+    last: bool
+    def __init__(self, parameters: _Optional[int] = ..., model_bytes: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[TimedStep, _Mapping]]] = ..., start_seconds: _Optional[float] = ..., usd: _Optional[float] = ..., note: _Optional[str] = ..., last: bool = ...) -> None: ...
+
+class TimedStep(_message.Message):
+    __slots__ = ("batch", "seconds")
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    batch: int
+    seconds: float
+    def __init__(self, batch: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Happening(_message.Message):
     __slots__ = ("job", "at", "kind", "text", "data_json")

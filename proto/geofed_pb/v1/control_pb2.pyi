@@ -20,12 +20,14 @@ class VersionReply(_message.Message):
     def __init__(self, version: _Optional[str] = ..., federation: _Optional[str] = ...) -> None: ...
 
 class PlanRequest(_message.Message):
-    __slots__ = ("spec_json", "code_digest")
+    __slots__ = ("spec_json", "code_digest", "bundle_digest")
     SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
     CODE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BUNDLE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     spec_json: str
     code_digest: str
-    def __init__(self, spec_json: _Optional[str] = ..., code_digest: _Optional[str] = ...) -> None: ...
+    bundle_digest: str
+    def __init__(self, spec_json: _Optional[str] = ..., code_digest: _Optional[str] = ..., bundle_digest: _Optional[str] = ...) -> None: ...
 
 class PlanReply(_message.Message):
     __slots__ = ("plan_json", "admissible")

@@ -166,7 +166,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Plan(self, request, context):
-        """"What would you do with this job?" Stores nothing.
+        """"What would you do with this job?" Stores nothing of it; of a task that nobody knows, how large its model is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

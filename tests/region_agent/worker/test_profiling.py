@@ -81,11 +81,51 @@ def _numbers(value: Any) -> list[float]:
 
 
 def test_making_ready_measures_nothing(tmp_path: Path) -> None:
-    told, _ = profiled(tmp_path, measure=False)
+    told, _ = profiled(tmp_path, measure="nothing")
     assert told.status == "done"
     assert told.model_bytes == 40
     assert not told.steps
     assert not told.norms
+
+
+def test_a_model_is_weighed_without_looking_at_data(tmp_path: Path) -> None:
+    told, _ = profiled(tmp_path, measure="size", splits={})
+    assert (told.status, told.parameters, told.model_bytes, told.samples, told.steps) == ("done", 10, 40, 0, ())
+    # The rest of the state travels too.
+    normed = LINEAR_TASK.replace("nn.Linear(4, 2)", "nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))")
+    told, _ = profiled(tmp_path, normed, measure="size", splits={})
+    assert (told.parameters, told.model_bytes) == (18, 4 * (18 + 4 + 4 + 1))
+
+
+def test_a_model_that_the_function_cannot_hold_is_weighed_without_being_made(tmp_path: Path) -> None:
+    """Of a chain and of what is none; one that needs its values to be made is made."""
+    whole, _ = profiled(tmp_path, DEEP, measure="size", splits={})
+    assert "together" in whole.message
+    told, _ = profiled(tmp_path, DEEP, measure="size", splits={}, memory_mb=64)
+    deep, _ = profiled(tmp_path, DEEP, memory_mb=64)
+    assert (told.parameters, told.model_bytes) == (deep.parameters, deep.model_bytes)
+    huge = LINEAR_TASK.replace("nn.Linear(4, 2)", "nn.Linear(1 << 20, 1 << 20)")
+    told, _ = profiled(tmp_path, huge, measure="size", splits={}, memory_mb=64)
+    assert told.model_bytes == 4 * ((1 << 40) + (1 << 20))
+    valued = LINEAR_TASK.replace("nn.Linear(4, 2)", "nn.Linear(4, 2 + int(torch.ones(1).item() > 9))")
+    told, _ = profiled(tmp_path, valued, measure="size", splits={}, memory_mb=64)
+    assert told.model_bytes == 40
+
+
+@pytest.mark.parametrize(("samples", "sizes"), [(200, [16, 4]), (10, [10, 2]), (1, [1])])
+def test_a_pace_is_of_the_jobs_batch_and_a_smaller_one(tmp_path: Path, samples: int, sizes: list[int]) -> None:
+    told, body = profiled(tmp_path, samples=samples, measure="pace", limit_seconds=0.2)
+    assert [step.batch for step in told.steps] == sizes
+    assert all(step.seconds > 0 for step in told.steps)
+    assert told.loaded_seconds > 0
+    assert len(_numbers(json.loads(body))) < 100
+
+
+def test_a_slow_step_is_timed_once(tmp_path: Path) -> None:
+    slow = LINEAR_TASK.replace("def loss(model, batch):", "def loss(model, batch):\n    import time; time.sleep(0.3)")
+    told, _ = profiled(tmp_path, slow, measure="pace", limit_seconds=0.2)
+    assert [step.batch for step in told.steps] == [16]
+    assert told.steps[0].seconds >= 0.3
 
 
 def test_batches_are_never_larger_than_the_data(tmp_path: Path) -> None:
@@ -124,7 +164,7 @@ def test_a_model_that_the_function_cannot_hold_is_measured_without_being_made_wh
     assert [step.batch for step in told.steps] == [4, 8, 16]
     assert all(step.seconds > 0 for step in told.steps)
     assert told.steps[0].peak_mb > 2 * told.model_bytes / 2**20
-    again, _ = profiled(tmp_path, DEEP, memory_mb=64, measure=False)
+    again, _ = profiled(tmp_path, DEEP, memory_mb=64, measure="nothing")
     assert (again.status, again.steps) == ("done", ())
     whole, _ = profiled(tmp_path, DEEP)
     assert "together" in whole.message
