@@ -84,12 +84,12 @@ class ControlClient:
             if not have.complete:
                 await self._stub.PutBlob(_chunks(content, digest, have.have_bytes), **self._options())
 
-    async def plan(self, spec_json: str, code_digest: str = "") -> control_pb2.PlanReply:
-        """What would be done with a job; ``code_digest``: `LoadedSpec.code_digest`, by which it is known again."""
+    async def plan(self, spec_json: str, code_digest: str = "", bundle_digest: str = "") -> control_pb2.PlanReply:
+        """What would be done with a job; ``code_digest``: `LoadedSpec.code_digest`, by which it is known again;
+        ``bundle_digest``: of its code, that was put, so that a task that nobody knows is weighed first."""
+        request = control_pb2.PlanRequest(spec_json=spec_json, code_digest=code_digest, bundle_digest=bundle_digest)
         with _mapped():
-            reply: control_pb2.PlanReply = await self._stub.Plan(
-                control_pb2.PlanRequest(spec_json=spec_json, code_digest=code_digest), **self._options()
-            )
+            reply: control_pb2.PlanReply = await self._stub.Plan(request, **self._options())
         return reply
 
     async def submit(self, spec_json: str, bundle_digest: str, request_id: str) -> control_pb2.SubmitReply:

@@ -29,14 +29,17 @@ from control_plane.blobs import BlobStore
 from control_plane.dashboard import Dashboard
 from control_plane.pki import REGION_LIFE, Authority, hash_secret, new_secret, utc_now
 from control_plane.service import (
+    WAIT,
     AgentHubService,
     ControlService,
     Door,
     EnrolmentService,
     Federation,
+    Measurements,
     Meter,
     Profiling,
     Succession,
+    Weighing,
 )
 from control_plane.store import Store, open_store
 from geofed_pb.errors import GeofedError
@@ -68,6 +71,8 @@ class ServeConfig:
     region_certificate_life: timedelta = REGION_LIFE
     ready_file: Path | None = None
     """Written with the actual ports once all listen."""
+    weigh_wait: timedelta = WAIT
+    """How long the first plan of a task waits for an agent to weigh it."""
     stop_signals: tuple[signal.Signals, ...] = field(default=(signal.SIGTERM, signal.SIGINT))
 
 
@@ -139,9 +144,13 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     """Bind all ports before the first is answered, since what one says depends on the others."""
     federation, authority = state.federation, state.authority
     meter, dashboard = Meter(federation), Dashboard(federation, state.token_hash)
-    profiling = Profiling(federation)
+    measurements = Measurements(federation)
+    weighing = Weighing(federation, measurements, config.weigh_wait)
+    stack.push_async_callback(weighing.close)
+    profiling = Profiling(federation, measurements)
     succession = Succession(federation)
-    users = ControlService(federation, profiling, succession, Door(state.token_hash, authority.ca_pem, ""))
+    door = Door(state.token_hash, authority.ca_pem, "")
+    users = ControlService(federation, profiling, weighing, succession, door)
     enrolment = EnrolmentService(federation, authority, config.region_certificate_life)
     checks = health.aio.HealthServicer()
     control = grpc.aio.server(interceptors=[meter], options=server_options())
@@ -149,7 +158,7 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     control_pb2_grpc.add_EnrolmentServicer_to_server(enrolment, control)
     health_pb2_grpc.add_HealthServicer_to_server(checks, control)
     agents = grpc.aio.server(interceptors=[meter], options=server_options())
-    hub = AgentHubService(federation, profiling, authority, config.region_certificate_life)
+    hub = AgentHubService(federation, measurements, authority, config.region_certificate_life)
     agent_pb2_grpc.add_AgentHubServicer_to_server(hub, agents)
 
     pair = [(state.key.read_bytes(), state.certificate.read_bytes())]

@@ -142,7 +142,9 @@ def plan_text(plan: Data) -> str:
             ("time", _range(estimate["seconds"], seconds_text)),
             ("WAN bytes", _range(estimate["wan_bytes"], bytes_text)),
             ("money", _range(estimate["usd"], usd_text)),
+            ("model", _model(estimate)),
             ("rests on", _BASIS.get(estimate["basis"], estimate["basis"])),
+            ("start", _START.get(estimate.get("start_basis", ""), "")),
         ]
     )
     regions = columns(
@@ -324,9 +326,25 @@ def number_text(value: Any) -> str:
 _BASIS = {
     "measured": "earlier runs of this task",
     "other batch": "earlier runs of this task with another batch",
+    "probed": "a few steps of the task, which one worker has made",
+    "likened": "a few steps of the task in one region; the others are as fast, or as their operators' figures compare",
     "stated": "the operators' figures",
     "prior": "a guess: nobody has stated or measured the speeds",
 }
+
+
+_MODEL = {
+    "measured": "known from earlier runs",
+    "counted": "counted by an agent",
+    "prior": "a guess: nobody has seen it",
+}
+_START = {"measured": "as in earlier runs", "probed": "as it took to make the task ready once", "prior": "a guess"}
+
+
+def _model(estimate: Data) -> str:
+    """Its size, and who knows it; plans of before do not say."""
+    basis = estimate.get("model_basis", "")
+    return f"{bytes_text(estimate['model_bytes'])}, {_MODEL.get(basis, basis)}" if basis else ""
 
 
 def _range(bounds: Data, write: Any) -> str:

@@ -48,7 +48,7 @@ def submit(
     if profile:
         _measure_unless_known(context, loaded, bundle, request_id)
     if dry_run:
-        _show_plan(ask_control_plane(context, lambda client: client.plan(loaded.json, loaded.code_digest)))
+        _show_plan(ask_control_plane(context, lambda client: _planned(client, loaded, bundle)))
         return
     order = _Order(loaded, bundle, request_id or _random_id())
     view = ask_control_plane(context, order.send)
@@ -92,8 +92,8 @@ def explain(
     output: Output = Format.TABLE,
 ) -> None:
     """Say where a job would run, what it would take and cost, and why so; run nothing."""
-    loaded, _ = read_job(job_file, overrides, name)
-    plan = _show_plan(ask_control_plane(context, lambda client: client.plan(loaded.json, loaded.code_digest)))
+    loaded, bundle = read_job(job_file, overrides, name)
+    plan = _show_plan(ask_control_plane(context, lambda client: _planned(client, loaded, bundle)))
     if plot is not None:
         from control_plane.cli._picture import plan_picture
 
@@ -142,6 +142,13 @@ class _Order:
         if not reply.created:
             say(f"request id {self.request_id} has made this job before; it is the same one")
         return job_view(reply.job) | {"created": reply.created, "request_id": self.request_id}
+
+
+async def _planned(client: ControlClient, loaded: LoadedSpec, bundle: tuple[bytes, str]) -> Any:
+    """What would be done with a job; its code goes along, in case that nobody knows it."""
+    content, digest = bundle
+    await client.put_bundle(content, digest)
+    return await client.plan(loaded.json, bundle_digest=digest)
 
 
 def _show_plan(reply: Any) -> Data:

@@ -15,11 +15,11 @@ from control_plane.pki import utc_now
 from control_plane.service._dates import too_late, with_dates
 from control_plane.service._draft import Draft, JobEntry
 from control_plane.service._gangs import capacities_of, gang_of_plan, may_scale, planned_workers, preemptible_of
+from control_plane.service._known import Learnt
 from control_plane.service._planning import lasting_workers_now, on_preemptible, snapshot_of, workers_now
 from control_plane.service._quota import over_quota, quota_of, turn_of
 from control_plane.service._scaling import is_tuned
 from control_plane.spec import JobSpec, to_demand
-from control_plane.store import RunRow
 from scheduler import Declined, Demand, Plan, Planner
 from scheduler.deadline import Gang, Held, allot_kinds, offer
 
@@ -68,7 +68,7 @@ class Asked:
     """A copy of its own."""
     spec: JobSpec
     job: str
-    runs: Sequence[RunRow]
+    learnt: Learnt
     user: str
     """Empty: the operator, who has no quota."""
     gangs: Sequence[Gang]
@@ -129,7 +129,7 @@ class Asked:
         return [hard, *steps, replace(hard, deadline_seconds=None)]
 
     def _planner(self, busy: dict[str, int]) -> Planner:
-        snapshot = snapshot_of(self.draft.regions.values(), (), list(self.runs), self.spec.train.batch)
+        snapshot = snapshot_of(self.draft.regions.values(), (), self.learnt, self.spec.train.batch)
         return Planner(replace(snapshot, busy_workers=busy))
 
     def _offered(self, planner: Planner, demand: Demand) -> tuple[Plan, Gang, Mapping[str, Held]] | Declined:

@@ -18,7 +18,7 @@ from control_plane.core import Heard, Reported
 from control_plane.pki import Authority, serial_of, utc_now
 from control_plane.service._draft import Draft, JobEntry
 from control_plane.service._federation import Federation
-from control_plane.service._profiling import Profiling
+from control_plane.service._measurements import Measurements
 from control_plane.service._session import AgentSession
 from control_plane.service._wire import log_rows, report_of
 from geofed_pb.errors import GeofedError
@@ -34,10 +34,10 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
     """Who speaks is known from the certificate; nothing in a message can claim another region."""
 
     def __init__(
-        self, federation: Federation, profiling: Profiling, authority: Authority, region_life: timedelta
+        self, federation: Federation, measurements: Measurements, authority: Authority, region_life: timedelta
     ) -> None:
         self._federation = federation
-        self._profiling = profiling
+        self._measurements = measurements
         self._authority = authority
         self._region_life = region_life
         self._closing: set[asyncio.Task[None]] = set()
@@ -84,7 +84,7 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
     async def FetchBlob(self, request: common_pb2.BlobRequest, context: Context) -> AsyncIterator[common_pb2.BlobChunk]:
         """Give out the code of a job, to the regions that run it."""
         region = self._identify(context)
-        may = self._federation.may_fetch(region, request.digest) or self._profiling.may_fetch(region, request.digest)
+        may = self._federation.may_fetch(region, request.digest) or self._measurements.may_fetch(region, request.digest)
         if not may:
             raise GeofedError("FORBIDDEN", f"no job that runs in {region} is made of {request.digest}")
         async for chunk in self._federation.blobs.send(request.digest, request.offset):
@@ -166,7 +166,7 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             await self._apply(session, message)
             return
         elif kind == "profile":
-            self._profiling.heard(session.region, message.profile)
+            self._measurements.heard(session.region, message.profile)
         elif kind == "capacity":
             await federation.capacity_changed(session, message.capacity.preemptible)
         elif kind != "heartbeat":

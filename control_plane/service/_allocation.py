@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -36,13 +36,13 @@ from control_plane.service._gangs import (
     preemptible_of,
     staffed_of,
 )
+from control_plane.service._known import Learnt
 from control_plane.service._planning import workers_now
 from control_plane.service._quota import turn_of
 from control_plane.service._result import unpromised_worker_seconds
 from control_plane.service._scaling import Tuning, is_tuned, told
 from control_plane.service._speeds import Watched
 from control_plane.spec import JobSpec, to_demand
-from control_plane.store import RunRow
 from scheduler import Restaffing, restaff
 from scheduler.deadline import Gang, Held, Kinds, allot, allot_kinds, promised_at_once
 
@@ -67,10 +67,10 @@ class Allocation:
         self.served: Mapping[str, float] = {}
         """Worker seconds that the ended jobs of users have had of late without a promise, by user."""
 
-    def asked(self, draft: Draft, spec: JobSpec, job: str, runs: Sequence[RunRow], user: str = "") -> Asked:
+    def asked(self, draft: Draft, spec: JobSpec, job: str, learnt: Learnt, user: str = "") -> Asked:
         """A new job of a user (empty: the operator, who has no quota), with what the answer to it depends on."""
         gangs = tuple(self._gangs(draft).values())
-        return Asked(frozen(draft), spec, job, tuple(runs), user, gangs, self._held, self._served(draft))
+        return Asked(frozen(draft), spec, job, learnt, user, gangs, self._held, self._served(draft))
 
     def review(self, draft: Draft) -> None:
         """Have jobs start, go on with other workers, pause and go on, as is best for all.

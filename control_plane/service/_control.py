@@ -20,8 +20,9 @@ from control_plane.service._profiling import Profiling
 from control_plane.service._submission import answer_plan, scale, submit
 from control_plane.service._succession import Succession
 from control_plane.service._users import Caller, add_user, caller_of, change_user, list_users, remove_user
+from control_plane.service._weighing import Weighing
 from control_plane.service._wire import event_message, log_message
-from control_plane.spec import MAX_BUNDLE_BYTES, parse_json
+from control_plane.spec import MAX_BUNDLE_BYTES
 from control_plane.store import Invitation, Store
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import answering, streaming
@@ -46,9 +47,12 @@ class Door:
 class ControlService(control_pb2_grpc.ControlServicer):
     """Every method asks for the token first, the operator's or a user's."""
 
-    def __init__(self, federation: Federation, profiling: Profiling, succession: Succession, door: Door) -> None:
+    def __init__(
+        self, federation: Federation, profiling: Profiling, weighing: Weighing, succession: Succession, door: Door
+    ) -> None:
         self._federation = federation
         self._profiling = profiling
+        self._weighing = weighing
         self._succession = succession
         self.door = door
         """Replaced once the port is known."""
@@ -75,16 +79,14 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def Plan(self, request: control_pb2.PlanRequest, context: Context) -> control_pb2.PlanReply:
         """What would be done with a job."""
         caller = self._admit(context)
-        text, admissible = await answer_plan(
-            self._federation, parse_json(request.spec_json), caller.user, request.code_digest
-        )
+        text, admissible = await answer_plan(self._federation, self._weighing, request, caller.user)
         return control_pb2.PlanReply(plan_json=text, admissible=admissible)
 
     @answering
     async def Submit(self, request: control_pb2.SubmitRequest, context: Context) -> control_pb2.SubmitReply:
         """Run a job; once for each request id."""
         caller = self._admit(context)
-        entry, created = await submit(self._federation, request, caller.user)
+        entry, created = await submit(self._federation, self._weighing, request, caller.user)
         return control_pb2.SubmitReply(job=self._federation.describe(entry), created=created)
 
     @streaming

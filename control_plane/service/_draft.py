@@ -21,7 +21,18 @@ from control_plane.core import (
 from control_plane.service._result import result_of, runs_of, unpromised_worker_seconds
 from control_plane.service._wire import command_of, to_json
 from control_plane.spec import JobSpec
-from control_plane.store import Change, CommandRow, EventRow, Invitation, JobRow, LogRow, RegionRow, RunRow, UserRow
+from control_plane.store import (
+    Change,
+    CommandRow,
+    EventRow,
+    Invitation,
+    JobRow,
+    LogRow,
+    RegionRow,
+    RunRow,
+    UserRow,
+    WeightRow,
+)
 from scheduler import Plan
 from scheduler import Region as Catalogue
 
@@ -66,6 +77,7 @@ class Draft:
     events: list[EventRow] = field(default_factory=list)
     commands: list[CommandRow] = field(default_factory=list)
     runs: list[RunRow] = field(default_factory=list)
+    weights: list[WeightRow] = field(default_factory=list)
     logs: list[LogRow] = field(default_factory=list)
     invitations: list[Invitation] = field(default_factory=list)
     changed_users: dict[str, UserRow | None] = field(default_factory=dict)
@@ -169,7 +181,7 @@ class Draft:
     def to_change(self) -> Change | None:
         """What the store has to take; None where nothing durable changed."""
         known = self.events or self.commands or self.invitations or self.changed_users or self.report_cursor
-        if not (self._durable or known):
+        if not (self._durable or known or self.weights):
             return None
         return Change(
             jobs=tuple(_stored(entry) for entry in self.changed_jobs.values()),
@@ -180,6 +192,7 @@ class Draft:
             events=tuple(self.events),
             commands=tuple(self.commands),
             runs=tuple(self.runs),
+            weights=tuple(self.weights),
             logs=tuple(self.logs),
             invitations=tuple(self.invitations),
             users=tuple(user for user in self.changed_users.values() if user is not None),

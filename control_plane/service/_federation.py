@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
@@ -35,11 +35,12 @@ from control_plane.service._admission import Answer, Asked
 from control_plane.service._allocation import Allocation
 from control_plane.service._bell import Bell
 from control_plane.service._draft import Draft, JobEntry, RegionEntry
+from control_plane.service._known import Learnt
 from control_plane.service._routing import Routing
 from control_plane.service._session import AgentSession
 from control_plane.service._wire import job_message, to_json
 from control_plane.spec import JobSpec, packed_code_digest, parse_json
-from control_plane.store import Change, Committed, JobRow, RunRow, Store, UserRow
+from control_plane.store import Change, Committed, JobRow, Store, UserRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, control_pb2
 from scheduler import Plan
@@ -140,13 +141,13 @@ class Federation:
         return await asyncio.to_thread(lambda: packed_code_digest(path.read_bytes()))
 
     async def answer(
-        self, spec: JobSpec, job: str, runs: Sequence[RunRow], user: str, *, without: str = ""
+        self, spec: JobSpec, job: str, learnt: Learnt, user: str, *, without: str = ""
     ) -> tuple[Asked, Answer]:
         """A new job with the federation as it stands, and the answer, worked out in a thread: it may take seconds, and
         all others are served meanwhile. Who asks holds `planning`. ``without``: a job that is to make room for it."""
         jobs = {name: entry for name, entry in self.jobs.items() if name != without}
         draft = Draft(self.clock(), jobs, self.regions, self.users)
-        asked = self.allocation.asked(draft, spec, job, runs, user)
+        asked = self.allocation.asked(draft, spec, job, learnt, user)
         return asked, await asyncio.to_thread(asked.answer)
 
     @asynccontextmanager

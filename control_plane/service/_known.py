@@ -5,16 +5,33 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from control_plane.service._tuning import merge_from_json
 from control_plane.spec import JobSpec
-from control_plane.store import RunRow
+from control_plane.store import RunRow, WeightRow
 from scheduler.tuning import MergePoint, Profile, fit_compute
 
-__all__ = ["merges_of", "speeds_of", "task_keys"]
+__all__ = ["Learnt", "merges_of", "probed_speeds", "speeds_of", "task_keys"]
 
 _NO_MATTER = {"lr", "learning_rate", "learningRate", "momentum", "weight_decay", "weightDecay", "betas", "eps", "seed"}
 """Names in a task's configuration, as they are usual, that change what is learnt and not how long it takes."""
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """All that is known of a task."""
+
+    runs: Sequence[RunRow] = ()
+    """Of it, newest first; where there are none, of its kin."""
+    weight: WeightRow | None = None
+    """What an agent has found before its first plan."""
+    note: str = ""
+    """A sentence for whoever reads the plan: what could not be found out."""
+
+    def of_own_code(self, task_key: str) -> bool:
+        """Whether the runs are of the task itself."""
+        return any(run.task_key == task_key for run in self.runs)
 
 
 def task_keys(spec: JobSpec, code_digest: str) -> tuple[str, str]:
@@ -59,6 +76,17 @@ def speeds_of(
         slower = (fixed + each * batch) / (fixed + each * newest.batch)
         speeds[region] = batch * newest.samples_per_second / newest.batch / slower
     return speeds, frozenset(guessed)
+
+
+def probed_speeds(weight: WeightRow | None, batch: int) -> dict[str, float]:
+    """Samples/s of one worker at a batch, by the steps that an agent has timed; empty where it has timed none."""
+    if weight is None:
+        return {}
+    timed = [
+        RunRow("", weight.region, weight.task_key, weight.at, size / seconds, weight.model_bytes, 0.0, batch=size)
+        for size, seconds in json.loads(weight.steps_json)
+    ]
+    return speeds_of(timed, batch, {})[0]
 
 
 def _line(own: Sequence[RunRow], profile: Profile | None) -> tuple[float, float]:

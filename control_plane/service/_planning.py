@@ -12,11 +12,10 @@ from typing import Any
 from control_plane.core import Copy, Goal, InitialModel, JobState, Partition
 from control_plane.pki import utc_now
 from control_plane.service._draft import JobEntry, RegionEntry
-from control_plane.service._known import merges_of, speeds_of
+from control_plane.service._known import Learnt, merges_of, probed_speeds, speeds_of
 from control_plane.service._tuning import profile_from_json
 from control_plane.service._wire import to_json
 from control_plane.spec import JobSpec
-from control_plane.store import RunRow
 from geofed_pb.errors import GeofedError
 from scheduler import Declined, Plan, Snapshot
 from scheduler.tuning import Profile
@@ -25,10 +24,8 @@ STALE_DAYS = 90
 """Clouds change their lists a few times a year."""
 
 
-def snapshot_of(
-    regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], runs: list[RunRow], batch: int = 0
-) -> Snapshot:
-    """What the scheduler may know now, of a task with a batch of which there were runs.
+def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt: Learnt, batch: int = 0) -> Snapshot:
+    """What the scheduler may know now, of a task with a batch.
 
     A region that is silent within its lease still counts as live.
     """
@@ -43,6 +40,7 @@ def snapshot_of(
         if not job.state.terminal:
             for region, workers in lasting_workers_now(job).items():
                 busy[region] = busy.get(region, 0) + workers
+    runs, weight = learnt.runs, learnt.weight
     profiles: dict[str, Profile] = {}
     for run in runs:
         if run.profile_json and run.region not in profiles:
@@ -50,14 +48,22 @@ def snapshot_of(
             with suppress(GeofedError):
                 profiles[run.region] = profile_from_json(run.profile_json, run.region)
     speeds, guessed = speeds_of(runs, batch, profiles)
+    # The same code makes the same model; that of its kin may be another.
+    counted = weight is not None and not learnt.of_own_code(weight.task_key)
+    ran_bytes = next((run.model_bytes for run in runs if run.model_bytes), None)
+    ran_start = next((run.start_seconds for run in runs if run.start_seconds > 0), None)
+    probed_start = weight.start_seconds if weight is not None and weight.start_seconds > 0 else None
     return Snapshot(
         regions=tuple(live),
         absent=tuple(sorted(absent)),
         busy_workers=busy,
         speeds=speeds,
         other_batch=guessed,
-        model_bytes=next((run.model_bytes for run in runs if run.model_bytes), None),
-        start_seconds=next((run.start_seconds for run in runs if run.start_seconds > 0), None),
+        model_bytes=weight.model_bytes if counted and weight is not None else ran_bytes,
+        counted=counted,
+        start_seconds=probed_start if ran_start is None else ran_start,
+        start_probed=ran_start is None,
+        probed=probed_speeds(weight, batch),
         profiles=profiles,
         merges={region: merges_of(runs, region) for region in profiles},
     )

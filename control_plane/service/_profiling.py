@@ -5,60 +5,33 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
 from control_plane.pki import utc_now
 from control_plane.service._federation import Federation
 from control_plane.service._known import merges_of, speeds_of, task_keys
-from control_plane.service._planning import lasting_workers_now
+from control_plane.service._measurements import Measurements
 from control_plane.service._tuning import profile_from_json, tuned
-from control_plane.service._wire import failure_of, to_json
+from control_plane.service._wire import to_json
 from control_plane.spec import JobSpec, parse_json, to_demand
 from control_plane.store import RunRow, Store
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, control_pb2
 from scheduler.tuning import Profile
 
-USUAL_MEMORY_MB = 1024
 LIMIT_SECONDS = 60.0
 """For each memory; then no new measurement begins."""
-SILENCE_SECONDS = 240.0
-"""An agent that says nothing for so long is given up."""
-AWAY_SECONDS = 30.0
-"""How long an agent may be without a session."""
-_LOOK_SECONDS = 1.0
-
-
-@dataclass
-class _Open:
-    """A region's measurement that is waited for."""
-
-    region: str
-    digest: str
-    reports: asyncio.Queue[agent_pb2.ProfileReport] = field(default_factory=asyncio.Queue)
 
 
 class Profiling:
     """Measurements that go on. One profile at a time, one region at a time: on one machine they would share cores."""
 
-    def __init__(self, federation: Federation) -> None:
-        self._federation = federation
+    def __init__(self, federation: Federation, measurements: Measurements) -> None:
+        self._federation, self._measurements = federation, measurements
         self._turn = asyncio.Lock()
-        self._open: dict[str, _Open] = {}
-
-    def may_fetch(self, region: str, digest: str) -> bool:
-        """Whether a region is measuring a task that is made of this bundle."""
-        return any(one.region == region and one.digest == digest for one in self._open.values())
-
-    def heard(self, region: str, report: agent_pb2.ProfileReport) -> None:
-        """An agent has told something; what nobody waits for is dropped."""
-        waiting = self._open.get(report.id)
-        if waiting is not None and waiting.region == region:
-            waiting.reports.put_nowait(report)
 
     async def run(self, request: control_pb2.ProfileRequest) -> AsyncIterator[control_pb2.ProfileNews]:
         """Measure, and tell how far it is; the last news has the result.
@@ -72,7 +45,7 @@ class Profiling:
         if self._federation.blobs.size(request.bundle_digest) is None:
             raise GeofedError("TASK_INVALID", "the code of the task has not arrived", hint="upload the bundle first")
         code_digest = await self._federation.code_digest(request.bundle_digest)
-        regions = self._holders(spec)
+        regions = self._measurements.live_holders(spec)
         if self._turn.locked():
             yield control_pb2.ProfileNews(text="waits for another profile to end")
         found: dict[str, dict[str, Any]] = {}
@@ -98,81 +71,15 @@ class Profiling:
         }
         yield control_pb2.ProfileNews(result_json=to_json(told))
 
-    def _holders(self, spec: JobSpec) -> list[str]:
-        """Live regions that hold a training split and may be used, sorted."""
-        for name in (*spec.regions.use, *spec.regions.avoid):
-            if name not in self._federation.regions:
-                raise GeofedError("REGION_NOT_FOUND", f"region {name} is not part of the federation")
-        wanted = [
-            (name, entry)
-            for name, entry in sorted(self._federation.regions.items())
-            if name not in spec.regions.avoid and (not spec.regions.use or name in spec.regions.use)
-        ]
-        dataset = spec.data.dataset
-        held = [
-            name
-            for name, entry in wanted
-            if entry.catalogue is not None
-            and any(one.name == dataset and one.splits.get("train") for one in entry.catalogue.datasets)
-        ]
-        if not held:
-            raise GeofedError("DATASET_UNKNOWN", f"no region that may be used holds a training split of {dataset}")
-        live = [name for name in held if self._federation.regions[name].state.phase == "live"]
-        if not live:
-            text = f"no agent of a region that holds {dataset} is connected: {', '.join(held)}"
-            raise GeofedError("INADMISSIBLE", text, hint="start their agents: `region-agent run`")
-        return live
-
     async def _measured(
         self, region: str, spec: JobSpec, request: control_pb2.ProfileRequest
     ) -> AsyncIterator[agent_pb2.ProfileReport]:
-        """What an agent tells, its last word included. The command is sent again over each new session."""
-        self._require_free(region)
-        command = _command(region, self._usual_memory_mb(region), spec, request)
-        waiting = self._open[command.id] = _Open(region, request.bundle_digest)
-        told, seen, heard = -1, time.monotonic(), time.monotonic()
-        try:
-            while True:
-                session = self._federation.sessions.get(region)
-                if session is not None and session.number != told:
-                    session.send(agent_pb2.ToAgent(profile=command))
-                    told = session.number
-                now = time.monotonic()
-                seen = now if session is not None else seen
-                if now - seen > AWAY_SECONDS:
-                    raise GeofedError("REGION_LOST", f"the agent of region {region} went away while it measured")
-                if now - heard > SILENCE_SECONDS:
-                    raise GeofedError("WAIT_TIMEOUT", f"region {region} has told nothing for {SILENCE_SECONDS:g} s")
-                if self._federation.stopping:
-                    raise GeofedError("UNAVAILABLE", "the control plane is stopping")
-                try:
-                    async with asyncio.timeout(_LOOK_SECONDS):
-                        report = await waiting.reports.get()
-                except TimeoutError:
-                    continue
-                heard = time.monotonic()
-                if report.HasField("error"):
-                    failure = failure_of(report.error)
-                    raise GeofedError(failure.code, f"{region}: {failure.message}", hint=failure.hint or None)
+        """What an agent tells, its last word included."""
+        self._measurements.require_free(region)
+        command = _command(region, self._measurements.usual_memory_mb(region), spec, request)
+        async with aclosing(self._measurements.told(agent_pb2.ToAgent(profile=command))) as reports:
+            async for report in reports:
                 yield report
-                if report.profile_json:
-                    return
-        finally:
-            del self._open[command.id]
-
-    def _require_free(self, region: str) -> None:
-        """A worker that measures must not share the cores of workers that train."""
-        entry = self._federation.regions[region]
-        held = sum(lasting_workers_now(job).get(region, 0) for job in self._federation.jobs.values())
-        if entry.catalogue is not None and held >= entry.catalogue.capacity.workers:
-            text = f"region {region} has no worker free: {held} are at work"
-            raise GeofedError("INADMISSIBLE", text, hint="wait for a job to end")
-
-    def _usual_memory_mb(self, region: str) -> int:
-        """What is measured with unless somebody says otherwise; never more than the region gives."""
-        entry = self._federation.regions.get(region)
-        known = entry.catalogue if entry is not None else None
-        return min(USUAL_MEMORY_MB, known.capacity.memory_mb) if known is not None else USUAL_MEMORY_MB
 
     async def _kept(
         self, region: str, spec: JobSpec, report: agent_pb2.ProfileReport, code_digest: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
 
 from control_plane.core import InitialModel, ScaleAsked, Waits, job_state_to_json
@@ -13,7 +13,7 @@ from control_plane.service._allocation import begin
 from control_plane.service._draft import OPERATOR, Draft, JobEntry
 from control_plane.service._federation import Federation
 from control_plane.service._initial import initial_model_of
-from control_plane.service._known import task_keys
+from control_plane.service._known import Learnt, task_keys
 from control_plane.service._planning import (
     declined_error,
     first_state,
@@ -25,8 +25,9 @@ from control_plane.service._planning import (
     workers_now,
 )
 from control_plane.service._scaling import is_tuned, pool_of
+from control_plane.service._weighing import Weighing
 from control_plane.spec import JobSpec, parse_json
-from control_plane.store import JobRow, RunRow
+from control_plane.store import JobRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import control_pb2
 from scheduler import Declined
@@ -41,28 +42,46 @@ class Newcomer:
 
     row: JobRow
     spec: JobSpec
-    runs: Sequence[RunRow]
-    """Earlier ones of its task."""
+    learnt: Learnt
+    """Of its task."""
     initial_model: InitialModel | None
 
 
-async def answer_plan(federation: Federation, spec: JobSpec, user: str = "", code_digest: str = "") -> tuple[str, bool]:
-    """What would be done with a job of a user (empty: the operator), as JSON, and whether it is admissible."""
-    runs = await federation.read(lambda store: store.runs(*task_keys(spec, code_digest)))
+async def answer_plan(
+    federation: Federation, weighing: Weighing, request: control_pb2.PlanRequest, user: str = ""
+) -> tuple[str, bool]:
+    """What would be done with a job of a user (empty: the operator), as JSON, and whether it is admissible.
+
+    Raises ``GeofedError``: SPEC_INVALID, TASK_FAILED or TASK_INVALID where its model cannot be made, and what
+    `initial_model_of` raises.
+    """
+    spec, code_digest = parse_json(request.spec_json), request.code_digest
+    if request.bundle_digest:
+        code_digest = await _code_digest(federation, request.bundle_digest)
     initial_model = await initial_model_of(federation, spec, user)
+    learnt = await weighing.learnt(spec, code_digest, request.bundle_digest)
     async with federation.planning:
-        _, answer = await federation.answer(spec, "plan", runs, user)
+        _, answer = await federation.answer(spec, "plan", learnt, user)
     if isinstance(answer, Declined):
         return plan_json(answer), False
     warnings = warnings_of(answer.plan, federation.regions, federation.clock())
-    return plan_json(answer.plan, answer.waits_for, warnings, initial_model), True
+    told = [learnt.note] if learnt.note else []
+    return plan_json(answer.plan, answer.waits_for, [*told, *warnings], initial_model), True
 
 
-async def submit(federation: Federation, request: control_pb2.SubmitRequest, user: str = "") -> tuple[JobEntry, bool]:
+async def _code_digest(federation: Federation, bundle_digest: str) -> str:
+    if federation.blobs.size(bundle_digest) is None:
+        raise GeofedError("TASK_INVALID", "the code of the job has not arrived", hint="upload the bundle first")
+    return await federation.code_digest(bundle_digest)
+
+
+async def submit(
+    federation: Federation, weighing: Weighing, request: control_pb2.SubmitRequest, user: str = ""
+) -> tuple[JobEntry, bool]:
     """Store a job of a user (empty: the operator) and have it start; True where it is new.
 
-    Raises ``GeofedError``: SPEC_INVALID, TASK_INVALID, REQUEST_CONFLICT, INADMISSIBLE or the code of the reason, and
-    what `initial_model_of` raises.
+    Raises ``GeofedError``: SPEC_INVALID, TASK_INVALID, TASK_FAILED where its model cannot be made, REQUEST_CONFLICT,
+    INADMISSIBLE or the code of the reason, and what `initial_model_of` raises.
     """
     if not 1 <= len(request.request_id) <= 256:
         raise GeofedError("SPEC_INVALID", "a submission needs a request id of 1 to 256 characters")
@@ -70,12 +89,11 @@ async def submit(federation: Federation, request: control_pb2.SubmitRequest, use
     row = new_row(spec, request.bundle_digest, request.request_id, user)
     if (earlier := await _earlier(federation, row)) is not None:
         return earlier, False
-    if federation.blobs.size(request.bundle_digest) is None:
-        raise GeofedError("TASK_INVALID", "the code of the job has not arrived", hint="upload the bundle first")
+    code_digest = await _code_digest(federation, request.bundle_digest)
     initial_model = await initial_model_of(federation, spec, user)
-    keys = task_keys(spec, await federation.code_digest(request.bundle_digest))
-    runs = await federation.read(lambda store: store.runs(*keys))
-    new = Newcomer(replace(row, task_key=keys[0]), spec, runs, initial_model)
+    row = replace(row, task_key=task_keys(spec, code_digest)[0])
+    learnt = await weighing.learnt(spec, code_digest, request.bundle_digest)
+    new = Newcomer(row, spec, learnt, initial_model)
 
     async def look(draft: Draft) -> JobEntry | None:
         if user and user not in draft.users:
@@ -117,13 +135,13 @@ async def admit(
     spec, row = new.spec, new.row
     async with federation.planning:
         for _ in range(_MOST_ANSWERS):
-            asked, answer = await federation.answer(spec, row.id, new.runs, row.user)
+            asked, answer = await federation.answer(spec, row.id, new.learnt, row.user)
             async with federation.change() as draft:
                 if (earlier := await look(draft)) is not None:
                     return earlier, False
                 if isinstance(answer, Declined):
                     raise declined_error(answer)
-                decided = federation.allocation.asked(draft, spec, row.id, new.runs, row.user).still(answer, asked)
+                decided = federation.allocation.asked(draft, spec, row.id, new.learnt, row.user).still(answer, asked)
                 if decided is not None:
                     _take_in(draft, new, decided)
                     also(draft, decided)
@@ -182,7 +200,7 @@ async def scale(federation: Federation, job: str, workers: dict[str, int], reaso
                 "ILLEGAL_STATE", f"job {entry.row.id} is {entry.state.phase}; only a running job is scaled"
             )
         planned = {part.region: part for part in entry.plan.partitions}
-        snapshot = snapshot_of(federation.regions.values(), federation.jobs.values(), [])
+        snapshot = snapshot_of(federation.regions.values(), federation.jobs.values(), Learnt())
         capacity = {region.name: region.capacity.workers for region in snapshot.regions}
         if unknown := next((region for region in workers if region not in planned), ""):
             raise GeofedError(

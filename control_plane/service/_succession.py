@@ -21,13 +21,12 @@ from control_plane.core import Continued, InitialModel, ReplanAsked, may_end_ear
 from control_plane.service._admission import Decision
 from control_plane.service._draft import Draft, JobEntry
 from control_plane.service._federation import Federation
-from control_plane.service._known import task_keys
+from control_plane.service._known import Learnt, task_keys
 from control_plane.service._pays import pays
 from control_plane.service._planning import declined_error
 from control_plane.service._result import runs_so_far
 from control_plane.service._submission import Newcomer, admit, new_row
 from control_plane.spec import JobSpec, parse_json
-from control_plane.store import RunRow
 from geofed_pb.errors import GeofedError
 from scheduler import Declined, Plan
 
@@ -78,9 +77,9 @@ class Succession:
     async def _foretold(self, entry: JobEntry) -> Plan:
         """How what is left of a job would be run; raises ``GeofedError`` where not at all, or in the same regions."""
         job, rest = entry.row.id, rest_of(entry)
-        runs = await self._runs(entry, rest)
+        learnt = await self._learnt(entry, rest)
         async with self._federation.planning:
-            _, answer = await self._federation.answer(rest, "plan", runs, entry.row.user, without=job)
+            _, answer = await self._federation.answer(rest, "plan", learnt, entry.row.user, without=job)
         if isinstance(answer, Declined):
             refused = declined_error(answer)
             text = f"what is left of {job} could not be run, so it goes on as it is: {refused.message}"
@@ -172,7 +171,7 @@ class Succession:
         key, _ = await self._keys(entry, rest)
         new_job = new_row(rest, row.bundle_digest, request, row.user)
         model = InitialModel(row.id, state.blob_digest, state.blob_bytes)
-        new = Newcomer(replace(new_job, task_key=key), rest, await self._runs(entry, rest), model)
+        new = Newcomer(replace(new_job, task_key=key), rest, await self._learnt(entry, rest), model)
 
         async def look(draft: Draft) -> JobEntry | None:
             present = draft.job(row.id)
@@ -200,11 +199,11 @@ class Succession:
     async def _keys(self, entry: JobEntry, rest: JobSpec) -> tuple[str, str]:
         return task_keys(rest, await self._federation.code_digest(entry.row.bundle_digest))
 
-    async def _runs(self, entry: JobEntry, rest: JobSpec) -> list[RunRow]:
-        """Of the task, newest first: what the job itself has told comes before all."""
+    async def _learnt(self, entry: JobEntry, rest: JobSpec) -> Learnt:
+        """Of the task: what the job itself has told comes before all."""
         keys = await self._keys(entry, rest)
         own = runs_so_far(entry.row, entry.state, entry.spec, entry.plan, self._federation.clock())
-        return [*own, *await self._federation.read(lambda store: store.runs(*keys))]
+        return await self._federation.read(lambda store: Learnt((*own, *store.runs(*keys)), store.weight(keys[0])))
 
 
 def rest_of(entry: JobEntry) -> JobSpec:

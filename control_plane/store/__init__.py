@@ -13,6 +13,7 @@ from control_plane.store._records import (
     RegionRow,
     RunRow,
     UserRow,
+    WeightRow,
 )
 from control_plane.store._store import Store
 
@@ -29,5 +30,6 @@ __all__ = [
     "RunRow",
     "Store",
     "UserRow",
+    "WeightRow",
     "open_store",
 ]

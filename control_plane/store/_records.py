@@ -139,6 +139,25 @@ class RunRow:
 
 
 @dataclass(frozen=True)
+class WeightRow:
+    """What one agent has found of a task before its first plan."""
+
+    task_key: str
+    region: str
+    """Whose agent it was."""
+    at: float
+    parameters: int
+    model_bytes: int
+    """Of the flat model."""
+    steps_json: str = "[]"
+    """[batch, seconds] of one worker's steps there, the job's own batch first; none: they were not timed."""
+    start_seconds: float = 0.0
+    """Until the first step could be made; 0: not known."""
+    note: str = ""
+    """Why there are no steps."""
+
+
+@dataclass(frozen=True)
 class Change:
     """All that one incoming message changes; stored as a whole or not at all."""
 
@@ -148,6 +167,7 @@ class Change:
     commands: tuple[CommandRow, ...] = ()
     logs: tuple[LogRow, ...] = ()
     runs: tuple[RunRow, ...] = ()
+    weights: tuple[WeightRow, ...] = ()
     invitations: tuple[Invitation, ...] = ()
     """New, or used now."""
     users: tuple[UserRow, ...] = ()

@@ -125,6 +125,18 @@ runs = Table(
     Column("kin_key", String(80), nullable=False, server_default="", index=True),
     Column("batch", Integer, nullable=False, server_default="0"),
 )
+weights = Table(
+    "weights",
+    metadata,
+    Column("task_key", String(80), primary_key=True),
+    Column("region", String(64), nullable=False),
+    Column("at", Double, nullable=False),
+    Column("parameters", BigInteger, nullable=False),
+    Column("model_bytes", BigInteger, nullable=False),
+    Column("steps_json", Text, nullable=False),
+    Column("start_seconds", Double, nullable=False),
+    Column("note", Text, nullable=False),
+)
 meta = Table(
     "meta",
     metadata,

@@ -25,6 +25,7 @@ from control_plane.store._records import (
     RegionRow,
     RunRow,
     UserRow,
+    WeightRow,
 )
 from geofed_pb.errors import GeofedError
 
@@ -71,6 +72,8 @@ class Store:
                 connection.execute(delete(t.users).where(t.users.c.name.in_(change.removed_users)))
             for run in change.runs:
                 _put(connection, t.runs, {"job": run.job, "region": run.region}, asdict(run))
+            for weight in change.weights:
+                _put(connection, t.weights, {"task_key": weight.task_key}, asdict(weight))
             events = tuple(self._append_event(connection, event) for event in change.events)
             commands = tuple(self._append_command(connection, command) for command in change.commands)
             if change.logs:
@@ -207,6 +210,12 @@ class Store:
                 if key and (found := [RunRow(**row) for row in connection.execute(wanted).mappings()]):
                     return found
         return []
+
+    def weight(self, task_key: str) -> WeightRow | None:
+        """What was found of a task before its first plan."""
+        with self._reading() as connection:
+            row = connection.execute(select(t.weights).where(t.weights.c.task_key == task_key)).mappings().first()
+            return WeightRow(**row) if row else None
 
     def meta(self, key: str) -> str | None:
         """A value of the whole store."""

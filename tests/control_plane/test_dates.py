@@ -14,6 +14,7 @@ from control_plane.service._admission import Asked, Decision
 from control_plane.service._allocation import Allocation
 from control_plane.service._draft import Draft, JobEntry, RegionEntry
 from control_plane.service._enrolment import unseen_region
+from control_plane.service._known import Learnt
 from control_plane.service._planning import first_state, plan_json
 from control_plane.spec import JobSpec, load
 from control_plane.store import JobRow
@@ -54,7 +55,7 @@ class Stand:
     def asks(self, job_file: Path, *overrides: str) -> tuple[JobSpec, Decision | Declined]:
         spec = load(job_file, overrides).spec
         draft = Draft(self.at, self.jobs, self.regions)
-        return spec, self.allocation.asked(draft, spec, "new", []).answer()
+        return spec, self.allocation.asked(draft, spec, "new", Learnt()).answer()
 
     def takes(self, job_file: Path, *overrides: str) -> None:
         """Take a job in, if it can be; it waits in line with its promise."""
@@ -167,7 +168,7 @@ def test_an_answer_holds_as_long_as_what_it_rests_on_does(job_file: Path) -> Non
     spec = load(job_file, (f"objective.deadline={seconds}s",)).spec
 
     def asked() -> Asked:
-        return stand.allocation.asked(Draft(stand.at, stand.jobs, stand.regions), spec, "new", [])
+        return stand.allocation.asked(Draft(stand.at, stand.jobs, stand.regions), spec, "new", Learnt())
 
     before = asked()
     answer = before.answer()

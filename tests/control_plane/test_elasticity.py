@@ -12,6 +12,7 @@ from control_plane.core import JobState, Partition, Report
 from control_plane.service._allocation import Allocation
 from control_plane.service._draft import Draft, JobEntry, RegionEntry
 from control_plane.service._enrolment import unseen_region
+from control_plane.service._known import Learnt
 from control_plane.service._planning import plan_json, snapshot_of, workers_now
 from control_plane.service._speeds import FIRST_REST_SECONDS
 from control_plane.spec import JobSpec, load, to_demand
@@ -39,7 +40,8 @@ class Watch:
         self.spec: JobSpec = load(folder / "job.yaml", []).spec
         self.regions = {name: _live(name) for name in ("a", "b")}
         chosen = plan(
-            snapshot_of(self.regions.values(), (), []), to_demand(self.spec, "j", datetime.fromtimestamp(0.0, UTC))
+            snapshot_of(self.regions.values(), (), Learnt()),
+            to_demand(self.spec, "j", datetime.fromtimestamp(0.0, UTC)),
         )
         assert isinstance(chosen, Plan)
         self.plan = chosen

@@ -10,6 +10,7 @@ import pytest
 
 from control_plane.cli._report import result_text
 from control_plane.core import Begun, JobMachine, JobState, Partition, Planned, Report, Waits
+from control_plane.service._known import Learnt
 from control_plane.service._planning import plan_json, snapshot_of
 from control_plane.service._result import result_of, runs_of
 from control_plane.spec import load, to_demand
@@ -30,7 +31,7 @@ def ended(begun_at: float, started_at: float, phase: str = "succeeded") -> JobSt
 def test_the_wait_for_workers_is_told_apart(job_file: Path) -> None:
     spec = load(job_file).spec
     chosen = plan(
-        snapshot_of([live("r0", 500, 2, 100.0)], (), []), to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC))
+        snapshot_of([live("r0", 500, 2, 100.0)], (), Learnt()), to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC))
     )
     assert isinstance(chosen, Plan)
     row = JobRow("j", "digits", "r", "", "", "t", spec.to_json(), plan_json(chosen), "", "succeeded", 100.0)

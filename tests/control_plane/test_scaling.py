@@ -18,6 +18,7 @@ from control_plane.service._allocation import Allocation
 from control_plane.service._draft import Draft, JobEntry, RegionEntry
 from control_plane.service._enrolment import unseen_region
 from control_plane.service._gangs import planned_workers, staffed_of
+from control_plane.service._known import Learnt
 from control_plane.service._planning import goal_of, plan_json, snapshot_of, workers_now
 from control_plane.service._scaling import Tuning, begins_with, pool_of, tuned_paces
 from control_plane.spec import JobSpec, load, to_demand
@@ -72,7 +73,7 @@ class Life:
         (folder / "task.py").write_text("")
         self.spec: JobSpec = load(folder / "job.yaml", overrides).spec
         self.regions = {name: _live(name, server_usd) for name in ("a", "b")}
-        snapshot = snapshot_of(self.regions.values(), (), [])
+        snapshot = snapshot_of(self.regions.values(), (), Learnt())
         chosen = plan(snapshot, to_demand(self.spec, "j", datetime.fromtimestamp(0.0, UTC)))
         assert isinstance(chosen, Plan), chosen
         self.plan = chosen

@@ -82,7 +82,6 @@ def _newest(running: Running) -> str:
 @pytest.mark.parametrize(
     ("task", "doing", "cause"),
     [
-        (RAISES_IN_MODEL, "model raised RuntimeError: no such layer", "raise RuntimeError"),
         (RAISES_IN_DATASET, "dataset raised KeyError: 'train'", "return {}['train']"),
         (RAISES_IN_LOSS, "loss raised AttributeError", "return x.unknown"),
     ],
@@ -103,6 +102,20 @@ def test_a_task_that_raises_is_named_by_its_own_line(
     assert cause in logs
     assert f"control-plane logs {name}" in failure.hint or "control-plane logs JOB" in failure.hint
     assert told(shared.federation.control_plane("wait", name, check=False)).text == failure.text
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_model_that_cannot_be_made_is_told_before_there_is_a_job(
+    shared: Running, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    job = _job(shared, tmp_path, RAISES_IN_MODEL)
+    before = shared.federation.control_plane("list", "--all", "-o", "name").stdout
+    failure = _submit(shared, job, more=more)
+    line = next(n for n, text in enumerate((job.parent / "task.py").read_text().splitlines(), 1) if "no such" in text)
+    assert (failure.code, failure.exit_status) == ("TASK_FAILED", 1)
+    assert f"model raised RuntimeError: no such layer at task.py:{line}" in failure.text
+    assert "no job was made" in failure.hint
+    assert shared.federation.control_plane("list", "--all", "-o", "name").stdout == before
 
 
 @pytest.mark.parametrize(

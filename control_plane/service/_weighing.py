@@ -1,0 +1,195 @@
+"""Weighs tasks that nobody has run: before the first plan an agent that holds the data counts the model, and times a
+few steps. Else that plan would rest on a guess of the model's size."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import secrets
+import time
+from contextlib import aclosing
+from dataclasses import replace
+from datetime import timedelta
+
+import structlog
+
+from control_plane.service._federation import Federation
+from control_plane.service._known import Learnt, task_keys
+from control_plane.service._measurements import Measurements
+from control_plane.spec import JobSpec
+from control_plane.store import WeightRow
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import agent_pb2
+
+WAIT = timedelta(seconds=10)
+"""How long an answer waits for a task to be weighed; what comes later is for later plans."""
+PROBE_SECONDS = 2.0
+"""Of steps, once model and data are there."""
+_LIMIT_SECONDS = 120.0
+"""After it a weighing is given up."""
+_MOST_AT_ONCE = 8
+"""Tasks; each takes a worker of a region for some seconds."""
+_REST_SECONDS = 60.0
+"""A task that could not be weighed is not tried again for so long."""
+_CERTAIN = frozenset({"TASK_FAILED", "TASK_INVALID"})
+"""What the task's own code has made of its model: it would do so in any run."""
+_MOST = 2**53
+_log = structlog.get_logger("geofed.weighing")
+
+
+class Weighing:
+    """Weighings that go on, each task's once, whoever asks for it."""
+
+    def __init__(self, federation: Federation, measurements: Measurements, wait: timedelta = WAIT) -> None:
+        self._federation, self._measurements = federation, measurements
+        self._wait = wait.total_seconds()
+        self._going: dict[str, asyncio.Task[GeofedError | None]] = {}
+        self._rests: dict[str, tuple[float, GeofedError]] = {}
+        """By task: until when, and why it could not be weighed."""
+
+    async def close(self) -> None:
+        """Give up what goes on."""
+        going = list(self._going.values())
+        for task in going:
+            task.cancel()
+        await asyncio.gather(*going, return_exceptions=True)
+
+    async def learnt(self, spec: JobSpec, code_digest: str, bundle_digest: str = "") -> Learnt:
+        """What is known of a task. One that was never run is weighed first, where its code is here: that may take as
+        long as the answer may wait.
+
+        Raises ``GeofedError``: TASK_FAILED, TASK_INVALID where its model cannot be made.
+        """
+        keys = task_keys(spec, code_digest)
+        learnt = await self._stored(keys)
+        if bundle_digest and learnt.weight is None and not learnt.of_own_code(keys[0]):
+            why = await self._weighed(keys[0], spec, bundle_digest)
+            learnt = await self._stored(keys)
+            if learnt.weight is None and why is not None:
+                if why.code in _CERTAIN:
+                    hint = "correct the task module; it was tried before the plan, and no job was made"
+                    raise GeofedError(why.code, why.message, hint=hint)
+                return replace(learnt, note=f"the task was not weighed: {why.message}")
+        return replace(learnt, note=self._untimed(learnt, keys[0]))
+
+    async def _stored(self, keys: tuple[str, str]) -> Learnt:
+        return await self._federation.read(lambda store: Learnt(tuple(store.runs(*keys)), store.weight(keys[0])))
+
+    def _untimed(self, learnt: Learnt, key: str) -> str:
+        """Why no steps are known; empty where some are, or where runs say more."""
+        weight = learnt.weight
+        if weight is None or weight.steps_json != "[]" or learnt.of_own_code(key):
+            return ""
+        why = "that takes longer; later plans will know" if key in self._going else weight.note or "it broke off"
+        return f"the agent of {weight.region} has not timed the task's steps: {why}"
+
+    async def _weighed(self, key: str, spec: JobSpec, bundle_digest: str) -> GeofedError | None:
+        """Wait for it, at most as long as an answer may; why it is not weighed, or not wholly."""
+        until, why = self._rests.get(key, (-math.inf, None))
+        if why is not None and time.monotonic() < until:
+            return why
+        task = self._going.get(key)
+        if task is None:
+            if len(self._going) >= _MOST_AT_ONCE:
+                return GeofedError("UNAVAILABLE", f"{len(self._going)} other tasks are being weighed")
+            task = self._going[key] = asyncio.create_task(self._weigh(key, spec, bundle_digest))
+            task.add_done_callback(lambda _: self._going.pop(key, None))
+        await asyncio.wait({task}, timeout=self._wait)
+        if not task.done():
+            return GeofedError("WAIT_TIMEOUT", f"that takes longer than {self._wait:g} s; later plans will know")
+        return GeofedError("UNAVAILABLE", "the control plane is stopping") if task.cancelled() else task.result()
+
+    async def _weigh(self, key: str, spec: JobSpec, bundle_digest: str) -> GeofedError | None:
+        """In one region after another until one has; None: it is stored."""
+        why = GeofedError("INADMISSIBLE", "no region that holds its data has a worker free")
+        try:
+            async with asyncio.timeout(_LIMIT_SECONDS):
+                for region in self._regions(spec):
+                    try:
+                        await self._weigh_in(region, key, spec, bundle_digest)
+                    except GeofedError as error:
+                        why = error
+                        if error.code in _CERTAIN:
+                            break
+                    else:
+                        return None
+        except TimeoutError:
+            why = GeofedError("WAIT_TIMEOUT", f"it was not weighed within {_LIMIT_SECONDS:g} s")
+        except GeofedError as error:
+            why = error
+        except Exception as error:  # noqa: BLE001 - the task's edge: whoever waits must go on without it
+            _log.exception("a task could not be weighed", task=key)
+            why = GeofedError("INTERNAL", f"{type(error).__name__}: {error}")
+        if why.code not in _CERTAIN:
+            now = time.monotonic()
+            self._rests = {other: rest for other, rest in self._rests.items() if rest[0] > now}
+            self._rests[key] = now + _REST_SECONDS, why
+        return why
+
+    def _regions(self, spec: JobSpec) -> list[str]:
+        """Those with a worker free, the least asked first."""
+        free = []
+        for region in self._measurements.live_holders(spec):
+            try:
+                self._measurements.require_free(region)
+            except GeofedError:
+                continue
+            free.append(region)
+        return sorted(free, key=lambda region: (self._measurements.going_on(region), region))
+
+    async def _weigh_in(self, region: str, key: str, spec: JobSpec, bundle_digest: str) -> None:
+        """Have an agent weigh it, and store what it tells as it comes. What breaks off after the size is known only
+        leaves the steps unknown."""
+        command = _command(region, self._measurements.usual_memory_mb(region), spec, bundle_digest)
+        row: WeightRow | None = None
+        try:
+            async with aclosing(self._measurements.told(agent_pb2.ToAgent(weigh=command))) as reports:
+                async for report in reports:
+                    if report.HasField("weight"):
+                        row = _row(key, region, self._federation.clock(), report.weight)
+                        await self._keep(row, spec.metadata.name, report.weight)
+            if row is None:
+                raise GeofedError("FRAME_INVALID", f"region {region} has told no weight")
+        except GeofedError as error:
+            if row is None:
+                raise
+            await self._keep(replace(row, note=f"{error.code}: {error.message}"), spec.metadata.name)
+
+    async def _keep(self, row: WeightRow, name: str, told: agent_pb2.TaskWeight | None = None) -> None:
+        async with self._federation.change() as draft:
+            draft.weights.append(row)
+            if told is not None and told.last:
+                text = f"{name} was weighed in {row.region}: {row.parameters:,} parameters"
+                data = {"parameters": row.parameters, "model_bytes": row.model_bytes, "usd": told.usd}
+                draft.record("task.weighed", text, region=row.region, data=data)
+
+
+def _row(key: str, region: str, at: float, told: agent_pb2.TaskWeight) -> WeightRow:
+    """What an agent has told. Raises ``GeofedError`` FRAME_INVALID."""
+    steps = [(step.batch, step.seconds) for step in told.steps]
+    sound = all(batch > 0 and math.isfinite(seconds) and seconds > 0 for batch, seconds in steps)
+    if not (0 < told.model_bytes < _MOST and told.parameters < _MOST and sound and math.isfinite(told.start_seconds)):
+        raise GeofedError("FRAME_INVALID", f"what region {region} has weighed makes no sense")
+    return WeightRow(
+        key, region, at, told.parameters, told.model_bytes, json.dumps(steps), told.start_seconds, told.note[:500]
+    )
+
+
+def _command(region: str, usual_memory_mb: int, spec: JobSpec, bundle_digest: str) -> agent_pb2.ProfileTask:
+    memory = spec.function.memory_mb if isinstance(spec.function.memory_mb, int) else usual_memory_mb
+    return agent_pb2.ProfileTask(
+        # Never again the same: an agent keeps its answers, and what has failed may go well the next time.
+        id=f"weigh-{secrets.token_hex(8)}",
+        region=region,
+        task=agent_pb2.TaskRef(
+            bundle_digest=bundle_digest,
+            module=spec.task.module,
+            config_json=json.dumps(spec.task.config),
+            dataset=spec.data.dataset,
+        ),
+        batch=spec.train.batch,
+        seed=spec.train.seed,
+        memories_mb=[memory],
+        limit_seconds=PROBE_SECONDS,
+    )

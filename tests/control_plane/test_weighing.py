@@ -1,0 +1,252 @@
+"""A task that nobody has run is weighed before its first plan: once, in time, and by nobody who may not see it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from control_plane.cli._report import plan_text
+from control_plane.server import ServeConfig
+from control_plane.service._known import Learnt, probed_speeds, task_keys
+from control_plane.service._planning import snapshot_of
+from control_plane.spec import load, pack
+from control_plane.store import Change, RunRow, WeightRow, open_store
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import agent_pb2, common_pb2
+from tests.control_plane.conftest import Stage, staged
+from tests.control_plane.fake_agent import FakeAgent
+from tests.control_plane.scenario import run
+
+SOON = timedelta(seconds=0.3)
+
+
+def weight(**changed: Any) -> agent_pb2.TaskWeight:
+    fields: dict[str, Any] = {
+        "parameters": 25_000, "model_bytes": 100_000, "steps": [{"batch": 10, "seconds": 0.05}],
+        "start_seconds": 1.5, "usd": 1e-6, "last": True, **changed,
+    }  # fmt: skip
+    return agent_pb2.TaskWeight(**fields)
+
+
+@asynccontextmanager
+async def scales(stage: Stage, region: str = "a", workers: int = 2) -> AsyncIterator[FakeAgent]:
+    """An agent that is asked, and answers as the test has it."""
+    agent = await stage.agent(region)
+    agent.weighs = True
+    capacity = replace(agent.catalogue.capacity, workers=workers, samples_per_second=None)
+    agent.catalogue = replace(agent.catalogue, capacity=capacity)
+    async with agent:
+        yield agent
+
+
+async def plan(stage: Stage, job_file: Path, *overrides: str) -> Any:
+    loaded = load(job_file, overrides)
+    content, digest = pack(loaded.folder, loaded.spec.task.module)
+    await stage.client.put_bundle(content, digest)
+    return json.loads((await stage.client.plan(loaded.json, bundle_digest=digest)).plan_json)
+
+
+def asked(agent: FakeAgent) -> int:
+    return sum(command.WhichOneof("body") == "weigh" for command in agent.commands)
+
+
+def test_the_first_plan_knows_the_model_and_a_speed(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage) as agent:
+            answer = asyncio.create_task(plan(stage, job_file))
+            command = await agent.command("weigh")
+            assert (command.region, command.batch, command.limit_seconds) == ("a", 10, 2.0)
+            assert await agent.fetch(command.task.bundle_digest), "its code may be fetched as long as it is weighed"
+            agent.tell_profile(command.id, weight=weight(steps=[], last=False))
+            await asyncio.sleep(0.2)
+            assert not answer.done(), "the steps are still to come"
+            agent.tell_profile(command.id, weight=weight())
+            told = await answer
+            estimate = told["estimate"]
+            assert (estimate["model_bytes"], estimate["model_basis"]) == (100_000, "counted")
+            assert (estimate["basis"], estimate["start_basis"]) == ("probed", "probed")
+            assert told["partitions"][0]["samples_per_second"] == pytest.approx(200)
+            assert not [text for text in told.get("warnings", []) if "weigh" in text or "timed" in text]
+            text = plan_text(told)
+            assert "100 kB, counted by an agent" in text
+            assert "a few steps of the task" in text
+            with pytest.raises(GeofedError, match="FORBIDDEN"):
+                await agent.fetch(command.task.bundle_digest)
+            # Neither asked again, nor waited for: by the same user or another, for the plan or the job itself.
+            assert (await plan(stage, job_file, "metadata.name=zz", "train.batch=20"))["estimate"]["basis"] == "probed"
+            assert (await stage.submit(job_file)).created
+            assert asked(agent) == 1
+            assert "task.weighed" in await stage.events("")
+        async with staged(serve_config) as stage, scales(stage) as agent:
+            assert (await plan(stage, job_file))["estimate"]["model_basis"] == "counted"
+            assert not asked(agent), "it is kept"
+
+    run(scenario())
+
+
+def test_many_who_ask_at_once_have_it_weighed_once(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage) as agent:
+            answers = [asyncio.create_task(plan(stage, job_file, f"train.batch={size}")) for size in range(10, 20)]
+            command = await agent.command("weigh")
+            await asyncio.sleep(0.3)
+            agent.tell_profile(command.id, weight=weight())
+            told = await asyncio.gather(*answers)
+            assert {one["estimate"]["model_bytes"] for one in told} == {100_000}
+            assert asked(agent) == 1
+
+    run(scenario())
+
+
+def test_an_answer_waits_no_longer_than_it_may_and_later_ones_know_more(
+    serve_config: ServeConfig, job_file: Path
+) -> None:
+    async def scenario() -> None:
+        async with staged(replace(serve_config, weigh_wait=SOON)) as stage, scales(stage) as agent:
+            told = await plan(stage, job_file)
+            assert told["estimate"]["model_basis"] == "prior"
+            assert "the task was not weighed: that takes longer than 0.3 s; later plans will know" in told["warnings"]
+            command = await agent.command("weigh")
+            agent.tell_profile(command.id, weight=weight(steps=[], last=False))
+            told = await told_so(stage, job_file, '"counted"')
+            assert told["estimate"]["basis"] == "prior"
+            assert any("of a has not timed the task's steps: that takes longer" in text for text in told["warnings"])
+            agent.tell_profile(command.id, weight=weight(steps=[], note="TASK_FAILED: loss raised KeyError"))
+            await told_so(stage, job_file, "has not timed the task's steps: TASK_FAILED: loss raised KeyError")
+            assert asked(agent) == 1
+
+    run(scenario())
+
+
+async def told_so(stage: Stage, job_file: Path, words: str) -> Any:
+    """The first plan that says it."""
+    async with asyncio.timeout(10):
+        while words not in json.dumps(told := await plan(stage, job_file)):  # noqa: ASYNC110 - plans alone tell
+            await asyncio.sleep(0.02)
+    return told
+
+
+def test_a_model_that_cannot_be_made_is_told_at_once_and_makes_no_job(
+    serve_config: ServeConfig, job_file: Path
+) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage) as agent:
+            for number, ask in enumerate((plan, Stage.submit), 1):
+                answer = asyncio.create_task(ask(stage, job_file))
+                command = await agent.command("weigh", number)
+                error = common_pb2.Error(code="TASK_FAILED", message="model raised KeyError at task.py:3")
+                agent.tell_profile(command.id, error=error)
+                with pytest.raises(GeofedError, match=r"TASK_FAILED: a: model raised KeyError at task\.py:3"):
+                    await answer
+            assert not await stage.client.jobs(ended=True)
+
+    run(scenario())
+
+
+def test_what_may_be_otherwise_elsewhere_stops_nobody(serve_config: ServeConfig, job_file: Path) -> None:
+    """The next region is asked; where none can, the plan is made as if nobody had been, and it rests for a while."""
+
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage, "a") as one, scales(stage, "b") as two:
+            answer = asyncio.create_task(plan(stage, job_file))
+            for agent in (one, two):
+                command = await agent.command("weigh")
+                error = common_pb2.Error(code="FUNCTION_OUT_OF_MEMORY", message="too little memory")
+                agent.tell_profile(command.id, error=error)
+            told = await answer
+            assert told["estimate"]["model_basis"] == "prior"
+            assert "the task was not weighed: b: too little memory" in told["warnings"]
+            assert "b: too little memory" in str((await plan(stage, job_file))["warnings"])
+            assert (asked(one), asked(two)) == (1, 1)
+
+    run(scenario())
+
+
+def test_an_agent_that_talks_nonsense_is_not_believed(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage) as agent:
+            answer = asyncio.create_task(plan(stage, job_file))
+            command = await agent.command("weigh")
+            agent.tell_profile(command.id, weight=weight(steps=[{"batch": 10, "seconds": float("nan")}]))
+            assert "what region a has weighed makes no sense" in str((await answer)["warnings"])
+
+    run(scenario())
+
+
+def test_without_agents_workers_or_code_it_is_planned_as_before(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage, workers=1) as agent:
+            loaded = load(job_file)
+            told = json.loads((await stage.client.plan(loaded.json, loaded.code_digest)).plan_json)
+            assert told["estimate"]["model_basis"] == "prior"
+            assert "warnings" not in told or "weigh" not in str(told["warnings"])
+            with pytest.raises(GeofedError, match="has not arrived"):
+                await stage.client.plan(loaded.json, bundle_digest=f"sha256:{'0' * 64}")
+            # What is known needs no weighing, whoever is busy.
+            first = asyncio.create_task(stage.submit(job_file))
+            command = await agent.command("weigh")
+            agent.tell_profile(command.id, weight=weight())
+            assert (await first).created
+            told = await plan(stage, job_file, "task.config.width=9")
+            assert "no region that holds its data has a worker free" in str(told["warnings"])
+
+    run(scenario())
+
+
+def test_a_task_with_runs_is_not_weighed(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage) as agent:
+            loaded = load(job_file)
+            key, kin = task_keys(loaded.spec, loaded.code_digest)
+            with open_store(f"sqlite:///{serve_config.state_dir / 'state.db'}") as store:
+                store.commit(Change(runs=(RunRow("j", "a", key, 1.0, 50.0, 700, 0.5, kin_key=kin, batch=10),)))
+            assert (await plan(stage, job_file))["estimate"]["model_basis"] == "measured"
+            assert not asked(agent)
+            # Other code of that name may make another model; its speed is the best that is known.
+            (job_file.parent / "task.py").write_text((job_file.parent / "task.py").read_text() + "\n# changed\n")
+            answer = asyncio.create_task(plan(stage, job_file))
+            agent.tell_profile((await agent.command("weigh")).id, weight=weight())
+            estimate = (await answer)["estimate"]
+            assert (estimate["model_bytes"], estimate["basis"]) == (100_000, "measured")
+
+    run(scenario())
+
+
+def row(steps: list[tuple[int, float]]) -> WeightRow:
+    return WeightRow("t", "a", 1.0, 10, 40, json.dumps(steps), 2.0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 512), st.floats(1e-5, 10)), min_size=1, max_size=2), st.integers(1, 1024))
+def test_a_probe_tells_the_speed_with_its_own_batch_and_a_sane_one_with_others(
+    steps: list[tuple[int, float]], batch: int
+) -> None:
+    speed = probed_speeds(row(steps), batch)["a"]
+    assert speed > 0
+    for size, seconds in reversed(steps):
+        if size == batch:
+            exact = seconds
+    if any(size == batch for size, _ in steps):
+        assert speed == pytest.approx(batch / exact)
+
+
+def test_what_ran_counts_before_what_was_weighed() -> None:
+    ran = RunRow("j", "a", "t", 1.0, 50.0, 44, 0.5, batch=10)
+    known = snapshot_of((), (), Learnt((ran,), row([(10, 0.1)])), 10)
+    assert (known.model_bytes, known.counted, known.start_seconds, known.start_probed) == (44, False, 0.5, False)
+    assert known.speeds == {"a": 50.0}
+    kin = snapshot_of((), (), Learnt((replace(ran, task_key="before"),), row([(10, 0.1)])), 10)
+    assert (kin.model_bytes, kin.counted, kin.start_seconds) == (40, True, 0.5)
+    alone = snapshot_of((), (), Learnt((), row([(10, 0.1)])), 10)
+    assert (alone.model_bytes, alone.start_seconds, alone.start_probed) == (40, 2.0, True)
+    assert alone.probed == {"a": pytest.approx(100.0)}
+    assert snapshot_of((), (), Learnt((), row([])), 10).probed == {}
