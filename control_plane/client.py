@@ -20,6 +20,8 @@ from geofed_pb.v1 import common_pb2, control_pb2, control_pb2_grpc
 OnBreak = Callable[[GeofedError], None]
 RETRY_WAIT = timedelta(seconds=0.5)
 """Between two attempts to take a broken stream up again."""
+WEIGH_WAIT = timedelta(seconds=10)
+"""How long a control plane may have an answer wait for a task to be weighed."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +91,14 @@ class ControlClient:
         ``bundle_digest``: of its code, that was put, so that a task that nobody knows is weighed first."""
         request = control_pb2.PlanRequest(spec_json=spec_json, code_digest=code_digest, bundle_digest=bundle_digest)
         with _mapped():
-            reply: control_pb2.PlanReply = await self._stub.Plan(request, **self._options())
+            reply: control_pb2.PlanReply = await self._stub.Plan(request, **self._options(WEIGH_WAIT))
         return reply
 
     async def submit(self, spec_json: str, bundle_digest: str, request_id: str) -> control_pb2.SubmitReply:
         """Run a job; once for each request id."""
         request = control_pb2.SubmitRequest(request_id=request_id, spec_json=spec_json, bundle_digest=bundle_digest)
         with _mapped():
-            reply: control_pb2.SubmitReply = await self._stub.Submit(request, **self._options())
+            reply: control_pb2.SubmitReply = await self._stub.Submit(request, **self._options(WEIGH_WAIT))
         return reply
 
     async def profile(
@@ -261,8 +263,8 @@ class ControlClient:
             async for chunk in self._stub.GetModel(request, metadata=self._metadata):
                 yield chunk
 
-    def _options(self) -> dict[str, object]:
-        return {"metadata": self._metadata, "timeout": self._seconds}
+    def _options(self, more: timedelta = timedelta()) -> dict[str, object]:
+        return {"metadata": self._metadata, "timeout": self._seconds + more.total_seconds()}
 
 
 async def _chunks(content: bytes, digest: str, offset: int) -> AsyncIterator[common_pb2.BlobChunk]:

@@ -63,7 +63,7 @@ class Weighing:
         """
         keys = task_keys(spec, code_digest)
         learnt = await self._stored(keys)
-        if bundle_digest and learnt.weight is None and not learnt.of_own_code(keys[0]):
+        if bundle_digest and not learnt.of_own_code(keys[0]) and not _settled(learnt.weight):
             why = await self._weighed(keys[0], spec, bundle_digest)
             learnt = await self._stored(keys)
             if learnt.weight is None and why is not None:
@@ -107,12 +107,13 @@ class Weighing:
             async with asyncio.timeout(_LIMIT_SECONDS):
                 for region in self._regions(spec):
                     try:
-                        await self._weigh_in(region, key, spec, bundle_digest)
+                        row = await self._weigh_in(region, key, spec, bundle_digest)
                     except GeofedError as error:
                         why = error
                         if error.code in _CERTAIN:
                             break
                     else:
+                        self._rest(key, None if _settled(row) else GeofedError("UNAVAILABLE", row.note))
                         return None
         except TimeoutError:
             why = GeofedError("WAIT_TIMEOUT", f"it was not weighed within {_LIMIT_SECONDS:g} s")
@@ -121,11 +122,15 @@ class Weighing:
         except Exception as error:  # noqa: BLE001 - the task's edge: whoever waits must go on without it
             _log.exception("a task could not be weighed", task=key)
             why = GeofedError("INTERNAL", f"{type(error).__name__}: {error}")
-        if why.code not in _CERTAIN:
-            now = time.monotonic()
-            self._rests = {other: rest for other, rest in self._rests.items() if rest[0] > now}
-            self._rests[key] = now + _REST_SECONDS, why
+        self._rest(key, None if why.code in _CERTAIN else why)
         return why
+
+    def _rest(self, key: str, why: GeofedError | None) -> None:
+        """Have a task rest, where there is a reason; those of before that have rested are forgotten."""
+        now = time.monotonic()
+        self._rests = {other: rest for other, rest in self._rests.items() if rest[0] > now}
+        if why is not None:
+            self._rests[key] = now + _REST_SECONDS, why
 
     def _regions(self, spec: JobSpec) -> list[str]:
         """Those with a worker free, the least asked first."""
@@ -138,7 +143,7 @@ class Weighing:
             free.append(region)
         return sorted(free, key=lambda region: (self._measurements.going_on(region), region))
 
-    async def _weigh_in(self, region: str, key: str, spec: JobSpec, bundle_digest: str) -> None:
+    async def _weigh_in(self, region: str, key: str, spec: JobSpec, bundle_digest: str) -> WeightRow:
         """Have an agent weigh it, and store what it tells as it comes. What breaks off after the size is known only
         leaves the steps unknown."""
         command = _command(region, self._measurements.usual_memory_mb(region), spec, bundle_digest)
@@ -154,7 +159,9 @@ class Weighing:
         except GeofedError as error:
             if row is None:
                 raise
-            await self._keep(replace(row, note=f"{error.code}: {error.message}"), spec.metadata.name)
+            row = replace(row, note=f"{error.code}: {error.message}")
+            await self._keep(row, spec.metadata.name)
+        return row
 
     async def _keep(self, row: WeightRow, name: str, told: agent_pb2.TaskWeight | None = None) -> None:
         async with self._federation.change() as draft:
@@ -163,6 +170,12 @@ class Weighing:
                 text = f"{name} was weighed in {row.region}: {row.parameters:,} parameters"
                 data = {"parameters": row.parameters, "model_bytes": row.model_bytes, "usd": told.usd}
                 draft.record("task.weighed", text, region=row.region, data=data)
+
+
+def _settled(weight: WeightRow | None) -> bool:
+    """Whether nothing more is to be found out: its steps were timed, or the task's own code cannot make them. What else
+    has been in the way, a file that was not there, may be mended."""
+    return weight is not None and (weight.steps_json != "[]" or weight.note.partition(":")[0] in _CERTAIN)
 
 
 def _row(key: str, region: str, at: float, told: agent_pb2.TaskWeight) -> WeightRow:

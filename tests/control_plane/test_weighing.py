@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from control_plane.cli._report import plan_text
 from control_plane.server import ServeConfig
+from control_plane.service import _weighing
 from control_plane.service._known import Learnt, probed_speeds, task_keys
 from control_plane.service._planning import snapshot_of
 from control_plane.spec import load, pack
@@ -168,6 +169,68 @@ def test_what_may_be_otherwise_elsewhere_stops_nobody(serve_config: ServeConfig,
             assert "the task was not weighed: b: too little memory" in told["warnings"]
             assert "b: too little memory" in str((await plan(stage, job_file))["warnings"])
             assert (asked(one), asked(two)) == (1, 1)
+
+    run(scenario())
+
+
+def test_steps_that_something_else_was_in_the_way_of_are_timed_once_that_is_mended(
+    serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage) as agent:
+            answer = asyncio.create_task(plan(stage, job_file))
+            command = await agent.command("weigh")
+            agent.tell_profile(command.id, weight=weight(steps=[], note="SHARD_UNREADABLE: x.npz is not there"))
+            assert "x.npz is not there" in str((await answer)["warnings"])
+            assert (await plan(stage, job_file))["estimate"]["model_basis"] == "counted"
+            assert asked(agent) == 1, "it rests"
+            monkeypatch.setattr(_weighing, "_REST_SECONDS", 0.0)
+            answer = asyncio.create_task(plan(stage, job_file, "task.config.width=9"))
+            command = await agent.command("weigh", 2)
+            agent.tell_profile(command.id, weight=weight(steps=[], note="SHARD_UNREADABLE: x.npz is not there"))
+            await answer
+            answer = asyncio.create_task(plan(stage, job_file, "task.config.width=9"))
+            agent.tell_profile((await agent.command("weigh", 3)).id, weight=weight())
+            assert (await answer)["estimate"]["basis"] == "probed"
+
+    run(scenario())
+
+
+def test_an_agent_that_goes_away_leaves_what_it_has_told(serve_config: ServeConfig, job_file: Path) -> None:
+    """And one that comes back is asked again under the same id."""
+
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage) as agent:
+            answer = asyncio.create_task(plan(stage, job_file))
+            command = await agent.command("weigh")
+            agent.tell_profile(command.id, weight=weight(steps=[], last=False))
+            await asyncio.sleep(0.2)
+            await agent.close()
+            await agent.connect()
+            assert await agent.command("weigh", 2) == command
+            error = common_pb2.Error(code="INTERNAL", message="the agent has a bug")
+            agent.tell_profile(command.id, error=error)
+            told = await answer
+            assert told["estimate"]["model_basis"] == "counted"
+            assert "has not timed the task's steps: INTERNAL: a: the agent has a bug" in str(told["warnings"])
+
+    run(scenario())
+
+
+def test_no_more_tasks_than_so_many_are_weighed_at_once(
+    serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_weighing, "_MOST_AT_ONCE", 2)
+
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage) as agent:
+            answers = [asyncio.create_task(plan(stage, job_file, f"task.config.width={n}")) for n in range(2)]
+            commands = [await agent.command("weigh", count) for count in (1, 2)]
+            refused = await plan(stage, job_file, "task.config.width=5")
+            assert "the task was not weighed: 2 other tasks are being weighed" in refused["warnings"]
+            for command in commands:
+                agent.tell_profile(command.id, weight=weight())
+            assert {(await answer)["estimate"]["model_basis"] for answer in answers} == {"counted"}
 
     run(scenario())
 
