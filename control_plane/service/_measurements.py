@@ -62,17 +62,12 @@ class Measurements:
             if name not in regions:
                 raise GeofedError("REGION_NOT_FOUND", f"region {name} is not part of the federation")
         wanted = [
-            (name, entry)
-            for name, entry in sorted(regions.items())
+            name
+            for name in sorted(regions)
             if name not in spec.regions.avoid and (not spec.regions.use or name in spec.regions.use)
         ]
         dataset = spec.data.dataset
-        held = [
-            name
-            for name, entry in wanted
-            if entry.catalogue is not None
-            and any(one.name == dataset and one.splits.get("train") for one in entry.catalogue.datasets)
-        ]
+        held = [name for name in wanted if self.train_samples(name, dataset)]
         if not held:
             raise GeofedError("DATASET_UNKNOWN", f"no region that may be used holds a training split of {dataset}")
         live = [name for name in held if regions[name].state.phase == "live"]
@@ -80,6 +75,12 @@ class Measurements:
             text = f"no agent of a region that holds {dataset} is connected: {', '.join(held)}"
             raise GeofedError("INADMISSIBLE", text, hint="start their agents: `region-agent run`")
         return live
+
+    def train_samples(self, region: str, dataset: str) -> int:
+        """In the training split that a region holds; 0: it holds none."""
+        catalogue = self._federation.regions[region].catalogue
+        held = catalogue.datasets if catalogue is not None else ()
+        return sum(one.splits["train"].samples for one in held if one.name == dataset and "train" in one.splits)
 
     def require_free(self, region: str) -> None:
         """A worker that measures must not share the cores of workers that train. Raises ``GeofedError``

@@ -133,15 +133,16 @@ class Weighing:
             self._rests[key] = now + _REST_SECONDS, why
 
     def _regions(self, spec: JobSpec) -> list[str]:
-        """Those with a worker free, the least asked first."""
+        """Those with a worker free: first who is asked least, then who has the most data, as the others wait for it."""
         free = []
         for region in self._measurements.live_holders(spec):
             try:
                 self._measurements.require_free(region)
             except GeofedError:
                 continue
-            free.append(region)
-        return sorted(free, key=lambda region: (self._measurements.going_on(region), region))
+            samples = self._measurements.train_samples(region, spec.data.dataset)
+            free.append((self._measurements.going_on(region), -samples, region))
+        return [region for _, _, region in sorted(free)]
 
     async def _weigh_in(self, region: str, key: str, spec: JobSpec, bundle_digest: str) -> WeightRow:
         """Have an agent weigh it, and store what it tells as it comes. What breaks off after the size is known only

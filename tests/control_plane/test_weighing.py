@@ -25,7 +25,7 @@ from control_plane.store import Change, RunRow, WeightRow, open_store
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, common_pb2
 from tests.control_plane.conftest import Stage, staged
-from tests.control_plane.fake_agent import FakeAgent
+from tests.control_plane.fake_agent import FakeAgent, catalogue
 from tests.control_plane.scenario import run
 
 SOON = timedelta(seconds=0.3)
@@ -192,6 +192,22 @@ def test_steps_that_something_else_was_in_the_way_of_are_timed_once_that_is_mend
             answer = asyncio.create_task(plan(stage, job_file, "task.config.width=9"))
             agent.tell_profile((await agent.command("weigh", 3)).id, weight=weight())
             assert (await answer)["estimate"]["basis"] == "probed"
+
+    run(scenario())
+
+
+def test_the_region_with_the_most_data_is_asked(serve_config: ServeConfig, job_file: Path) -> None:
+    """It makes the most steps, and the others wait for it."""
+
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage, "a") as small, scales(stage, "b") as large:
+            large.catalogue = catalogue("b", samples=500)
+            await large.close()
+            await large.connect()
+            answer = asyncio.create_task(plan(stage, job_file))
+            large.tell_profile((await large.command("weigh")).id, weight=weight())
+            await answer
+            assert not asked(small)
 
     run(scenario())
 
