@@ -21,6 +21,7 @@ __all__ = [
     "forget",
     "part_key",
     "put_index",
+    "put_owners",
     "put_state",
     "put_vector",
     "read_slices",
@@ -39,9 +40,15 @@ def part_key(key: str, part: int) -> str:
 
 
 def put_index(channel: Channel, key: str, spans: Sequence[Span] = (), *, parts: int) -> None:
-    """Say what the parts of a vector hold; of a state, only how many there are. The parts are put by others."""
+    """Say what the parts of a vector hold. The parts are put by others."""
     table = np.array(spans, np.int64).reshape(len(spans), 3)
     channel.put(key, framing.encode({_SPANS: table}, {_PARTS: parts}))
+
+
+def put_owners(channel: Channel, key: str, owners: Sequence[tuple[int, int]], *, parts: int) -> None:
+    """Say in which part the state of each parameter is, as pairs of their numbers. The parts are put by others."""
+    table = np.array(owners, np.int64).reshape(len(owners), 2)
+    channel.put(key, framing.encode({_OWNERS: table}, {_PARTS: parts}))
 
 
 def put_vector(channel: Channel, key: str, name: str, vector: Vector, elements: int) -> None:
@@ -104,8 +111,7 @@ def put_state(channel: Channel, key: str, state: framing.Frame, bytes_at_once: i
         tensors = {name: array for name, array in state.tensors.items() if parts[_owner(name)] == number}
         facts = {name: value for name, value in state.facts.items() if parts[_owner(name)] == number}
         channel.put(part_key(key, number), framing.encode(tensors, facts))
-    table = np.array(owners, np.int64).reshape(len(owners), 2)
-    channel.put(key, framing.encode({_OWNERS: table}, {_PARTS: part + 1 if owners else 0}))
+    put_owners(channel, key, owners, parts=part + 1 if owners else 0)
 
 
 def read_state(channel: Channel, key: str, parameters: range | None = None) -> framing.Frame | None:

@@ -129,6 +129,7 @@ class ModelStage:
         own = self._place.stage
         self._slices = [slice(start, stop) for stage, start, stop in self._spans if stage == own]
         owners = [stage_of[name.split(".", 1)[0]] for name, _ in shell.named_parameters()]
+        self._owners = tuple(enumerate(owners))
         first = sum(1 for stage in owners if stage < own)
         self._parameters = range(first, first + owners.count(own))
 
@@ -260,7 +261,7 @@ class ModelStage:
     def put_state(self, key: str, state: State) -> None:
         self._channel.put(parted.part_key(key, self.group), framing.encode(*state))
         if self._call.worker == 0:
-            parted.put_index(self._channel, key, parts=len(self._shape.stages))
+            parted.put_owners(self._channel, key, self._owners, parts=len(self._shape.stages))
 
     def read_state(self, key: str) -> State:
         frame = parted.read_state(self._channel, key, self._parameters)

@@ -7,10 +7,7 @@ thread, in the order in which the machine asked for it, and comes back as an eve
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -49,14 +46,12 @@ from sync.ps.events import (
 from sync.ps.machine import Machine, Setup
 from sync.ps.steering import Steering
 from sync.ps.synchronous import Synchronous
-from sync.ps.works import Works, merged_key
+from sync.ps.works import Works, merged_key, step_back
 from sync.wan import ExchangeSettings, LinkSample
 
 __all__ = ["Engine", "merged_key"]
 
 _log = logging.getLogger("geofed.ps")
-_NICE = 10
-"""Of the thread that codes and merges: training on the same machine goes first."""
 _LEAST_SECONDS = 0.5
 """Of patience: processes pause, and rounds may be shorter than that."""
 _LEAST_SECONDS_ALONE = 10.0
@@ -71,7 +66,7 @@ class Engine:
         self.works, self.storage, self.channel = works, works.storage, works.channel
         exchange = exchange or ExchangeSettings()
         self._grace_seconds = exchange.grace_seconds
-        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ps-disk", initializer=_step_back)
+        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ps-disk", initializer=step_back)
         self.machine = _machine_of(works, works.setup)
         setup = works.setup
         self.steering = Steering(exchange, works.codec_name, setup.steps_per_round, setup.steps)
@@ -252,8 +247,3 @@ class Engine:
 def _machine_of(works: Works, setup: Setup) -> Machine:
     kind = Background if setup.background else Synchronous
     return kind(setup, works.recover())
-
-
-def _step_back() -> None:
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

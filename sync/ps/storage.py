@@ -29,7 +29,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -210,9 +210,12 @@ class Storage:
     def keep_metrics(self, metrics: Keep) -> None:
         write_durably(self._folder / "metrics.json", [json.dumps(asdict(metrics)).encode()])
 
-    def keep_update(self, manifest: Manifest, pieces: Sequence[framing.Buffer]) -> None:
-        """Make our own update durable."""
+    def keep_update(
+        self, manifest: Manifest, pieces: Sequence[framing.Buffer], first: Callable[[], None] = lambda: None
+    ) -> None:
+        """Make our own update durable; ``first`` waits for what must be durable by then, and raises where it is not."""
         write_durably(self._folder / "outbox" / f"{manifest.sequence}.frame", pieces)
+        first()
         self._keep_manifest(self._folder / "outbox" / f"{manifest.sequence}.json", manifest)
 
     def keep_state(self, sequence: int, state: Sequence[framing.Buffer]) -> None:

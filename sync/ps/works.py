@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import threading
 import time
 from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +46,7 @@ from sync.ps.replica import Numbers, Replica, expanded
 from sync.ps.storage import Entry, Storage, correction_key
 from sync.wan import Contribution, ExchangeSettings, Policy
 
-__all__ = ["Works", "merged_key"]
+__all__ = ["Works", "merged_key", "step_back"]
 
 _log = logging.getLogger("geofed.ps")
 _ATTEMPT_KINDS = ("init", "g", "b", "w", "c", "p")
@@ -51,6 +55,8 @@ _CHECKPOINT_SHARE = 0.1
 """Of the time may go into checkpoints where the log makes them dispensable."""
 _HISTORY = 8
 """Models that are remembered for delay compensation."""
+_NICE = 10
+"""Of threads that code, merge and store: training on the same machine goes first."""
 
 
 def merged_key(attempt: int, step: int) -> str:
@@ -83,6 +89,9 @@ class Works:
         equal = 1.0 / len(setup.regions)
         self._shares = shares or dict.fromkeys(setup.regions, equal)
         self.replica: Replica | None = None
+        self._handed: tuple[int, str] = -1, ""
+        """The round of which workers have handed over the optimiser's state last, and where that lies in the channel:
+        it stays there until all have ended the next one."""
         self._corrections: dict[str, Vector] = {}
         self._made: tuple[str, Vector, slice] | None = None
         """Digest, decoded values and place of the update that was made last; the values' memory is used again."""
@@ -242,6 +251,11 @@ class Works:
         return from_safetensors(layout, self._initial_model)
 
     def _prepare(self, action: Prepare) -> Prepared:
+        """Workers wait for it: the optimiser's state is stored while the update is made."""
+        with _beside() as beside:
+            return self._made_update(action, beside.submit(self._keep_state, action))
+
+    def _made_update(self, action: Prepare, storing: Future[None]) -> Prepared:
         begun = time.monotonic()
         end = self._first_model() if action.sequence == 0 else None
         end = self._vector(action.model_key, "model") if end is None else end
@@ -252,7 +266,7 @@ class Works:
         if self.replica is None:
             # The model that all begin with travels whole.
             codec: Codec = Float32()
-            tensors, sent = codec.encode(end), None
+            tensors, sent = codec.encode(end), (end, slice(None))
         else:
             self.replica.codec = self.codec_wanted
             room, self._made = self._made[1] if self._made is not None else None, None
@@ -265,8 +279,6 @@ class Works:
             if residual is not None and not self.setup.background:
                 self.storage.keep_residual(action.sequence, residual)
         pieces = framing.encode(tensors, {**facts, "codec": codec.mark})
-        if action.state_key and (state := parted.read_state(self.channel, action.state_key)) is not None:
-            self.storage.keep_state(action.sequence, framing.encode(state.tensors, state.facts))
         total, digest = sum(piece.nbytes for piece in pieces), framing.digest_of(pieces)
         manifest = Manifest(
             self.setup.region,
@@ -281,16 +293,23 @@ class Works:
             ends=action.ends,
             takes_sums=self.setup.sums,
         )
-        self.storage.keep_update(manifest, pieces)
-        self._made = None if sent is None else (digest, *sent)
+        self.storage.keep_update(manifest, pieces, storing.result)
+        self._made = digest, *sent
         if self.setup.background and self.replica is not None:
             self.replica.go_on(end, self._corrections.get(action.correction_key))
         self.coding_bytes_per_second = end.nbytes / max(time.monotonic() - begun, 1e-6)
         return Prepared(manifest)
 
+    def _keep_state(self, action: Prepare) -> None:
+        if action.state_key and (state := parted.read_state(self.channel, action.state_key)) is not None:
+            self.storage.keep_state(action.sequence, framing.encode(state.tensors, state.facts))
+            self._handed = action.sequence, action.state_key
+
     def _apply(self, action: Apply, attempt: int) -> Applied:
         if self.replica is None:
-            delta, _ = self._decoded(action.manifests[0])
+            made, self._made = self._made, None
+            first = action.manifests[0]
+            delta = made[1] if made is not None and made[0] == first.digest else self._decoded(first)[0]
             if not np.isfinite(delta).all():
                 raise GeofedError("FRAME_INVALID", "the model that the job begins with is not finite")
             self.replica = Replica(self._policy, self._exchange, self._codec, Numbers(delta, delta))
@@ -302,10 +321,13 @@ class Works:
             refused = self._merge_updates(action)
         if not self.setup.background:
             self.replica.restart()
-        digest = self._checkpoint(action)
         model_key, state_key, correction = "", "", ""
-        if action.whole:
-            model_key, state_key = self._publish(action.sequence, self.replica.model)
+        with _beside() as beside:
+            # Nobody is told of what is published before it is durable.
+            publish = self._publish if action.whole else lambda *_: ("", "")
+            publishing = beside.submit(publish, action.sequence, self.replica.model, attempt)
+            digest = self._checkpoint(action)
+            model_key, state_key = publishing.result()
         if self.setup.background and action.sequence:
             correction = self._publish_correction(action.version)
         self._clear_channel(action.sequence, attempt)
@@ -421,9 +443,13 @@ class Works:
 
     # The channel
 
-    def _publish(self, sequence: int, model: Vector) -> tuple[str, str]:
+    def _publish(self, sequence: int, model: Vector, attempt: int = 0) -> tuple[str, str]:
         key = f"model/{sequence}"
         self._put(key, "model", model)
+        handed, state_key = self._handed
+        if handed == sequence and state_key.startswith(f"b/{attempt}/") and not self.setup.background:
+            # Only a new attempt asks for it, and finds it where the workers have put it.
+            return key, state_key
         return key, self._publish_state(sequence)
 
     def _publish_state(self, sequence: int) -> str:
@@ -484,6 +510,17 @@ class Works:
                     self.channel.delete_tree(f"{kind}/{old}")
             self._delete(f"start/{old}")
         self._cleared_attempts = max(self._cleared_attempts, attempt - 1)
+
+
+def _beside() -> ThreadPoolExecutor:
+    """For what changes nothing that the caller's thread reads meanwhile."""
+    return ThreadPoolExecutor(1, thread_name_prefix="ps-beside", initializer=step_back)
+
+
+def step_back() -> None:
+    """Let the calling thread give way to others that compute."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _finite(vector: Vector) -> bool:

@@ -319,6 +319,7 @@ SURFACES = {
         "forget",
         "part_key",
         "put_index",
+        "put_owners",
         "put_state",
         "put_vector",
         "read_slices",

@@ -1,0 +1,127 @@
+"""The end of a round at the parameter server: what is written, and where a new attempt finds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sync import framing, parted
+from sync.channel import FileChannel
+from sync.codec import codec_named
+from sync.layout import Layout, Slot
+from sync.ps.events import Applied, Apply, Prepare, Prepared
+from sync.ps.machine import Setup
+from sync.ps.storage import Storage
+from sync.ps.works import Works
+from sync.wan import policy_named
+
+SIZE, HALF = 8, 4
+SETUP = Setup("a", ("a",), 2, 4, 1, 0)
+
+
+class Server:
+    """Works over real files; its two workers hold half of the model each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.channel = folder / "ps", FileChannel(folder / "channel")
+        self.start()
+
+    def start(self) -> None:
+        self.storage = Storage(self.folder, SETUP)
+        self.storage.keep_layout(Layout((Slot("w", (SIZE,), "float32"),), 1))
+        policy, codec = policy_named("ma"), codec_named("fp32")
+        self.works = Works(SETUP, self.storage, self.channel, policy, codec, part_elements=HALF)
+
+    def hand_over(self, sequence: int, attempt: int = 1) -> Prepare:
+        place = f"b/{attempt}/{sequence}"
+        for part in range(2):
+            half = np.full(HALF, sequence, np.float32)
+            self.channel.put(f"{place}/model.{part}", framing.encode({"model": half}))
+            self.channel.put(f"{place}/state.{part}", framing.encode({f"{part}/momentum": half}))
+        parted.put_index(self.channel, f"{place}/model", [(0, 0, HALF), (1, HALF, SIZE)], parts=2)
+        parted.put_owners(self.channel, f"{place}/state", [(0, 0), (1, 1)], parts=2)
+        state_key = f"{place}/state" if sequence else ""
+        return Prepare(sequence, 1, f"{place}/model", state_key, 1.0, sequence)
+
+    def end(self, sequence: int, attempt: int = 1, *, then: int = 0) -> Applied:
+        """A round's end; ``then``: the attempt that there is when its update has been made."""
+        made = self.works.do(self.hand_over(sequence, attempt), attempt)
+        assert isinstance(made, Prepared)
+        apply = Apply(sequence, (made.manifest,), sequence, 1.0, 0, sequence, ())
+        done = self.works.do(apply, then or attempt)
+        assert isinstance(done, Applied)
+        return done
+
+    def momentum(self, key: str, parameter: int) -> float:
+        """As a worker of a stage reads it."""
+        frame = parted.read_state(self.channel, key, range(parameter, parameter + 1))
+        assert frame is not None
+        (array,) = frame.tensors.values()
+        return float(np.asarray(array)[0])
+
+    def model(self, key: str) -> list[float]:
+        read = parted.read_vector(self.channel, key, "model")
+        assert read is not None
+        return [float(value) for value in read]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    return Server(tmp_path)
+
+
+def test_the_optimisers_state_stays_where_the_workers_have_put_it(server: Server) -> None:
+    assert server.end(0).state_key == ""
+    for sequence in (1, 2):
+        done = server.end(sequence)
+        assert done.state_key == f"b/1/{sequence}/state"
+        assert not server.channel.has(f"state/{sequence}")
+        assert [server.momentum(done.state_key, parameter) for parameter in (0, 1)] == [sequence, sequence]
+        assert server.model(done.model_key) == [sequence] * SIZE
+        assert (server.folder / f"state-{sequence}.frame").exists(), "it is durable all the same"
+
+
+def test_it_is_put_anew_where_its_attempt_is_over_and_cleared_away(server: Server) -> None:
+    server.end(0)
+    done = server.end(1, attempt=1, then=2)
+    assert done.state_key == "state/1"
+    assert not server.channel.has("b/1/1/state")
+    assert server.momentum(done.state_key, 1) == 1
+
+
+def test_after_a_crash_it_comes_from_the_disk(server: Server) -> None:
+    server.end(0)
+    server.end(1)
+    server.channel.delete_tree("b")
+    server.channel.delete_tree("model")
+    server.start()
+    recovered = server.works.recover()
+    assert recovered.sequence == 1
+    assert server.model(recovered.model_key) == [1] * SIZE
+    assert server.momentum(recovered.state_key, 0) == 1
+
+
+def test_the_first_model_is_not_changed_by_the_rounds_after_it(server: Server) -> None:
+    """It is kept in the memory that it was read into, which no update may be made in."""
+    first = server.end(0)
+    replica = server.works.replica
+    assert replica is not None
+    model = replica.model
+    server.end(1)
+    assert not model.any()
+    assert server.model(first.model_key) == [0] * SIZE
+    assert (replica.model == 1).all()
+
+
+def test_what_cannot_be_stored_is_told(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is stored beside something else."""
+    server.end(0)
+
+    def full(*_: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(server.storage, "keep_state", full)
+    with pytest.raises(OSError, match="no room"):
+        server.works.do(server.hand_over(1), 1)
