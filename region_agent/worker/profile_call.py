@@ -86,6 +86,8 @@ class LayerNumbers(_Body):
     backward_alpha_seconds: float
     backward_beta_seconds: float
     update_seconds: float = 0.0
+    optimizer_bytes: int = 0
+    make_seconds: float = 0.0
 
 
 class Profiled(_Body):

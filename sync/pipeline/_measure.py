@@ -6,11 +6,13 @@ outputs, and times that are linear in the micro-batch).
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,6 +57,10 @@ class LayerMeasure:
     """Per sample."""
     update_seconds: float = 0.0
     """Of the optimiser's step; 0: not measured."""
+    optimizer_bytes: int = 0
+    """What the optimiser keeps of it; 0: nothing, or not measured."""
+    make_seconds: float = 0.0
+    """Until its parameters have their first values."""
 
     def forward_seconds(self, samples: int) -> float:
         """Of a micro-batch."""
@@ -77,7 +83,8 @@ def measure_layers(
 
     ``layers``: a model's, or functions that make one each. ``batch``: what the first layer is given, a tensor or a
     tuple of tensors whose first dimension counts samples; at least as many as the largest of ``micro_batches``, for
-    which times are taken (median of ``rounds`` - 1) and fitted. Backward passes add to gradients that are there, as all
+    which times are taken (median of ``rounds`` - 1) and fitted. What this thread waits for a core, while others use
+    them, does not count, where the system tells. Backward passes add to gradients that are there, as all
     but the first of a step do. ``optimizer``: the task's, whose step is then measured, too. The threads are those that
     torch is set to.
 
@@ -94,15 +101,14 @@ def measure_layers(
     forget = partial(torch.zeros(_FORGOTTEN_BYTES, dtype=torch.uint8).fill_, 1)
     measures = []
     for number, name in enumerate(chain.names):
-        measure, carried, kept = _measure(
-            chain.make(number).train(), name, carried, kept, sizes, rounds, optimizer, forget
-        )
+        make = partial(chain.make, number)
+        measure, carried, kept = _measure(make, name, carried, kept, sizes, rounds, optimizer, forget)
         measures.append(measure)
     return measures
 
 
 def _measure(
-    layer: nn.Module,
+    make: Callable[[], nn.Module],
     name: str,
     given: Carried,
     kept_before: set[int],
@@ -112,7 +118,9 @@ def _measure(
     forget: Callable[[], object],
 ) -> tuple[LayerMeasure, Carried, set[int]]:
     """Also what the layer passes on, and which memory of it the layer has kept itself."""
-    largest = sizes[-1]
+    timer = _Timer()
+    layer = make().train()
+    made, largest = timer.seconds, sizes[-1]
     inputs = requiring(as_tuple(given, "the batch"))
     own = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *layer.buffers())}
     saved: dict[int, int] = {}
@@ -136,6 +144,7 @@ def _measure(
     ahead, back = _line(sizes, forward), _line(sizes, backward)
     trained = [one for one in layer.parameters() if one.requires_grad]
     rest = [*(one for one in layer.parameters() if not one.requires_grad), *layer.buffers()]
+    update, kept_by_it = (0.0, 0) if optimizer is None else _updating(layer, optimizer, rounds, forget)
     measure = LayerMeasure(
         name=name,
         kind=type(layer).__name__,
@@ -147,7 +156,9 @@ def _measure(
         forward_beta_seconds=ahead[1],
         backward_alpha_seconds=back[0],
         backward_beta_seconds=back[1],
-        update_seconds=_update_seconds(layer, optimizer, rounds, forget) if optimizer is not None else 0.0,
+        update_seconds=update,
+        optimizer_bytes=kept_by_it,
+        make_seconds=made,
     )
     return measure, like(output, tuple(one.detach() for one in outputs)), held
 
@@ -156,36 +167,76 @@ def _timed(layer: nn.Module, given: Carried, samples: int, forget: Callable[[], 
     """Seconds of one forward and one backward pass."""
     inputs = requiring(tuple(one[:samples] for one in as_tuple(given, "the batch")))
     forget()
-    begun = time.perf_counter()
+    timer = _Timer()
     outputs = as_tuple(layer(like(given, inputs)), "the output")
-    there = time.perf_counter() - begun
+    there = timer.seconds
     asking = [one for one in outputs if one.requires_grad]
     if not asking:
         return there, 0.0
     gradients = [torch.ones_like(one) for one in asking]
     forget()
-    begun = time.perf_counter()
+    timer = _Timer()
     torch.autograd.backward(asking, gradients)
-    return there, time.perf_counter() - begun
+    return there, timer.seconds
 
 
-def _update_seconds(
+def _updating(
     layer: nn.Module,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
     rounds: int,
     forget: Callable[[], object],
-) -> float:
-    """Of a step over the layer's parameters; the first one makes its state."""
+) -> tuple[float, int]:
+    """Seconds of a step over the layer's parameters, and bytes of the state, which the first one makes."""
     parameters = [one for one in layer.parameters() if one.requires_grad]
     if not parameters:
-        return 0.0
+        return 0.0, 0
     stepping, times = optimizer(iter(parameters)), []
     for _ in range(rounds):
         forget()
-        begun = time.perf_counter()
+        timer = _Timer()
         stepping.step()
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times[1 if rounds > 1 else 0 :])
+        times.append(timer.seconds)
+    kept = (value for held in stepping.state.values() for value in held.values() if isinstance(value, torch.Tensor))
+    return statistics.median(times[1 if rounds > 1 else 0 :]), sum(one.nbytes for one in kept)
+
+
+class _Timer:
+    """Seconds since it was made, less those in which this thread could have run and had no core.
+
+    Others that share the machine while a profile is made are not the model's; a plan counts by itself what stages that
+    share cores wait for each other.
+    """
+
+    def __init__(self) -> None:
+        self._waited, self._begun = _waited_seconds(), time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        took = time.perf_counter() - self._begun
+        return max(0.0, took - (_waited_seconds() - self._waited))
+
+
+def _waited_seconds() -> float:
+    """For a core, by this thread since it began; 0 where the system does not tell, or where a quota holds it back:
+    that does so in every run."""
+    if _quota():
+        return 0.0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
+@cache
+def _quota() -> bool:
+    """Whether the process's control group may use cores for a part of the time only."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            for folder in (Path(f"/sys/fs/cgroup/{kinds}{path}"), Path(f"/sys/fs/cgroup/{kinds}")):
+                for name, none in (("cpu.max", "max"), ("cpu.cfs_quota_us", "-1")):
+                    if "cpu" in (kinds or "cpu").split(",") and (folder / name).exists():
+                        return (folder / name).read_text().split()[0] != none
+    return False
 
 
 def _line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:

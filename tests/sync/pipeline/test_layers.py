@@ -13,7 +13,7 @@ from torch import nn
 
 from geofed_pb.errors import GeofedError
 from sync.flat import FlatModel
-from sync.pipeline import Layers, measure_layers
+from sync.pipeline import Layers, _measure, measure_layers
 
 
 def _sequential() -> nn.Sequential:
@@ -159,6 +159,10 @@ def test_backward_passes_add_to_gradients_and_the_optimisers_step_is_measured() 
     assert len(added) > 4
     assert linear.update_seconds > 0
     assert relu.update_seconds == 0
+    assert linear.make_seconds > 0
+    # Adam's two, and its count of steps, of each parameter.
+    assert linear.optimizer_bytes == 2 * linear.parameter_bytes + 2 * 4
+    assert relu.optimizer_bytes == 0
 
 
 def test_tokens_and_tuples_pass() -> None:
@@ -202,3 +206,19 @@ def test_what_was_measured_is_let_go_of() -> None:
     measure_layers([Block, Block, Block], torch.zeros(4, 8), [2, 4])
     assert len(weights) == 3
     assert not any(weight() is not None for weight in weights)
+
+
+def test_waiting_for_a_core_is_not_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may use the machine while a profile is made; what the layer itself waits for counts."""
+    waited = iter([10.0, 10.75, 20.0, 99.0])
+    clock = iter([1.0, 2.0, 3.0, 4.0])
+    monkeypatch.setattr(_measure, "_waited_seconds", lambda: next(waited))
+    monkeypatch.setattr(_measure.time, "perf_counter", lambda: next(clock))
+    assert _measure._Timer().seconds == 0.25
+    assert _measure._Timer().seconds == 0.0, "never less than nothing"
+
+
+def test_what_waited_for_a_core_is_as_the_system_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0.0 <= _measure._waited_seconds() <= _measure._waited_seconds()
+    monkeypatch.setattr(_measure, "_quota", lambda: True)
+    assert _measure._waited_seconds() == 0.0, "a quota holds it back in every run"
