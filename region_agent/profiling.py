@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import json
 import logging
+import mmap
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from geofed_pb.errors import GeofedError
@@ -26,6 +29,8 @@ from region_agent.region_channel import usage_meters
 from region_agent.shards import shard_files
 from region_agent.worker.profile_call import ProfileCall, Profiled
 from sync.channel import Usage
+from sync.framing import digest_of
+from sync.ps.storage import write_durably
 
 __all__ = ["Profiler"]
 
@@ -38,6 +43,9 @@ _GRACE = timedelta(seconds=60)
 """Beyond its limit an invocation may finish what it measures, and what must be known."""
 _KEPT = 8
 """Profiles of which the answer is kept, should the command come again."""
+_TRIAL, _TRIAL_BYTES = "storing", 128 << 20
+"""A file beside the parameter servers' folders, which tells how fast the disk takes what they store."""
+_FRESH_BYTES, _LEAST_FRESH_BYTES = 512 << 20, 16 << 20
 _Measure = Callable[[agent_pb2.ProfileTask], Awaitable[agent_pb2.ProfileReport]]
 _MARK = "profiling"
 """A file in the state directory, while there is something to clear away."""
@@ -120,13 +128,18 @@ class Profiler:
     async def _profiled(self, command: agent_pb2.ProfileTask) -> agent_pb2.ProfileReport:
         begun, meters = time.monotonic(), _Meters()
         async with self._ready(command, meters) as body:
+            # First of all: memory that a function has let go of a moment ago would be quicker to have than any other.
+            self._say(command, "measures disk and memory")
+            aside, folder = time.monotonic(), self._around.state_dir
+            rates = await asyncio.to_thread(lambda: (_stored_rate(folder), _fresh_rate()))
+            begun += time.monotonic() - aside
             body = await self._with_data(command, body)
             told = [await self._at_memory(command, memory, body, meters) for memory in command.memories_mb]
             cold = told[0].ready_seconds + time.monotonic() - begun - sum(one.seconds for one in told)
             self._say(command, f"measures the channel ({self._around.channel.kind})")
             costs, usage = await asyncio.to_thread(self._around.channel.costs, command.id)
             meters.add_usage(usage)
-            numbers = self._numbers(command, told, cold, asdict(costs), meters)
+            numbers = self._numbers(command, told, cold, asdict(costs), rates, meters)
             return agent_pb2.ProfileReport(profile_json=json.dumps(numbers))
 
     async def _weighed(self, command: agent_pb2.ProfileTask) -> agent_pb2.ProfileReport:
@@ -243,7 +256,13 @@ class Profiler:
         return told, took
 
     def _numbers(
-        self, command: agent_pb2.ProfileTask, told: list[_Told], cold: float, costs: dict[str, Any], meters: _Meters
+        self,
+        command: agent_pb2.ProfileTask,
+        told: list[_Told],
+        cold: float,
+        costs: dict[str, Any],
+        rates: tuple[float, float],
+        meters: _Meters,
     ) -> dict[str, Any]:
         """The fields of `scheduler.tuning.Profile`."""
         config, first = self._around.config, told[0].numbers
@@ -262,6 +281,8 @@ class Profiler:
             "model_bytes": first.model_bytes,
             "steps": [{**step.model_dump(), "memory_mb": one.memory_mb} for one in told for step in one.numbers.steps],
             "update_seconds": first.update_seconds,
+            "stored_bytes_per_second": rates[0],
+            "fresh_bytes_per_second": rates[1],
             "norms": [pair.model_dump() for pair in first.norms],
             "evaluation_peak_mb": max(one.numbers.evaluation_peak_mb for one in told),
             "channel": channel,
@@ -306,6 +327,37 @@ class _Told:
     again_seconds: float
     seconds: float
     """Of all that was done with this memory."""
+
+
+def _stored_rate(folder: Path) -> float:
+    """Bytes/s that become durable here, with their digest, as a parameter server keeps a model. Blocking."""
+    place, piece = folder / _TRIAL, bytes(_TRIAL_BYTES)
+    try:
+        begun = time.perf_counter()
+        digest_of([piece])
+        write_durably(place, [piece])
+        return _TRIAL_BYTES / (time.perf_counter() - begun)
+    finally:
+        place.unlink(missing_ok=True)
+
+
+def _fresh_rate() -> float:
+    """Bytes/s at which memory comes that a process has not had before: the kernel clears each page. Blocking.
+
+    On a virtual machine the host may have to find it first, which little of it, used a moment ago, would not show.
+    """
+    size = max(_LEAST_FRESH_BYTES, min(_FRESH_BYTES, _available_bytes() // 8))
+    begun = time.thread_time()
+    np.empty(size, np.uint8)[:: mmap.PAGESIZE] = 1
+    return size / max(1e-6, time.thread_time() - begun)
+
+
+def _available_bytes() -> int:
+    """Of memory; 0 where the system does not tell."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))
+    return 0
 
 
 def _as_partition(command: agent_pb2.ProfileTask) -> agent_pb2.StartPartition:

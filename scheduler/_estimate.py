@@ -10,7 +10,8 @@ from itertools import combinations
 
 from scheduler._codec import CODEC_BYTES_PER_SECOND, update_bytes
 from scheduler._link import LinkTable, link_table, pace
-from scheduler._model import Copy, Cost, Estimate, Partition, Plan, Prices, Range, Region, Snapshot
+from scheduler._model import Copy, Cost, Estimate, Partition, Phase, Plan, Prices, Range, Region, Snapshot
+from scheduler._overheads import Overheads, overheads, slice_ends
 from scheduler._topology import Topology, evaluate_topology
 
 PRIOR_SAMPLES_PER_SECOND = 1000.0
@@ -87,7 +88,8 @@ def estimate(plan: Plan, snapshot: Snapshot, over: Routes | None = None) -> Esti
 
     A round takes as long as its slowest region: compute, then the exchange over the plan's neighbours, where every
     region waits for the updates of all others; in the background the longer of both, and one exchange at the end.
-    Shards that are processed elsewhere travel first, each over a link of its own, while nobody works.
+    Shards that are processed elsewhere travel first, each over a link of its own, while nobody works. Where models
+    run in stages, what handing them over and storing them takes comes besides (`overheads`).
     """
     regions = {region.name: region for region in snapshot.regions}
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
@@ -102,15 +104,22 @@ def estimate(plan: Plan, snapshot: Snapshot, over: Routes | None = None) -> Esti
         # The model that all begin with travels once, whole, before the first round.
         contact += coding_seconds(model_bytes, "fp32") + max(at for at, _ in over.way.values())
     start = snapshot.start_seconds if snapshot.start_seconds is not None else PRIOR_START_SECONDS
-    rounds = plan.rounds * (compute + exchange)
-    if plan.background:
-        rounds = plan.rounds * max(compute, exchange) + exchange
     copying = max((copy.seconds for copy in plan.copies), default=0.0)
-    seconds = start + copying + contact + rounds
+    besides = {part.region: overheads(part, snapshot.profiles.get(part.region)) for part in plan.partitions}
+    phases = (
+        Phase("start", 1, start),
+        Phase("shards on their way", len(plan.copies), copying),
+        *_training(plan, snapshot, besides, compute, exchange, contact),
+        Phase("result", 1, max(one.result for one in besides.values())),
+    )
+    phases = tuple(phase for phase in phases if phase.seconds > 0.0)
+    seconds = sum(phase.seconds for phase in phases)
     link_bytes = {link: plan.rounds * sent for link, sent in topology.bytes_per_round_by_link.items()}
     for to, (_, source) in over.way.items():
         link_bytes[f"{source}>{to}"] += first
-    spent = _Spent(seconds, start, copying)
+    left = {phase.name: phase for phase in phases}
+    ends = left["ends of invocations"].times if "ends of invocations" in left else None
+    spent = _Spent(seconds, start, copying, left["result"].seconds if "result" in left else 0.0, ends)
     sent_by = _by_source(link_bytes)
     items = tuple(
         cost
@@ -132,6 +141,46 @@ def estimate(plan: Plan, snapshot: Snapshot, over: Routes | None = None) -> Esti
         model_bytes=model_bytes,
         model_basis="prior" if not snapshot.model_bytes else "counted" if snapshot.counted else "measured",
         start_basis="prior" if snapshot.start_seconds is None else "probed" if snapshot.start_probed else "measured",
+        phases=phases,
+    )
+
+
+def _training(
+    plan: Plan,
+    snapshot: Snapshot,
+    besides: Mapping[str, Overheads],
+    compute: float,
+    exchange: float,
+    contact: float,
+) -> tuple[Phase, ...]:
+    """From workers that are there to the last round's end; regions wait for the slowest one."""
+
+    def slowest(name: str) -> float:
+        return max(float(getattr(one, name)) for one in besides.values())
+
+    known = snapshot.start_seconds is not None and snapshot.start_of_run
+    first_model = contact + (0.0 if known else slowest("first_model"))
+    # With background exchange a round's end goes on beside the next one's steps.
+    round_ends = 0 if plan.background else plan.rounds
+    steps, ends = plan.rounds * compute, round_ends * slowest("round_end")
+    exchanges = plan.rounds * exchange
+    if plan.background:
+        exchanges = plan.rounds * max(0.0, exchange - compute) + exchange
+    work = first_model + slowest("first_step") + steps + exchanges + ends
+    invocations, slice_end = 0, 0.0
+    for part in plan.partitions:
+        own = besides[part.region]
+        found = slice_ends(work, plan.slice_seconds, step_seconds(part), own) if own.slice_end > 0.0 else 0
+        if found * own.slice_end >= slice_end:
+            invocations, slice_end = found, found * own.slice_end
+    made = plan.rounds * max(part.steps_per_round for part in plan.partitions)
+    return (
+        Phase("first model", 1, first_model),
+        Phase("memory of the first step and round", 1, slowest("first_step")),
+        Phase("steps", made, steps),
+        Phase("ends of rounds", round_ends, ends),
+        Phase("between regions", plan.rounds, exchanges),
+        Phase("ends of invocations", invocations, slice_end),
     )
 
 
@@ -259,6 +308,10 @@ class _Spent:
     start: float
     copying: float
     """Of them, until the last shard has come."""
+    result: float = 0.0
+    """Of them, when all functions have ended."""
+    ends: int | None = None
+    """Of invocations, but each worker's last one; None: they follow from the seconds."""
 
     def server(self, part: Partition) -> float:
         """Those who wait for no shard begin once all have come."""
@@ -266,13 +319,14 @@ class _Spent:
 
     @property
     def busy(self) -> float:
-        return max(0.0, self.seconds - self.start - self.copying)
+        return max(0.0, self.seconds - self.start - self.copying - self.result)
 
 
 def _bill(part: Partition, plan: Plan, region: Region, spent: _Spent, sent_to: Mapping[str, int]) -> list[Cost]:
     prices, busy = _prices(region), spent.busy
     gb_seconds = part.workers * part.memory_mb / 1024 * busy
-    calls = part.workers * max(1, -int(-busy // plan.slice_seconds))
+    chain = max(1, -int(-busy // plan.slice_seconds)) if spent.ends is None else 1 + spent.ends
+    calls = part.workers * chain
     costs = [
         ("function-seconds", gb_seconds, "GB-s", prices.function_usd_per_gb_second),
         ("function-calls", float(calls), "1", prices.function_usd_per_request),

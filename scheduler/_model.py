@@ -118,6 +118,8 @@ class Snapshot:
     start_probed: bool = False
     probed: Mapping[str, float] = field(default_factory=dict)
     """Samples/s of one worker in a probe, a few steps of the task without any run, by region."""
+    start_of_run: bool = True
+    """Whether a run has told `start_seconds`, so that the first model's way is in it; in a profile's there is none."""
     profiles: Mapping[str, Profile] = field(default_factory=dict)
     """What `control-plane profile` has measured of the task, by region."""
     merges: Mapping[str, tuple[MergePoint, ...]] = field(default_factory=dict)
@@ -262,6 +264,17 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Phase:
+    """A part of a plan's predicted time."""
+
+    name: str
+    """For people."""
+    times: int
+    seconds: float
+    """Of all of them."""
+
+
+@dataclass(frozen=True)
 class Estimate:
     """What a plan is expected to take."""
 
@@ -281,6 +294,8 @@ class Estimate:
     """"measured": an earlier run; "counted": an agent has counted it; "prior": nobody knows."""
     start_basis: str = ""
     """"measured": earlier runs; "probed": an agent has made the task ready; "prior": a guess."""
+    phases: tuple[Phase, ...] = ()
+    """What the expected seconds are the sum of, in order."""
 
 
 @dataclass(frozen=True)

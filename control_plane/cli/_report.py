@@ -169,12 +169,22 @@ def plan_text(plan: Data) -> str:
         if part.get("pipeline")
     ]
     data = columns(["SHARD IN", "VERDICT"], [[region, verdict] for region, verdict in plan["residency"].items()])
-    parts = [head, regions, *stages, data, _copies_table(plan.get("copies", []))]
+    parts = [head, _phases_table(estimate), regions, *stages, data, _copies_table(plan.get("copies", []))]
     parts += [link_table(estimate["link_bytes"], {}), money_table(estimate["items"])]
     if plan.get("alternatives"):
         weighed = [f"{other['text']}: {other['why_not']}" for other in plan["alternatives"]]
         parts.append("also weighed:\n" + "\n".join(weighed))
     return "\n\n".join(part for part in parts if part)
+
+
+def _phases_table(estimate: Data) -> str:
+    """What the expected time is made of; plans of before do not say."""
+    phases = estimate.get("phases", [])
+    if not phases:
+        return ""
+    rows = [[phase["name"], phase["times"], seconds_text(phase["seconds"])] for phase in phases]
+    total = ["total", "", seconds_text(estimate["seconds"]["expected"])]
+    return columns(["OF THE TIME", "TIMES", "SECONDS"], [*rows, total])
 
 
 def _copies_table(copies: list[Data]) -> str:

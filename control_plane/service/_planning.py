@@ -51,7 +51,7 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
     # The same code makes the same model; that of its kin may be another.
     counted = weight is not None and not learnt.of_own_code(weight.task_key)
     ran_bytes = next((run.model_bytes for run in runs if run.model_bytes), None)
-    ran_start = next((run.start_seconds for run in runs if run.start_seconds > 0), None)
+    started = next((run for run in runs if run.start_seconds > 0), None)
     probed_start = weight.start_seconds if weight is not None and weight.start_seconds > 0 else None
     return Snapshot(
         regions=tuple(live),
@@ -61,8 +61,9 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
         other_batch=guessed,
         model_bytes=weight.model_bytes if counted and weight is not None else ran_bytes,
         counted=counted,
-        start_seconds=probed_start if ran_start is None else ran_start,
-        start_probed=ran_start is None,
+        start_seconds=probed_start if started is None else started.start_seconds,
+        start_probed=started is None,
+        start_of_run=started is not None and not started.profile_json,
         probed=probed_speeds(weight, batch),
         profiles=profiles,
         merges={region: merges_of(runs, region) for region in profiles},

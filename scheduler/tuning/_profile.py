@@ -48,6 +48,10 @@ class Profile:
     """By layer, as the room of pipelines measures them; empty where the model is not made of layers."""
     layers_note: str = ""
     """Why there are none."""
+    stored_bytes_per_second: float = 0.0
+    """That become durable where parameter servers keep them, with their digest; 0: not measured."""
+    fresh_bytes_per_second: float = 0.0
+    """Of memory that a process there has not had before; 0: not measured."""
 
     @property
     def step_seconds(self) -> float:

@@ -55,6 +55,7 @@ SURFACES = {
         "LinkTable",
         "Partition",
         "Path",
+        "Phase",
         "PipelineShape",
         "PipelineStage",
         "Plan",

@@ -141,6 +141,7 @@ async def test_what_is_told_is_a_profile_and_nothing_is_left_behind(scene: Scene
     scene.ask()
     told = TypeAdapter(Profile).validate_json((await scene.answer()).profile_json)
     assert (told.region, told.samples, told.model_bytes) == ("east", 40, 40)
+    assert min(told.stored_bytes_per_second, told.fresh_bytes_per_second) > 0
     assert {(point.batch, point.memory_mb) for point in told.steps} == {
         (b, m) for b in (2, 4, 8, 16) for m in (512, 1024)
     }

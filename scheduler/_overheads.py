@@ -1,0 +1,122 @@
+"""What a job whose model runs in stages takes besides its steps: what is made, handed over, stored and loaded.
+
+Each of it is bytes by rates that a profile has measured: of the channel, of storing durably, and of memory that a
+process has not had before, which the kernel clears page by page and which models of some hundred megabytes make felt.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scheduler._model import Partition
+
+if TYPE_CHECKING:
+    from scheduler.tuning import Profile
+
+
+__all__ = ["Overheads", "overheads", "slice_ends"]
+
+SERVER_SECONDS = 1.0
+"""Until a parameter server's process is there: it loads its code, and its workers find it."""
+LINE_BYTES_PER_SECOND = 500e6
+"""Of the finished model on its way from the parameter server to the agent and from there to the control plane: what
+two processes of one machine bring over TLS in messages, seen with a model of a gigabyte."""
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Seconds of one partition; all fields are at least 0."""
+
+    first_model: float = 0.0
+    """From functions that are there until their workers have the model that all begin with: stages make their layers
+    and hand them over, the parameter server keeps the model and puts it back."""
+    first_step: float = 0.0
+    """Of the first step beyond the others, and of the first round's end: gradients, the optimiser's state and what the
+    parameter server merges in get their memory."""
+    round_end: float = 0.0
+    """From the last step of a round until all have the next model."""
+    leave: float = 0.0
+    """At the end of an invocation: each worker stores its state."""
+    enter: float = 0.0
+    """At the beginning of the next: it makes its layers and loads that. Both count in its slice of time only here."""
+    again: float = 0.0
+    """Between the two, until the function runs again."""
+    result: float = 0.0
+    """From the last round's end until the control plane has the model."""
+
+    @property
+    def slice_end(self) -> float:
+        """All that an invocation's end costs."""
+        return self.leave + self.again + self.enter
+
+
+def overheads(part: Partition, profile: Profile | None) -> Overheads:
+    """Of a partition in stages; nothing is foretold for others, nor where a profile has not measured what it takes."""
+    if part.pipeline is None or profile is None:
+        return Overheads()
+    if min(profile.stored_bytes_per_second, profile.fresh_bytes_per_second) <= 0.0:
+        return Overheads()
+    fresh = 1 / profile.fresh_bytes_per_second
+    stored = 1 / profile.stored_bytes_per_second
+    # A value in the memory of one machine is made of new pages, too.
+    its = profile.channel
+    up, down = 1 / its.up_bytes_per_second + (fresh if its.cores else 0.0), 1 / its.down_bytes_per_second
+    held = [_held(profile, stage.first, stage.last) for stage in part.pipeline.stages]
+    models, states = [one.model for one in held], [one.state for one in held]
+    cores, degree = its.cores, part.pipeline.degree
+
+    def apart(shares: list[float], replicas: int = 1) -> float:
+        """Of work that all stages do at a time: that of the largest, or of all of them where they share cores."""
+        return max(max(shares), sum(shares) * replicas / cores if cores else 0.0)
+
+    both = [model + state for model, state in zip(models, states, strict=True)]
+    model, state = sum(models), sum(states)
+    making = apart([one.make_seconds for one in held], degree)
+    # What a worker reads it copies, and that into its parameters.
+    reading = apart(models, degree) * (down + fresh)
+    publishing = model * max(stored, up)
+    return Overheads(
+        # The server reads the model into memory that it has not had, and stores it as an update and as a checkpoint.
+        first_model=SERVER_SECONDS + making + apart(models) * up + model * (fresh + stored) + publishing + reading,
+        # The server's is that of what it reads the next model into, of the update, and of the merged model.
+        first_step=apart(both, degree) * fresh + 3 * model * fresh,
+        # The first stage ends its last step when all others have handed theirs over. While the server makes the update,
+        # it stores the optimiser's state, and while it stores the model, it puts that into the channel.
+        round_end=both[0] * up + max(state, model) * stored + publishing + reading,
+        leave=apart(both, degree) * up,
+        # The process that serves the function stays, and with it its memory.
+        enter=making + apart(both, degree) * down,
+        again=profile.again_seconds,
+        # A copy of it, the file that it becomes, and the agent's copy; then the control plane keeps it.
+        result=model * (3 * fresh + 2 / LINE_BYTES_PER_SECOND + stored),
+    )
+
+
+def slice_ends(work_seconds: float, slice_seconds: float, step_seconds: float, own: Overheads) -> int:
+    """Ends of invocations, but the last one's, of a worker that has so much to do.
+
+    What beginning takes is of the slice, and after it an invocation makes a step at least.
+    """
+    room = max(slice_seconds - own.enter, step_seconds, 1e-3)
+    return max(0, math.ceil(work_seconds / room) - 1)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """By one stage, bytes."""
+
+    model: float
+    state: float
+    """The optimiser's."""
+    make_seconds: float
+
+
+def _held(profile: Profile, first: int, last: int) -> _Held:
+    layers = profile.layers[first : last + 1]
+
+    def total(name: str) -> float:
+        return sum(float(layer.get(name, 0.0)) for layer in layers)
+
+    return _Held(total("parameter_bytes") + total("state_bytes"), total("optimizer_bytes"), total("make_seconds"))
