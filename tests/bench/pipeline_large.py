@@ -260,6 +260,8 @@ def _tell(report: Report, size: Size, made: Trained, alone: list[float]) -> None
     work = foretold * len(os.sched_getaffinity(0))
     print(f"  of the cores: foretold {work:.2f} s at most, measured {made.core_seconds:.2f} s")
     print(f"  the job: foretold {made.estimate['seconds']['expected']:.0f} s, measured {made.result['seconds']:.0f} s;")
+    for phase in made.estimate["phases"]:
+        print(f"    {phase['name']:<36}{phase['times']:>4} {phase['seconds']:>8.2f} s foretold")
     print(f"    {made.begun_seconds:.0f} s of it before the first loss, {made.ended_seconds:.0f} s after the last step")
     print(f"  functions that failed: {made.failures}; load {os.getloadavg()[0]:.1f}")
     report.runs.append({"part": "large", "size": asdict(size), **asdict(made), "alone": alone})
@@ -269,6 +271,12 @@ def _tell(report: Report, size: Size, made: Trained, alone: list[float]) -> None
         Bar.at_most("large: functions that failed", made.failures, "", 0),
         Bar.at_most("large: losses apart from one process's, worst step", 100 * apart, "%", 0.1),
         Bar.at_most("large: predicted iteration, error", 100 * abs(foretold / iteration - 1), "%", 10),
+        Bar.at_most(
+            "large: predicted job, error",
+            100 * abs(made.estimate["seconds"]["expected"] / made.result["seconds"] - 1),
+            "%",
+            20,
+        ),
         Bar.at_most(
             "large: predicted work of the cores in an iteration, error",
             100 * abs(work / made.core_seconds - 1),
