@@ -49,14 +49,13 @@ from control_plane.core._events import (
 )
 from control_plane.core._goal import may_end_early, metrics_without_goal, reached
 from control_plane.core._meters import settled, with_all_meters
-from control_plane.core._state import ENDED_PARTITION, Copy, Failure, JobPhase, JobState, Link, Partition, Peer, Report
+from control_plane.core._news import failure_of, fewer_workers, news, no_step_back
+from control_plane.core._state import ENDED_PARTITION, Copy, Failure, JobPhase, JobState, Link, Partition, Peer
 
 MAX_PUBLISHES = 5
 """How often the model is asked for before the job fails: each time it did not arrive whole."""
 _STARTED = ("starting", "running", "finishing")
 _EVERYWHERE = "starting in all regions"
-_WITHOUT_WORKERS = ("finished", "published", "failed", "refused", "stopped")
-"""States of a partition whose number of workers means nothing any more."""
 
 
 class JobMachine:
@@ -171,7 +170,7 @@ class JobMachine:
         if self.state.phase == "cancelling":
             self._cancelled_if_all_ended(event.at)
         elif report.state in ("failed", "refused") and waited_for(self.state, copy):
-            self._fail(event.at, _failure_of(copy.source, report, "the shard's way elsewhere"))
+            self._fail(event.at, failure_of(copy.source, report, "the shard's way elsewhere"))
 
     def _reported(self, event: Reported) -> None:
         copy = self.state.copy_from(event.region)
@@ -181,14 +180,14 @@ class JobMachine:
         part = self.state.partition(event.region)
         if part is None or event.report.epoch != part.epoch or self.state.phase in ("queued", "planned"):
             return
-        self._note(part, event.report)
+        self._out += news(part, event.report)
         before, report = with_all_meters(part, event.report)
         self._put(
             replace(
                 part,
                 state=event.report.state,
                 counted_before=before,
-                report=_no_step_back(report, part.report),
+                report=no_step_back(report, part.report),
                 address=event.report.ps_address or part.address,
                 ran=part.ran or bool(event.report.ps_address),
             )
@@ -198,7 +197,7 @@ class JobMachine:
             self._cancelled_if_all_ended(event.at)
             return
         if event.report.state in ("failed", "refused"):
-            self._fail(event.at, _failure_of(event.region, event.report))
+            self._fail(event.at, failure_of(event.region, event.report))
             return
         self._go_on_with_copies()
         self._settle_ways()
@@ -212,50 +211,15 @@ class JobMachine:
             self._finish_if_all_done(event.at)
 
     def _look_at_workers(self, event: Reported) -> None:
-        """Where it has fewer than it was told to have: what is left goes on, until the job is told otherwise.
-
-        What crosses an order is no word of what became of it.
-        """
+        """Where it has fewer than it was told to have: what is left goes on, until the job is told otherwise."""
         part, report = self.state.partition(event.region), event.report
-        if part is None or part.workers is None or report.workers >= part.workers or part.state in _WITHOUT_WORKERS:
+        found = fewer_workers(part, report) if part is not None else None
+        if part is None or found is None:
             return
-        obeys, left = report.scale_order == part.scale_order > 0, report.workers
-        # An older agent names no order, and says nothing of those that stay.
-        if not obeys and not (report.scale_order == 0 and report.preempted and part.preemptible):
-            return
-        data = {"before": part.workers, "workers": left}
-        if report.preempted:
-            kind = "preemptible workers" if part.preemptible else "workers"
-            text = f"{event.region}: {part.workers - left} of {part.workers} {kind} were taken away"
-            self._record("partition.preempted", text, event.region, data)
-        else:
-            text = f"{event.region} has {left} of {part.workers} workers that it is to go on with"
-            self._record("partition.short", text, event.region, data)
-        self._put(replace(part, workers=left, preempted=part.preempted or report.preempted))
-        if not left:
+        self._out.append(found)
+        self._put(replace(part, workers=report.workers, preempted=part.preempted or report.preempted))
+        if not report.workers:
             self.state = replace(self.state, gave_way=True)
-
-    def _note(self, part: Partition, report: Report) -> None:
-        """Write down what is new since the last report."""
-        last = part.report or Report(part.epoch, "")
-        name = part.region
-        if report.state != part.state:
-            text = f"{name}: {report.state}" + (f" ({report.condition})" if report.condition else "")
-            data: dict[str, Any] = {"state": report.state, "epoch": report.epoch, "round": report.round}
-            if report.error is not None:
-                data["error"] = {"code": report.error.code, "message": report.error.message}
-            self._record("partition.state", text, name, data)
-        if report.round > last.round:
-            figures = {"round": report.round, "step": report.step, "samples": report.samples, "loss": report.loss}
-            self._record("partition.round", f"{name}: round {report.round}, loss {report.loss:.4f}", name, figures)
-        if report.metrics and report.metrics_round > last.metrics_round:
-            values = ", ".join(f"{key} {value:.4f}" for key, value in sorted(report.metrics.items()))
-            self._record(
-                "partition.evaluated",
-                f"{name}: after round {report.metrics_round}: {values}",
-                name,
-                {"round": report.metrics_round, "metrics": report.metrics, "samples": report.metrics_samples},
-            )
 
     def _to_running(self, event: Reported) -> None:
         self.state = replace(self.state, started_at=event.at)
@@ -581,33 +545,6 @@ class JobMachine:
 
     def _record(self, kind: str, text: str, region: str, data: dict[str, Any] | None = None) -> None:
         self._out.append(Record(kind, text, region, data or {}))
-
-
-def _no_step_back(report: Report, last: Report | None) -> Report:
-    """A parameter server that has just been restarted knows less than it told before; what it told stays."""
-    if last is None or report.round >= last.round:
-        return report
-    return replace(
-        report,
-        round=last.round,
-        step=last.step,
-        samples=last.samples,
-        loss=last.loss,
-        metrics=last.metrics,
-        metrics_samples=last.metrics_samples,
-        metrics_round=last.metrics_round,
-        applied_updates=last.applied_updates,
-        sent_bytes=report.sent_bytes or last.sent_bytes,
-        received_bytes=report.received_bytes or last.received_bytes,
-        money=report.money or last.money,
-    )
-
-
-def _failure_of(region: str, report: Report, what: str = "the partition") -> Failure:
-    if report.error is None:
-        return Failure("INTERNAL", f"region {region} {report.state} {what} without saying why")
-    verb = f"refuses {what}" if report.state == "refused" else "failed"
-    return replace(report.error, message=f"region {region} {verb}: {report.error.message}")
 
 
 def _because(text: str, reason: str) -> str:
