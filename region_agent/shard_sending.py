@@ -23,9 +23,9 @@ from region_agent.policy import check_sending
 from region_agent.shard_list import FileContent, Listed, ShardList, listed
 from region_agent.shard_taking import LIST_SEQUENCE
 from region_agent.store import AgentStore
-from sync.ps.events import Manifest, Peer
 from sync.ps.intake import LARGEST_UPDATE_BYTES
 from sync.ps.link import Courier, Notices
+from sync.ps.manifest import Manifest, Peer
 from sync.ps.storage import write_durably
 from sync.transport.sockets import Tls
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
-from sync.ps.events import Manifest
+from sync.ps.manifest import Manifest
 from sync.ps.storage import disk_full_is_told, write_durably
 from sync.transport.landing import Landing
 

@@ -18,31 +18,14 @@ control plane or by another region's last update.
 
 from __future__ import annotations
 
+from sync.ps.actions import Action, Apply, Failed, Log, Prepare, Refuse, Reply, Restart, StartGrace, StartPatience
+from sync.ps.answers import AttachAnswer, BoundaryAnswer
 from sync.ps.attendance import Attendance
 from sync.ps.crew import Evaluation
-from sync.ps.events import (
-    Action,
-    Applied,
-    Apply,
-    AttachAnswer,
-    BoundaryAnswer,
-    BoundaryArrived,
-    Failed,
-    GraceOver,
-    Log,
-    Logged,
-    Manifest,
-    PatienceOver,
-    Prepare,
-    Refuse,
-    Reply,
-    Restart,
-    Restarted,
-    StartGrace,
-    StartPatience,
-)
+from sync.ps.events import Applied, BoundaryArrived, GraceOver, Logged, PatienceOver, Restarted
 from sync.ps.ledger import NO_MODEL
 from sync.ps.machine import Machine, Recovered, Setup
+from sync.ps.manifest import Manifest
 
 __all__ = ["Background"]
 

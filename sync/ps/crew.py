@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sync.ps.events import (
-    Action,
-    BoundaryArrived,
-    Evaluated,
-    EvaluatedAnswer,
-    Keep,
-    Merge,
-    Merged,
-    ReduceAnswer,
-    ReduceArrived,
-    Refuse,
-    Reply,
-)
+from sync.ps.actions import Action, Keep, Merge, Refuse, Reply
+from sync.ps.answers import EvaluatedAnswer, ReduceAnswer
+from sync.ps.events import BoundaryArrived, Evaluated, Merged, ReduceArrived
 
 __all__ = ["Evaluation", "StepMerge", "mean_loss"]
 

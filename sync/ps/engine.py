@@ -15,34 +15,27 @@ from concurrent.futures import ThreadPoolExecutor
 from geofed_pb.errors import GeofedError
 from sync.codec import codec_named
 from sync.layout import Layout, Vector
-from sync.ps.attendance import Punctuality
-from sync.ps.background import Background
-from sync.ps.events import (
+from sync.ps.actions import (
     Action,
-    Answer,
-    Applied,
     Apply,
-    CallGone,
-    Configured,
-    Event,
     Failed,
     Forget,
-    GraceOver,
     Keep,
     Log,
     Merge,
-    PatienceOver,
     Prepare,
-    Prepared,
     Refuse,
     Reply,
     Restart,
     Ship,
     StartGrace,
     StartPatience,
-    Stored,
     SumUp,
 )
+from sync.ps.answers import Answer
+from sync.ps.attendance import Punctuality
+from sync.ps.background import Background
+from sync.ps.events import Applied, CallGone, Configured, Event, GraceOver, PatienceOver, Prepared, Stored
 from sync.ps.machine import Machine, Setup
 from sync.ps.steering import Steering
 from sync.ps.synchronous import Synchronous

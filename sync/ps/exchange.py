@@ -20,12 +20,14 @@ import grpc.aio
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, answering, peer_common_name, streaming
 from geofed_pb.v1 import common_pb2, sync_pb2
+from sync.ps.actions import Ship
 from sync.ps.arrival import Tickets
 from sync.ps.config import PsConfig
 from sync.ps.engine import Engine
-from sync.ps.events import Lapsed, Manifest, Peer, PeerHas, Ship, Stored, SumGone, Tried, Unreached, Verdict
+from sync.ps.events import Lapsed, PeerHas, Stored, SumGone, Tried, Unreached
 from sync.ps.intake import LARGEST_UPDATE_BYTES, Intake
 from sync.ps.link import Courier, Notices, Tls, manifest_of
+from sync.ps.manifest import Manifest, Peer, Verdict
 from sync.ps.rejoin import answer_of
 from sync.transport.receiver import BulkPort
 from sync.wan import LinkSample

@@ -23,7 +23,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from sync.ps.events import Manifest, Peer, Ship, SumUp
+from sync.ps.actions import Ship, SumUp
+from sync.ps.manifest import Manifest, Peer
 from sync.ps.routes import forwards
 from sync.ps.sums import Sums
 

@@ -23,7 +23,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, channel, error_of, region_name
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from sync.ps.bulk import BulkWay, Unreached
-from sync.ps.events import Manifest, Peer
+from sync.ps.manifest import Manifest, Peer
 from sync.transport.ranges import Ranges, pieces
 from sync.transport.run import Content
 from sync.transport.sockets import Tls

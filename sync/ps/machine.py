@@ -16,36 +16,27 @@ from __future__ import annotations
 import abc
 from dataclasses import dataclass, field, replace
 
+from sync.ps.actions import Action, Failed, Forget, Keep, Log, Merge, Prepare, Refuse, Reply
+from sync.ps.answers import EvaluatedAnswer
 from sync.ps.crew import Evaluation, StepMerge, mean_loss
 from sync.ps.events import (
-    Action,
     Applied,
     Attached,
     BoundaryArrived,
     CallGone,
     Configured,
     Evaluated,
-    EvaluatedAnswer,
     Event,
-    Failed,
-    Forget,
     GraceOver,
-    Keep,
     Kept,
     Lapsed,
-    Log,
     Logged,
-    Manifest,
-    Merge,
     Merged,
     PatienceOver,
     PeerHas,
-    Prepare,
     Prepared,
     Progress,
     ReduceArrived,
-    Refuse,
-    Reply,
     Restarted,
     Stepped,
     Stored,
@@ -53,9 +44,9 @@ from sync.ps.events import (
     Summed,
     Tried,
     Unreached,
-    Verdict,
 )
 from sync.ps.ledger import NO_MODEL, Ledger
+from sync.ps.manifest import Manifest, Verdict
 
 __all__ = ["Boundary", "Machine", "Recovered", "Setup"]
 

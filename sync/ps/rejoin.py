@@ -34,9 +34,10 @@ from sync import framing
 from sync.layout import Layout
 from sync.ps.config import PsConfig
 from sync.ps.engine import Engine
-from sync.ps.events import Configured, Manifest, Peer
+from sync.ps.events import Configured
 from sync.ps.link import Tls, manifest_of, manifest_to_proto
 from sync.ps.machine import Machine
+from sync.ps.manifest import Manifest, Peer
 
 __all__ = ["Answers", "Way", "answer_of", "rejoin", "way_back"]
 

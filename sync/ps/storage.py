@@ -40,8 +40,9 @@ import numpy.typing as npt
 from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.layout import Layout
-from sync.ps.events import Apply, Keep, Log, Manifest, Restart
+from sync.ps.actions import Apply, Keep, Log, Restart
 from sync.ps.machine import Recovered, Setup
+from sync.ps.manifest import Manifest
 from sync.ps.replica import Numbers
 
 __all__ = ["Entry", "Storage", "correction_key", "disk_full_is_told", "write_durably"]

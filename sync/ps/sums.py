@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from sync.ps.events import Manifest, SumUp
+from sync.ps.actions import SumUp
+from sync.ps.manifest import Manifest
 
 __all__ = ["Sums"]
 

@@ -9,22 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from sync.ps.actions import Action, Apply, Failed, Prepare, Refuse, Reply
+from sync.ps.answers import AttachAnswer, BoundaryAnswer
 from sync.ps.crew import Evaluation, StepMerge
-from sync.ps.events import (
-    Action,
-    Applied,
-    Apply,
-    AttachAnswer,
-    BoundaryAnswer,
-    BoundaryArrived,
-    Failed,
-    Manifest,
-    Prepare,
-    Refuse,
-    Reply,
-)
+from sync.ps.events import Applied, BoundaryArrived
 from sync.ps.ledger import NO_MODEL
 from sync.ps.machine import Boundary, Machine, Recovered, Setup
+from sync.ps.manifest import Manifest
 
 __all__ = ["Synchronous"]
 

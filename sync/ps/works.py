@@ -20,28 +20,11 @@ from sync.channel import Channel
 from sync.codec import Codec, Float32, codec_of, decoded
 from sync.collective import weighted_mean
 from sync.layout import Vector
-from sync.ps.events import (
-    Action,
-    Applied,
-    Apply,
-    Event,
-    Forget,
-    Keep,
-    Kept,
-    Log,
-    Logged,
-    Manifest,
-    Merge,
-    Merged,
-    Prepare,
-    Prepared,
-    Restart,
-    Restarted,
-    Summed,
-    SumUp,
-)
+from sync.ps.actions import Action, Apply, Forget, Keep, Log, Merge, Prepare, Restart, SumUp
+from sync.ps.events import Applied, Event, Kept, Logged, Merged, Prepared, Restarted, Summed
 from sync.ps.export import from_safetensors
 from sync.ps.machine import Recovered, Setup
+from sync.ps.manifest import Manifest
 from sync.ps.replica import Numbers, Replica, expanded
 from sync.ps.storage import Entry, Storage, correction_key
 from sync.wan import Contribution, ExchangeSettings, Policy

@@ -18,9 +18,11 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import server_options
 from geofed_pb.v1 import sync_pb2_grpc
 from sync import framing
-from sync.ps.events import Event, Manifest, Peer, PeerHas, Ship, Stored, Verdict
+from sync.ps.actions import Ship
+from sync.ps.events import Event, PeerHas, Stored
 from sync.ps.exchange import ExchangeService, Links
 from sync.ps.link import Tls
+from sync.ps.manifest import Manifest, Peer, Verdict
 
 __all__ = ["JOB", "Site"]
 

@@ -10,54 +10,51 @@ import copy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from sync.ps.actions import (
+    Action,
+    Apply,
+    Failed,
+    Forget,
+    Keep,
+    Log,
+    Merge,
+    Prepare,
+    Refuse,
+    Reply,
+    Restart,
+    Ship,
+    StartGrace,
+    StartPatience,
+    SumUp,
+)
+from sync.ps.answers import AttachAnswer, BoundaryAnswer, EvaluatedAnswer, ReduceAnswer
 from sync.ps.background import Background
 from sync.ps.events import (
-    Action,
     Applied,
-    Apply,
-    AttachAnswer,
     Attached,
-    BoundaryAnswer,
     BoundaryArrived,
     CallGone,
     Configured,
     Evaluated,
-    EvaluatedAnswer,
     Event,
-    Failed,
-    Forget,
     GraceOver,
-    Keep,
     Kept,
     Lapsed,
-    Log,
     Logged,
-    Manifest,
-    Merge,
     Merged,
     PatienceOver,
-    Peer,
     PeerHas,
-    Prepare,
     Prepared,
-    ReduceAnswer,
     ReduceArrived,
-    Refuse,
-    Reply,
-    Restart,
     Restarted,
-    Ship,
-    StartGrace,
-    StartPatience,
     Stored,
     SumGone,
     Summed,
-    SumUp,
     Tried,
     Unreached,
-    Verdict,
 )
 from sync.ps.machine import Machine, Recovered, Setup
+from sync.ps.manifest import Manifest, Peer, Verdict
 from sync.ps.rejoin import answer_of, way_back
 from sync.ps.synchronous import Synchronous
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from geofed_pb.errors import GeofedError
-from sync.ps.events import Apply
+from sync.ps.actions import Apply
 from sync.ps.machine import Setup
 from sync.ps.replica import Numbers
 from sync.ps.storage import Storage

@@ -28,32 +28,25 @@ from sync.channel import FileChannel
 from sync.codec import codec_named
 from sync.layout import Layout, Slot, Vector
 from sync.ps import works as works_module
+from sync.ps.actions import Failed, Refuse, Reply, Ship, StartPatience
+from sync.ps.answers import AttachAnswer, BoundaryAnswer
 from sync.ps.arrival import Arrival
 from sync.ps.background import Background
 from sync.ps.events import (
-    AttachAnswer,
     Attached,
-    BoundaryAnswer,
     BoundaryArrived,
     Configured,
     Evaluated,
     Event,
-    Failed,
-    Manifest,
     PatienceOver,
-    Peer,
     PeerHas,
-    Refuse,
-    Reply,
-    Ship,
-    StartPatience,
     Stored,
     SumGone,
     Tried,
     Unreached,
-    Verdict,
 )
 from sync.ps.machine import Setup
+from sync.ps.manifest import Manifest, Peer, Verdict
 from sync.ps.storage import Storage
 from sync.ps.works import Works
 from sync.wan import ExchangeSettings, policy_named

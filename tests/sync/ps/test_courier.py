@@ -11,8 +11,8 @@ import grpc.aio
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import sync_pb2
-from sync.ps.events import Manifest, Peer
 from sync.ps.link import Courier, Notices
+from sync.ps.manifest import Manifest, Peer
 
 
 def test_an_idle_link_is_as_fast_as_it_was() -> None:

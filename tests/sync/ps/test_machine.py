@@ -8,21 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.federation_in_miniature import Miniature, Site
 
-from sync.ps.events import (
-    Attached,
-    BoundaryArrived,
-    Configured,
-    Evaluated,
-    Failed,
-    Kept,
-    Manifest,
-    Peer,
-    Prepared,
-    ReduceArrived,
-    Refuse,
-    Verdict,
-)
+from sync.ps.actions import Failed, Refuse
+from sync.ps.events import Attached, BoundaryArrived, Configured, Evaluated, Kept, Prepared, ReduceArrived
 from sync.ps.machine import Machine, Recovered, Setup
+from sync.ps.manifest import Manifest, Peer, Verdict
 from sync.ps.synchronous import Synchronous
 
 _NUMBERS = st.integers(0, 1 << 16)

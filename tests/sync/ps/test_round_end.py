@@ -11,7 +11,8 @@ from sync import framing, parted
 from sync.channel import FileChannel
 from sync.codec import codec_named
 from sync.layout import Layout, Slot
-from sync.ps.events import Applied, Apply, Prepare, Prepared
+from sync.ps.actions import Apply, Prepare
+from sync.ps.events import Applied, Prepared
 from sync.ps.machine import Setup
 from sync.ps.storage import Storage
 from sync.ps.works import Works

@@ -16,9 +16,10 @@ from support.small_disk import small_disk
 from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.layout import Layout, Slot, Vector
+from sync.ps.actions import Apply, Keep
 from sync.ps.arrival import Arrival
-from sync.ps.events import Apply, Keep, Manifest
 from sync.ps.machine import Recovered, Setup
+from sync.ps.manifest import Manifest
 from sync.ps.replica import Numbers
 from sync.ps.storage import Storage, write_durably
 

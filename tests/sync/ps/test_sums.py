@@ -16,10 +16,12 @@ from sync import framing
 from sync.channel import FileChannel
 from sync.codec import codec_named
 from sync.layout import Layout, Slot
+from sync.ps.actions import SumUp
 from sync.ps.background import Background
-from sync.ps.events import Manifest, Peer, Stored, Summed, SumUp, Verdict
+from sync.ps.events import Stored, Summed
 from sync.ps.ledger import Ledger
 from sync.ps.machine import Recovered, Setup
+from sync.ps.manifest import Manifest, Peer, Verdict
 from sync.ps.replica import Numbers, Replica
 from sync.ps.storage import Storage
 from sync.ps.works import Works

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 from support.federation_in_miniature import Miniature, Site
 
-from sync.ps.events import Action, StartPatience
+from sync.ps.actions import Action, StartPatience
 
 ALL = ("r0", "r1", "r2")
 ROUNDS = 160

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from support.federation_in_miniature import Miniature, around
 
-from sync.ps.events import Manifest, Peer, PeerHas
+from sync.ps.events import PeerHas
 from sync.ps.ledger import Ledger
+from sync.ps.manifest import Manifest, Peer
 from tests.sync.ps.test_machine import AnythingMayHappen
 
 _NUMBERS = st.integers(0, 1 << 16)

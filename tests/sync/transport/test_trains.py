@@ -12,8 +12,9 @@ from support.exchange_site import Site
 from support.pki import Authority
 from support.relay import Relay
 
+from sync.ps.actions import Ship
 from sync.ps.arrival import Arrival
-from sync.ps.events import Peer, Ship
+from sync.ps.manifest import Peer
 
 AUTHORITY = Authority()
 COUNT = 24
