@@ -34,8 +34,9 @@ _BACKLOG = 32
 _TOGETHER = 4
 """The last 1/4 of the steps is made together: what regions that were cut off from each other have made apart is
 averaged when they meet, and a model like that must be trained on. All are waited for in the end anyway."""
-_NEAR_ROUNDS, _NEAR = 8, 16
-"""A region is near that is no more than so many rounds behind, or than 1/16 of the job's."""
+_NEAR = 8
+"""A region that is back and no more than so many rounds behind is waited for while it catches up: models that have
+stayed near average better, and the job ends no later, since the end waits for all."""
 _AHEAD = 1 << 16
 """A peer cannot be further ahead than this; it bounds what is kept of it."""
 
@@ -295,14 +296,6 @@ class Background(Machine):
         return self._ended_sequence - (len(self._boundary.arrived) >= self.setup.workers)
 
     @property
-    def _within_reach(self) -> int:
-        """Rounds that a region which is back may be behind, to be waited for while it catches up.
-
-        The job ends no later for it, since the end waits for all, and models that have stayed near average better.
-        """
-        return max(_NEAR_ROUNDS, self.setup.rounds // _NEAR)
-
-    @property
     def _together(self) -> bool:
         """The end of the job is near: every region is waited for."""
         return self._open_step * _TOGETHER > self.setup.steps * (_TOGETHER - 1)
@@ -378,7 +371,7 @@ class Background(Machine):
             came = {manifest.region for manifest in apply.manifests}
             for region in self.setup.others:
                 behind = apply.sequence - self.ledger.marks[region]
-                near = region in came and behind <= self._within_reach
+                near = region in came and behind <= _NEAR
                 self._attendance.merged(region, keeps_up=near or behind <= 0 or region in self._lasts)
         for manifest, stale in zip(apply.manifests, apply.staleness, strict=False):
             if manifest.region != self.setup.region:
