@@ -73,6 +73,8 @@ class Works:
         self._shares = shares or dict.fromkeys(setup.regions, equal)
         self.replica: Replica | None = None
         self._handed: tuple[int, str] = -1, ""
+        self._lent = self._outlived = ""
+        """Trees of attempts whose workers' own state was published: of the present one, and of one that is over."""
         """The round of which workers have handed over the optimiser's state last, and where that lies in the channel:
         it stays there until all have ended the next one."""
         self._corrections: dict[str, Vector] = {}
@@ -432,6 +434,7 @@ class Works:
         handed, state_key = self._handed
         if handed == sequence and state_key.startswith(f"b/{attempt}/") and not self.setup.background:
             # Only a new attempt asks for it, and finds it where the workers have put it.
+            self._lent = f"b/{attempt}"
             return key, state_key
         return key, self._publish_state(sequence)
 
@@ -487,10 +490,17 @@ class Works:
             durable = self.storage.durable_sequence()
             for old in [old for old in self._ends if old <= durable]:
                 self._delete(self._ends.pop(old))
+        if self._outlived:
+            self.channel.delete_tree(self._outlived)
+        self._outlived = ""
         for old in range(self._cleared_attempts + 1, attempt):
             for kind in _ATTEMPT_KINDS:
-                if not (kind == "b" and any(key.startswith(f"b/{old}/") for key in self._ends.values())):
-                    self.channel.delete_tree(f"{kind}/{old}")
+                tree = f"{kind}/{old}"
+                if tree == self._lent:
+                    # Workers of a new attempt may have been told of the state there, and read it until the next time.
+                    self._lent, self._outlived = "", tree
+                elif not (kind == "b" and any(key.startswith(f"{tree}/") for key in self._ends.values())):
+                    self.channel.delete_tree(tree)
             self._delete(f"start/{old}")
         self._cleared_attempts = max(self._cleared_attempts, attempt - 1)
 

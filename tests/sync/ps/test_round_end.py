@@ -92,6 +92,19 @@ def test_it_is_put_anew_where_its_attempt_is_over_and_cleared_away(server: Serve
     assert server.momentum(done.state_key, 1) == 1
 
 
+def test_a_new_attempt_may_still_read_where_it_was_told_to_while_the_next_round_is_merged(server: Server) -> None:
+    server.end(0)
+    told = server.end(1).state_key
+    following = server.hand_over(2, 1)
+    made = server.works.do(following, 1)
+    assert isinstance(made, Prepared)
+    # A worker died, and those of attempt 2 were told of round 1. Then another region's update came.
+    server.works.do(Apply(2, (made.manifest,), 2, 1.0, 0, 2, ()), 2)
+    assert server.momentum(told, 1) == 1
+    server.end(3, attempt=2)
+    assert not server.channel.has(told), "nobody reads it any more"
+
+
 def test_after_a_crash_it_comes_from_the_disk(server: Server) -> None:
     server.end(0)
     server.end(1)
