@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from calendar import monthrange
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from typing import Any
 
 from control_plane.core import Copy, Goal, InitialModel, JobState, Partition
-from control_plane.pki import utc_now
 from control_plane.service._draft import JobEntry, RegionEntry
 from control_plane.service._known import Learnt, merges_of, probed_speeds, speeds_of
 from control_plane.service._tuning import profile_from_json
@@ -19,9 +16,6 @@ from control_plane.spec import JobSpec
 from geofed_pb.errors import GeofedError
 from scheduler import Declined, Plan, Snapshot
 from scheduler.tuning import Profile
-
-STALE_DAYS = 90
-"""Clouds change their lists a few times a year."""
 
 
 def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt: Learnt, batch: int = 0) -> Snapshot:
@@ -100,31 +94,6 @@ def plan_json(
     more: dict[str, Any] = {"waits_for": waits_for, "warnings": [*own, *warnings]}
     more["initial_model"] = asdict(initial_model) if initial_model is not None else None
     return to_json(asdict(answer) | {name: told for name, told in more.items() if told})
-
-
-def warnings_of(chosen: Plan, regions: Mapping[str, RegionEntry], at: float) -> tuple[str, ...]:
-    """Prices that a plan rests on and that may not hold any more."""
-    told = []
-    for region in (*(part.region for part in chosen.partitions), *(copy.source for copy in chosen.copies)):
-        entry = regions.get(region)
-        prices = entry.catalogue.prices if entry is not None and entry.catalogue is not None else None
-        days = _days_since(prices.as_of, at) if prices is not None else None
-        if prices is not None and days is not None and days > STALE_DAYS:
-            told.append(f"the prices of {region} are {days:.0f} days old (as of {prices.as_of}, {prices.source})")
-    return tuple(told)
-
-
-def _days_since(as_of: str, at: float) -> float | None:
-    """A month without a day counts from its last; None: it is no date."""
-    try:
-        if len(as_of) == len("2026-01"):
-            year, month = (int(part) for part in as_of.split("-"))
-            moment = datetime(year, month, monthrange(year, month)[1], tzinfo=UTC)
-        else:
-            moment = datetime.fromisoformat(as_of).replace(tzinfo=UTC)
-    except ValueError:
-        return None
-    return (utc_now(at) - moment).total_seconds() / 86_400
 
 
 def declined_error(declined: Declined) -> GeofedError:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from control_plane.core import InitialModel, ScaleAsked, Waits, job_state_to_json
 from control_plane.service._admission import Decision
 from control_plane.service._allocation import begin
-from control_plane.service._draft import OPERATOR, Draft, JobEntry
+from control_plane.service._draft import OPERATOR, Draft, JobEntry, RegionEntry
 from control_plane.service._federation import Federation
 from control_plane.service._initial import initial_model_of
 from control_plane.service._known import Learnt, task_keys
@@ -21,16 +21,16 @@ from control_plane.service._planning import (
     on_preemptible,
     plan_json,
     snapshot_of,
-    warnings_of,
     workers_now,
 )
 from control_plane.service._scaling import is_tuned, pool_of
+from control_plane.service._warnings import warnings_of
 from control_plane.service._weighing import Weighing
 from control_plane.spec import JobSpec, parse_json
 from control_plane.store import JobRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import control_pb2
-from scheduler import Declined
+from scheduler import Declined, Plan
 
 _MOST_ANSWERS = 5
 """Times that a job is planned anew because what the plan rests on has changed before it was stored."""
@@ -64,9 +64,14 @@ async def answer_plan(
         _, answer = await federation.answer(spec, "plan", learnt, user)
     if isinstance(answer, Declined):
         return plan_json(answer), False
-    warnings = warnings_of(answer.plan, federation.regions, federation.clock())
-    told = [learnt.note] if learnt.note else []
-    return plan_json(answer.plan, answer.waits_for, [*told, *warnings], initial_model), True
+    warnings = _beware(answer.plan, spec, learnt, federation.regions, federation.clock())
+    return plan_json(answer.plan, answer.waits_for, warnings, initial_model), True
+
+
+def _beware(
+    plan: Plan, spec: JobSpec, learnt: Learnt, regions: Mapping[str, RegionEntry], at: float
+) -> tuple[str, ...]:
+    return (*([learnt.note] if learnt.note else ()), *warnings_of(plan, spec, regions, at))
 
 
 async def _code_digest(federation: Federation, bundle_digest: str) -> str:
@@ -167,9 +172,10 @@ def _take_in(draft: Draft, new: Newcomer, decided: Decision) -> None:
     """A new job, which begins or waits."""
     row, spec, model = new.row, new.spec, new.initial_model
     state = first_state(row.id, draft.at, spec, decided.plan, draft.regions, decided.deadline_at, model)
+    warnings = _beware(decided.plan, spec, new.learnt, draft.regions, draft.at)
     row = replace(
         row,
-        plan_json=plan_json(decided.plan, initial_model=model),
+        plan_json=plan_json(decided.plan, warnings=warnings, initial_model=model),
         state_json=job_state_to_json(state),
         phase=state.phase,
         created_at=draft.at,

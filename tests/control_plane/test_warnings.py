@@ -1,0 +1,59 @@
+"""What to beware of in a plan: old prices, and regions that are away."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from control_plane.service._draft import RegionEntry
+from control_plane.service._enrolment import unseen_region
+from control_plane.service._warnings import warnings_of
+from control_plane.spec import JobSpec
+from scheduler import Demand, Plan, Snapshot, plan
+from tests.control_plane.fake_agent import catalogue
+
+NOW = datetime(2026, 6, 30, tzinfo=UTC).timestamp()
+
+
+def job(**regions: list[str]) -> JobSpec:
+    told = {
+        "apiVersion": "geofed/v1", "kind": "TrainingJob", "metadata": {"name": "j"}, "task": {"module": "task.py"},
+        "data": {"dataset": "digits"}, "train": {"batch": 10, "end": {"epochs": 1}}, "regions": regions,
+    }  # fmt: skip
+    return JobSpec.model_validate(told)
+
+
+def region(name: str, phase: Any) -> RegionEntry:
+    entry = unseen_region(name)
+    return replace(entry, state=replace(entry.state, phase=phase), catalogue=catalogue(name))
+
+
+@pytest.mark.parametrize(
+    ("as_of", "days"),
+    [("2026-06-01", None), ("2026-04", None), ("2026-03", "91"), ("2025-06-30", "365"), ("last year", None)],
+)
+def test_prices_older_than_a_quarter_are_told(as_of: str, days: str | None) -> None:
+    known = catalogue("a")
+    assert known.prices is not None
+    known = replace(known, prices=replace(known.prices, as_of=as_of))
+    chosen = plan(Snapshot((known,)), Demand("j", "digits", 10, 1.0, None, 1))
+    assert isinstance(chosen, Plan)
+    told = warnings_of(chosen, job(), {"a": replace(unseen_region("a"), catalogue=known)}, NOW)
+    assert [f"{days} days old" in text for text in told] == ([True] if days else [])
+
+
+def test_data_of_a_region_that_is_away_are_not_left_out_in_silence() -> None:
+    there = catalogue("a")
+    chosen = plan(Snapshot((there,)), Demand("j", "digits", 10, 1.0, None, 1))
+    assert isinstance(chosen, Plan)
+    regions = {"a": region("a", "live"), "b": region("b", "lost"), "c": region("c", "invited")}
+    samples = there.datasets[0].splits["train"].samples
+    told = [text for text in warnings_of(chosen, job(), regions, 0.0) if "region" in text]
+    assert told == [f"region b is lost: its {samples:,} samples of digits are left out"]
+    for wanted in (job(use=["a"]), job(avoid=["b"])):
+        assert not [text for text in warnings_of(chosen, wanted, regions, 0.0) if "region" in text]
+    away = warnings_of(chosen, job(), {"a": region("a", "unreachable")}, 0.0)
+    assert "region a is unreachable; the job cannot begin without it" in away
