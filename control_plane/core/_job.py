@@ -268,6 +268,8 @@ class JobMachine:
     def _end_early(self) -> None:
         """Where the goal is reached: all regions hear of it, and end with the same round (`sync.ps`)."""
         state = self.state
+        if state.replanned and (why := reached(state)) is not None:
+            self._without_successor(why.text, why.data)
         if not may_end_early(state):
             return
         known = metrics_without_goal(state)
@@ -281,9 +283,11 @@ class JobMachine:
             self._record("job.goal", f"ends before its plan: {why.text}", "", {"reached": True, **why.data})
 
     def _finish_asked(self, event: FinishAsked) -> None:
+        why = "a user asked for it" + (f": {event.reason}" if event.reason else "")
+        if self.state.replanned and self.state.phase != "cancelling":
+            self._without_successor(why, {"asked": True})
         if not may_end_early(self.state):
             return
-        why = "a user asked for it" + (f": {event.reason}" if event.reason else "")
         self.state = replace(self.state, ends_early=why)
         self._record("job.goal", f"ends before its plan: {why}", "", {"reached": True, "asked": True})
         self._tell_peers()
@@ -295,12 +299,23 @@ class JobMachine:
         self._record("job.replanning", f"ends before its plan: {event.text}", "", event.data)
         self._tell_peers()
 
+    def _without_successor(self, why: str, data: dict[str, Any]) -> None:
+        """It was to end in any case; now with the model that is wanted, so that nothing is left to go on with."""
+        self.state = replace(self.state, ends_early=why, replanned=False)
+        self._record("job.goal", f"ends before its plan: {why}", "", {"reached": True, **data})
+        told = {"successor": None, "regions": [], "code": None}
+        self._record("job.replanned", f"no job goes on with its model: {why}", "", told)
+
     def _while_successor_is_planned(self, event: JobEvent) -> None:
         """The regions have been told to stop: what becomes of them does not matter any more."""
         if isinstance(event, Continued):
             self._continued(event)
         elif isinstance(event, CancelAsked):
             self._end(event.at, "cancelled", _because("cancelled", event.reason))
+        elif isinstance(event, FinishAsked):
+            self._finish_asked(event)
+            self._tell_deadline(event.at)
+            self._end_well(event.at)
         elif isinstance(event, Reported):
             self.state = settled(self.state, event.region, event.report)
 

@@ -170,7 +170,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @answering
     async def Finish(self, request: control_pb2.FinishRequest, context: Context) -> control_pb2.Job:
-        """Have a job end with the model that it has. One that is about to end in any case goes on to that."""
+        """Have a job end with the model that it has, and no other one go on with that. One that is about to end in any
+        case goes on to that."""
         caller = self._admit(context)
         federation = self._federation
         entry = await federation.find_job(request.job)
@@ -183,7 +184,11 @@ class ControlService(control_pb2_grpc.ControlServicer):
             raise GeofedError("ILLEGAL_STATE", f"job {job} is {phase} already")
         async with federation.change() as draft:
             draft.tell_job(job, FinishAsked(draft.at, request.reason))
-        return federation.describe(await federation.find_job(job))
+        entry = await federation.find_job(job)
+        if after := entry.state.successor:
+            hint = f"`control-plane finish {after}` ends that one"
+            raise GeofedError("ILLEGAL_STATE", f"job {job} has ended already; job {after} goes on", hint=hint)
+        return federation.describe(entry)
 
     @answering
     async def Replan(self, request: control_pb2.ReplanRequest, context: Context) -> control_pb2.Job:

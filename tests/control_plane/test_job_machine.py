@@ -16,6 +16,7 @@ from control_plane.core import (
     Charge,
     Continued,
     Failure,
+    FinishAsked,
     Goal,
     InitialModel,
     JobEvent,
@@ -74,6 +75,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.ends = 0
         self.epochs = dict.fromkeys(REGIONS, 1)
         self.routes = 0
+        self.no_successor = False
 
     def tell(self, event: JobEvent) -> None:
         before = self.machine.state
@@ -86,7 +88,10 @@ class AnyOrder(RuleBasedStateMachine):
         assert twin.state == self.machine.state
         if before.terminal:
             assert (self.machine.state, actions) == (before, [])
-        assert self.machine.state.ends_early == early or not early, "it is told once"
+        dropped = before.replanned and not self.machine.state.replanned
+        assert self.machine.state.ends_early == early or not early or dropped, "it is told once"
+        self.no_successor = self.no_successor or dropped
+        assert not (self.no_successor and self.machine.state.successor)
         for action in actions:
             self._check(action)
 
@@ -190,6 +195,17 @@ class AnyOrder(RuleBasedStateMachine):
         self.tell(Continued(self.at, successor, "goes on", {}))
         assert self.machine.state.successor == (successor if awaited else self.machine.state.successor)
         assert not awaited or self.machine.state.phase == "succeeded"
+
+    @rule()
+    def finish(self) -> None:
+        before = self.machine.state
+        self.tell(FinishAsked(self.at, "enough"))
+        now = self.machine.state
+        if before.phase in ("running", "finishing"):
+            assert not now.replanned, "what a user wants ended is not gone on with"
+            assert now.phase == ("succeeded" if before.awaits_successor else before.phase)
+        else:
+            assert now == before
 
     @rule()
     def cancel(self) -> None:
@@ -435,3 +451,36 @@ def test_where_none_can_go_on_it_ends_with_its_own_account() -> None:
     machine.handle(CancelAsked(9, "enough"))
     assert (machine.state.phase, machine.state.blob_digest) == ("cancelled", "sha256:x")
     assert machine.handle(Continued(10, "k", "too late", {})) == []
+
+
+def kinds_of(actions: list[Any]) -> list[str]:
+    return [record.kind for record in sent(actions, Record) if record.kind.startswith("job.")]
+
+
+def test_what_a_user_finishes_is_not_gone_on_with() -> None:
+    machine = running("a", "b")
+    machine.handle(ReplanAsked(3, "c has come", {}))
+    assert kinds_of(machine.handle(FinishAsked(4, "enough"))) == ["job.goal", "job.replanned"]
+    assert machine.state.ends_early == "a user asked for it: enough"
+    assert machine.handle(FinishAsked(4, "enough")) == [], "it is told once"
+    finished(machine)
+    machine.handle(Reported(7, "a", Report(1, "published", model_digest="m", blob_digest="sha256:x"), 12))
+    assert (machine.state.phase, machine.state.successor) == ("succeeded", "")
+    machine = replanned()
+    told = kinds_of(machine.handle(FinishAsked(9, "enough")))
+    assert told == ["job.goal", "job.replanned", "job.deadline", "job.succeeded"], "its model is here already"
+    assert machine.handle(Continued(10, "k", "too late", {})) == []
+
+
+def test_a_goal_that_the_last_round_meets_leaves_nothing_to_go_on_with() -> None:
+    machine = running("a", "b")
+    machine.handle(ReplanAsked(3, "c has come", {}))
+    told = []
+    for region in ("a", "b"):
+        good = {"metrics": {"accuracy": 0.5}, "metrics_samples": 10, "metrics_round": 3}
+        last = Report(1, "finished", model_digest="m", round=3, **good)
+        told += kinds_of(machine.handle(Reported(5, region, last)))
+    assert told == ["job.goal", "job.replanned", "job.finishing", "job.publishing"]
+    machine.handle(Reported(7, "a", Report(1, "published", model_digest="m", blob_digest="sha256:x"), 12))
+    assert machine.state.phase == "succeeded"
+    assert machine.state.ends_early == "accuracy is 0.5000, and was to be at least 0.4"

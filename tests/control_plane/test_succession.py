@@ -117,6 +117,7 @@ def test_another_job_goes_on_over_the_region_that_has_come(serve_config: ServeCo
                 "job.finishing", "job.publishing", "job.replanned", "job.succeeded",
             ]  # fmt: skip
             assert await data_of(stage, job, "job.replanned") == {"successor": after.id, "regions": ["a", "b", "c"]}
+            await refused(stage.client.finish(job), "ILLEGAL_STATE", f"job {after.id} goes on")
             assert (await data_of(stage, after.id, "job.submitted"))["initial_model"]["job"] == job
             await close(a, b, c)
 
@@ -152,9 +153,12 @@ def test_a_crash_between_the_two_loses_neither(
     run(scenario())
 
 
-@pytest.mark.parametrize(("usd", "count", "why"), [(5.0, 5, "the budget of"), (0.25, 20, "nothing is left to train")])
+@pytest.mark.parametrize(
+    ("usd", "count", "why", "code"),
+    [(5.0, 5, "the budget of", None), (0.25, 20, "nothing is left to train", "ILLEGAL_STATE")],
+)
 def test_where_nothing_is_left_there_is_no_other(
-    serve_config: ServeConfig, job_file: Path, usd: float, count: int, why: str
+    serve_config: ServeConfig, job_file: Path, usd: float, count: int, why: str, code: str | None
 ) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:
@@ -168,10 +172,32 @@ def test_where_nothing_is_left_there_is_no_other(
             first = await ended(stage, job)
             assert (first.state, first.successor) == ("succeeded", "")
             told = await data_of(stage, job, "job.replanned")
-            assert told == {"successor": None, "regions": [], "code": "ILLEGAL_STATE"}
+            assert told == {"successor": None, "regions": [], "code": code}
             assert len(await stage.client.jobs(ended=True)) == 1
             texts = [e.text async for e in stage.client.watch(job, follow=False) if e.kind == "job.replanned"]
             assert why in texts[0]
+            await close(a, b, c)
+
+    run(scenario())
+
+
+def test_a_user_who_wants_a_job_ended_gets_no_other(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            job = (await stage.submit(job_file, overrides=LONG)).job.id
+            await train(job, a, b)
+            c = await come(stage, "c")
+            await rounds(job, (a, b), 5)
+            await stage.client.replan(job)
+            assert "a user asked for it: enough" in (await stage.client.finish(job, "enough")).condition
+            await refused(stage.client.replan(job), "ILLEGAL_STATE", "is ending already")
+            await end_early(job, (a, b), 6)
+            first = await ended(stage, job)
+            assert (first.state, first.successor) == ("succeeded", "")
+            assert (await data_of(stage, job, "job.goal"))["asked"] is True
+            assert (await data_of(stage, job, "job.replanned"))["successor"] is None
+            assert (await stage.client.finish(job)).state == "succeeded", "asked again it stays so"
             await close(a, b, c)
 
     run(scenario())
