@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
@@ -75,27 +75,44 @@ class _Watched:
 
 
 async def follow_job(client: ControlClient, job: str) -> Data:
-    """Show a job until it has ended; returns how it then stands. In jsonl the events are data, too."""
+    """Show a job until it has ended, and those that go on with its model; returns how the last one then stands.
+
+    In jsonl the events are data, too.
+    """
     view = job_view(await client.job(job))
     with _display() as display:
         watched = _Watched(client, view["id"], Outage(display.note))
-        display.job(view)
-        looking = (
-            asyncio.create_task(_keep_looking(watched, display)) if not isinstance(display, PlainDisplay) else None
-        )
-        try:
-            async for event in events_of(watched):
-                if settings.format is Format.JSONL:
-                    emit_line(event)
-                display.event(event)
-            view = await _last_look(watched)
+        while True:
             display.job(view)
-        finally:
-            if looking is not None:
-                looking.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await looking
+            view = await _shown(watched, display)
+            if not view["successor"]:
+                return view
+            watched, view = await _next_of(watched, view, display.note)
+
+
+async def _shown(watched: _Watched, display: Display) -> Data:
+    """Show one job until it has ended; returns how it then stands."""
+    looking = asyncio.create_task(_keep_looking(watched, display)) if not isinstance(display, PlainDisplay) else None
+    try:
+        async for event in events_of(watched):
+            if settings.format is Format.JSONL:
+                emit_line(event)
+            display.event(event)
+        view = await _look(watched)
+        display.job(view)
+    finally:
+        if looking is not None:
+            looking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await looking
     return view
+
+
+async def _next_of(watched: _Watched, view: Data, tell: Callable[[str], None]) -> tuple[_Watched, Data]:
+    """The job that goes on with the model of one that was planned anew, and how it stands."""
+    tell(f"job {view['id']} goes on as {view['successor']}")
+    watched = replace(watched, job=view["successor"])
+    return watched, await _look(watched)
 
 
 async def events_of(watched: _Watched) -> AsyncIterator[Data]:
@@ -106,18 +123,23 @@ async def events_of(watched: _Watched) -> AsyncIterator[Data]:
 
 
 async def wait_for_job(client: ControlClient, job: str, *, running: bool = False) -> Data:
-    """Wait, silently, until a job has ended, or with `running` until it trains."""
+    """Wait, silently, until a job and those that go on with its model have ended, or with `running` until it trains."""
     view = job_view(await client.job(job))
     watched = _Watched(client, view["id"], Outage())
-    if running and view["state"] in ("running", "finishing"):
-        return view
-    async for event in events_of(watched):
-        if running and event["kind"] == "job.running":
-            break
-    return await _last_look(watched)
+    while True:
+        if running and view["state"] in ("running", "finishing"):
+            return view
+        async for event in events_of(watched):
+            if running and event["kind"] == "job.running":
+                break
+        view = await _look(watched)
+        if not view["successor"]:
+            return view
+        watched, view = await _next_of(watched, view, say)
 
 
-async def _last_look(watched: _Watched) -> Data:
+async def _look(watched: _Watched) -> Data:
+    """How a job stands, as soon as that can be told."""
     while True:
         try:
             view = job_view(await watched.client.job(watched.job))
