@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import secrets
 import time
+from collections.abc import Mapping
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import structlog
@@ -32,10 +34,34 @@ _MOST_AT_ONCE = 8
 """Tasks; each takes a worker of a region for some seconds."""
 _REST_SECONDS = 60.0
 """A task that could not be weighed is not tried again for so long."""
-_CERTAIN = frozenset({"TASK_FAILED", "TASK_INVALID"})
-"""What the task's own code has made of its model: it would do so in any run."""
+_TASK = frozenset({"TASK_FAILED", "TASK_INVALID"})
+"""What came of running the task's code; what it runs on, a package or a download, may be the reason all the same."""
+_RAISED, _PLACE = re.compile(r"[\w' ]{1,60} raised (\w+)"), re.compile(r" at [^\s:]{1,200}:\d+$")
+"""How a worker tells what the user's code has raised, and at its end in which line of it."""
+_OWN_KINDS = frozenset(
+    {
+        "AttributeError", "IndentationError", "IndexError", "KeyError", "NameError", "NotImplementedError",
+        "SyntaxError", "TabError", "TypeError", "UnboundLocalError", "ZeroDivisionError",
+    }
+)  # fmt: skip
+"""Raised in a line of the task these are the code's own fault. An ImportError, an OSError or a RuntimeError, of which
+torch makes all sorts of things, may be its surroundings'."""
+_INCOMPLETE = re.compile(r"does not define|there is no task module|\breturned\b|must return")
+"""In words of TASK_INVALID: nothing of the surroundings is in play."""
+_MEMORY = re.compile(r"DefaultCPUAllocator|out of memory|can't allocate memory|OutOfMemoryError|MemoryError")
+"""A plan may choose a function that has more."""
 _MOST = 2**53
+_LONGEST_NOTE = 1000
 _log = structlog.get_logger("geofed.weighing")
+
+
+@dataclass(frozen=True)
+class _Unweighed:
+    """Why a task was not weighed."""
+
+    error: GeofedError
+    certain: bool = False
+    """Any run would fail so: there is no use in planning one."""
 
 
 class Weighing:
@@ -44,7 +70,7 @@ class Weighing:
     def __init__(self, federation: Federation, measurements: Measurements, wait: timedelta = WAIT) -> None:
         self._federation, self._measurements = federation, measurements
         self._wait = wait.total_seconds()
-        self._going: dict[str, asyncio.Task[GeofedError | None]] = {}
+        self._going: dict[str, asyncio.Task[_Unweighed | None]] = {}
         self._rests: dict[str, tuple[float, GeofedError]] = {}
         """By task: until when, and why it could not be weighed."""
 
@@ -59,7 +85,7 @@ class Weighing:
         """What is known of a task. One that was never run is weighed first, where its code is here: that may take as
         long as the answer may wait.
 
-        Raises ``GeofedError``: TASK_FAILED, TASK_INVALID where its model cannot be made.
+        Raises ``GeofedError``: TASK_FAILED, TASK_INVALID where its model surely cannot be made.
         """
         keys = task_keys(spec, code_digest)
         learnt = await self._stored(keys)
@@ -67,63 +93,72 @@ class Weighing:
             why = await self._weighed(keys[0], spec, bundle_digest)
             learnt = await self._stored(keys)
             if learnt.weight is None and why is not None:
-                if why.code in _CERTAIN:
+                if why.certain:
                     hint = "correct the task module; it was tried before the plan, and no job was made"
-                    raise GeofedError(why.code, why.message, hint=hint)
-                return replace(learnt, note=f"the task was not weighed: {why.message}")
-        return replace(learnt, note=self._untimed(learnt, keys[0]))
+                    raise GeofedError(why.error.code, why.error.message, hint=hint)
+                return replace(learnt, note=f"the task was not weighed: {why.error.message}")
+        return replace(learnt, note=self._doubt(learnt, keys[0]))
 
     async def _stored(self, keys: tuple[str, str]) -> Learnt:
         return await self._federation.read(lambda store: Learnt(tuple(store.runs(*keys)), store.weight(keys[0])))
 
-    def _untimed(self, learnt: Learnt, key: str) -> str:
-        """Why no steps are known; empty where some are, or where runs say more."""
+    def _doubt(self, learnt: Learnt, key: str) -> str:
+        """Why no steps are known, or what else went wrong; empty where runs say more."""
         weight = learnt.weight
-        if weight is None or weight.steps_json != "[]" or learnt.of_own_code(key):
+        if weight is None or learnt.of_own_code(key):
             return ""
+        if weight.steps_json != "[]":
+            return weight.note
         why = "that takes longer; later plans will know" if key in self._going else weight.note or "it broke off"
         return f"the agent of {weight.region} has not timed the task's steps: {why}"
 
-    async def _weighed(self, key: str, spec: JobSpec, bundle_digest: str) -> GeofedError | None:
+    async def _weighed(self, key: str, spec: JobSpec, bundle_digest: str) -> _Unweighed | None:
         """Wait for it, at most as long as an answer may; why it is not weighed, or not wholly."""
         until, why = self._rests.get(key, (-math.inf, None))
         if why is not None and time.monotonic() < until:
-            return why
+            return _Unweighed(why)
         task = self._going.get(key)
         if task is None:
             if len(self._going) >= _MOST_AT_ONCE:
-                return GeofedError("UNAVAILABLE", f"{len(self._going)} other tasks are being weighed")
+                return _Unweighed(GeofedError("UNAVAILABLE", f"{len(self._going)} other tasks are being weighed"))
             task = self._going[key] = asyncio.create_task(self._weigh(key, spec, bundle_digest))
             task.add_done_callback(lambda _: self._going.pop(key, None))
         await asyncio.wait({task}, timeout=self._wait)
         if not task.done():
-            return GeofedError("WAIT_TIMEOUT", f"that takes longer than {self._wait:g} s; later plans will know")
-        return GeofedError("UNAVAILABLE", "the control plane is stopping") if task.cancelled() else task.result()
+            text = f"that takes longer than {self._wait:g} s; later plans will know"
+            return _Unweighed(GeofedError("WAIT_TIMEOUT", text))
+        if task.cancelled():
+            return _Unweighed(GeofedError("UNAVAILABLE", "the control plane is stopping"))
+        return task.result()
 
-    async def _weigh(self, key: str, spec: JobSpec, bundle_digest: str) -> GeofedError | None:
+    async def _weigh(self, key: str, spec: JobSpec, bundle_digest: str) -> _Unweighed | None:
         """In one region after another until one has; None: it is stored."""
-        why = GeofedError("INADMISSIBLE", "no region that holds its data has a worker free")
+        failed: dict[str, GeofedError] = {}
         try:
             async with asyncio.timeout(_LIMIT_SECONDS):
+                alone = len(self._measurements.live_holders(spec)) == 1
                 for region in self._regions(spec):
                     try:
-                        row = await self._weigh_in(region, key, spec, bundle_digest)
+                        row = await self._weigh_in(region, key, spec, bundle_digest, failed)
                     except GeofedError as error:
-                        why = error
-                        if error.code in _CERTAIN:
-                            break
+                        failed[region] = error
+                        if (fault := _certain_fault(failed, alone)) is not None:
+                            return _Unweighed(fault, certain=True)
                     else:
                         self._rest(key, None if _settled(row) else GeofedError("UNAVAILABLE", row.note))
                         return None
+            none = GeofedError("INADMISSIBLE", "no region that holds its data has a worker free")
+            why = _of_task(failed) or next(reversed(failed.values()), none)
         except TimeoutError:
-            why = GeofedError("WAIT_TIMEOUT", f"it was not weighed within {_LIMIT_SECONDS:g} s")
+            late = GeofedError("WAIT_TIMEOUT", f"it was not weighed within {_LIMIT_SECONDS:g} s")
+            why = _of_task(failed) or late
         except GeofedError as error:
             why = error
         except Exception as error:  # noqa: BLE001 - the task's edge: whoever waits must go on without it
             _log.exception("a task could not be weighed", task=key)
             why = GeofedError("INTERNAL", f"{type(error).__name__}: {error}")
-        self._rest(key, None if why.code in _CERTAIN else why)
-        return why
+        self._rest(key, why)
+        return _Unweighed(why)
 
     def _rest(self, key: str, why: GeofedError | None) -> None:
         """Have a task rest, where there is a reason; those of before that have rested are forgotten."""
@@ -144,23 +179,28 @@ class Weighing:
             free.append((self._measurements.going_on(region), -samples, region))
         return [region for _, _, region in sorted(free)]
 
-    async def _weigh_in(self, region: str, key: str, spec: JobSpec, bundle_digest: str) -> WeightRow:
+    async def _weigh_in(
+        self, region: str, key: str, spec: JobSpec, bundle_digest: str, failed: Mapping[str, GeofedError]
+    ) -> WeightRow:
         """Have an agent weigh it, and store what it tells as it comes. What breaks off after the size is known only
-        leaves the steps unknown."""
+        leaves the steps unknown. ``failed``: what came of it elsewhere, which whoever reads the plan should know."""
         command = _command(region, self._measurements.usual_memory_mb(region), spec, bundle_digest)
+        fault = _of_task(failed)
+        elsewhere = f"where the task was weighed before {region} it failed: {fault.message}" if fault else ""
         row: WeightRow | None = None
         try:
             async with aclosing(self._measurements.told(agent_pb2.ToAgent(weigh=command))) as reports:
                 async for report in reports:
                     if report.HasField("weight"):
                         row = _row(key, region, self._federation.clock(), report.weight)
+                        row = replace(row, note=_joined(row.note, elsewhere))
                         await self._keep(row, spec.metadata.name, report.weight)
             if row is None:
                 raise GeofedError("FRAME_INVALID", f"region {region} has told no weight")
         except GeofedError as error:
             if row is None:
                 raise
-            row = replace(row, note=f"{error.code}: {error.message}")
+            row = replace(row, note=_joined(f"{error.code}: {error.message}", elsewhere))
             await self._keep(row, spec.metadata.name)
         return row
 
@@ -173,10 +213,52 @@ class Weighing:
                 draft.record("task.weighed", text, region=row.region, data=data)
 
 
+def _certain_fault(failed: Mapping[str, GeofedError], alone: bool) -> GeofedError | None:
+    """What any run of a task would fail with, by what regions have told: two say the same, or the only one that may run
+    it (``alone``) names what is surely the code's own. None: it may go well in another region, or later."""
+    told = {region: error for region, error in failed.items() if error.code in _TASK}
+    seen: set[str] = set()
+    for region, error in told.items():
+        text = error.message.removeprefix(f"{region}: ")
+        if _MEMORY.search(text):
+            continue
+        fault = _fault(error.code, text)
+        if fault in seen or (alone and _is_own(error.code, text)):
+            return error
+        seen.add(fault)
+    return None
+
+
+def _fault(code: str, text: str) -> str:
+    """What two regions say alike: the words between may tell of an address or a folder, which are not."""
+    raised, place = _RAISED.match(text), _PLACE.search(text[-_LONGEST_NOTE:])
+    return f"{code}: {raised[0]}{place[0]}" if raised and place else f"{code}: {text}"
+
+
+def _is_own(code: str, text: str) -> bool:
+    """Whether a task's code alone is to blame."""
+    if code == "TASK_INVALID":
+        return _INCOMPLETE.search(text) is not None
+    raised, place = _RAISED.match(text), _PLACE.search(text[-_LONGEST_NOTE:])
+    return code == "TASK_FAILED" and raised is not None and place is not None and raised[1] in _OWN_KINDS
+
+
+def _of_task(failed: Mapping[str, GeofedError]) -> GeofedError | None:
+    """What the task's code was told to fail with, which says most; None: nothing of the kind."""
+    return next((error for error in failed.values() if error.code in _TASK), None)
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(note for note in notes if note)[:_LONGEST_NOTE]
+
+
 def _settled(weight: WeightRow | None) -> bool:
     """Whether nothing more is to be found out: its steps were timed, or the task's own code cannot make them. What else
     has been in the way, a file that was not there, may be mended."""
-    return weight is not None and (weight.steps_json != "[]" or weight.note.partition(":")[0] in _CERTAIN)
+    if weight is None or weight.steps_json != "[]":
+        return weight is not None
+    code, _, text = weight.note.partition(": ")
+    return _is_own(code, text)
 
 
 def _row(key: str, region: str, at: float, told: agent_pb2.TaskWeight) -> WeightRow:
@@ -185,9 +267,8 @@ def _row(key: str, region: str, at: float, told: agent_pb2.TaskWeight) -> Weight
     sound = all(batch > 0 and math.isfinite(seconds) and seconds > 0 for batch, seconds in steps)
     if not (0 < told.model_bytes < _MOST and told.parameters < _MOST and sound and math.isfinite(told.start_seconds)):
         raise GeofedError("FRAME_INVALID", f"what region {region} has weighed makes no sense")
-    return WeightRow(
-        key, region, at, told.parameters, told.model_bytes, json.dumps(steps), told.start_seconds, told.note[:500]
-    )
+    note = told.note[:_LONGEST_NOTE]
+    return WeightRow(key, region, at, told.parameters, told.model_bytes, json.dumps(steps), told.start_seconds, note)
 
 
 def _command(region: str, usual_memory_mb: int, spec: JobSpec, bundle_digest: str) -> agent_pb2.ProfileTask:

@@ -154,6 +154,91 @@ def test_a_model_that_cannot_be_made_is_told_at_once_and_makes_no_job(
     run(scenario())
 
 
+LACKS = "import raised ModuleNotFoundError: No module named 'timm' at task.py:2"
+
+
+def test_one_of_several_regions_refuses_nobody(serve_config: ServeConfig, job_file: Path) -> None:
+    """Its image may lack a package. The plan rests on the next one's answer, and tells what was said before."""
+
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage, "a") as one, scales(stage, "b") as two:
+            answer = asyncio.create_task(plan(stage, job_file))
+            one.tell_profile((await one.command("weigh")).id, error=common_pb2.Error(code="TASK_FAILED", message=LACKS))
+            two.tell_profile((await two.command("weigh")).id, weight=weight())
+            told = await answer
+            assert told["estimate"]["model_basis"] == "counted"
+            assert f"where the task was weighed before b it failed: a: {LACKS}" in told["warnings"]
+            assert (await stage.submit(job_file)).created
+            assert (asked(one), asked(two)) == (1, 1)
+
+    run(scenario())
+
+
+def test_two_regions_that_say_the_same_refuse_the_job(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage, "a") as one, scales(stage, "b") as two:
+            answer = asyncio.create_task(stage.submit(job_file))
+            for agent in (one, two):
+                error = common_pb2.Error(code="TASK_FAILED", message=LACKS)
+                agent.tell_profile((await agent.command("weigh")).id, error=error)
+            with pytest.raises(GeofedError, match="No module named 'timm'"):
+                await answer
+            assert not await stage.client.jobs(ended=True)
+
+    run(scenario())
+
+
+def test_surroundings_of_the_only_region_refuse_nobody(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage) as agent:
+            answer = asyncio.create_task(plan(stage, job_file))
+            error = common_pb2.Error(code="TASK_FAILED", message=LACKS)
+            agent.tell_profile((await agent.command("weigh")).id, error=error)
+            told = await answer
+            assert told["estimate"]["model_basis"] == "prior"
+            assert f"the task was not weighed: a: {LACKS}" in told["warnings"]
+
+    run(scenario())
+
+
+KEY = "model raised KeyError: 'width' at task.py:3"
+REFUSED = "model raised URLError: <urlopen error [Errno 111] Connection refused> at task.py:3"
+TOO_LARGE = "model raised RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory at task.py:3"
+
+
+@pytest.mark.parametrize(
+    ("texts", "alone", "certain"),
+    [
+        ((KEY,), True, True),
+        ((KEY,), False, False),
+        ((KEY, KEY), False, True),
+        ((KEY, LACKS), False, False),
+        ((LACKS,), True, False),
+        ((REFUSED,), True, False),
+        ((LACKS, REFUSED, LACKS), False, True),
+        ((TOO_LARGE,), True, False),
+        # A plan may choose a larger function.
+        ((TOO_LARGE, TOO_LARGE), False, False),
+        # In no line of the task.
+        (("model raised KeyError: 'width'",), True, False),
+        (("model raised OSError: 0x7f1 at task.py:3", "model raised OSError: 0x9 at task.py:3"), False, True),
+        (("model raised RuntimeError: a at task.py:3", "model raised RuntimeError: a at task.py:4"), False, False),
+    ],
+)  # fmt: skip
+def test_who_refuses(texts: tuple[str, ...], alone: bool, certain: bool) -> None:
+    failed = {name: GeofedError("TASK_FAILED", f"{name}: {text}") for name, text in zip("abc", texts, strict=False)}
+    assert (_weighing._certain_fault(failed, alone) is not None) == certain
+
+
+def test_a_task_that_lacks_a_function_is_refused_and_one_that_did_not_arrive_is_not() -> None:
+    lacks = GeofedError("TASK_INVALID", "a: task.py does not define model")
+    lost = GeofedError("TASK_INVALID", "a: the task folder bundle/1 is not in the channel")
+    other = GeofedError("FUNCTION_OUT_OF_MEMORY", "a: too little memory")
+    assert _weighing._certain_fault({"a": lacks}, alone=True) is lacks
+    assert _weighing._certain_fault({"a": lost}, alone=True) is None
+    assert _weighing._certain_fault({"a": other, "b": other}, alone=False) is None
+
+
 def test_what_may_be_otherwise_elsewhere_stops_nobody(serve_config: ServeConfig, job_file: Path) -> None:
     """The next region is asked; where none can, the plan is made as if nobody had been, and it rests for a while."""
 
