@@ -303,7 +303,7 @@ class JobMachine:
         """It was to end in any case; now with the model that is wanted, so that nothing is left to go on with."""
         self.state = replace(self.state, ends_early=why, replanned=False)
         self._record("job.goal", f"ends before its plan: {why}", "", {"reached": True, **data})
-        told = {"successor": None, "regions": [], "code": None}
+        told: dict[str, Any] = {"successor": None, "regions": [], "code": None}
         self._record("job.replanned", f"no job goes on with its model: {why}", "", told)
 
     def _while_successor_is_planned(self, event: JobEvent) -> None:

@@ -41,6 +41,13 @@ _SETTLED_SECONDS = 10.0
 """A region must have been there for so long: one that comes and goes is no reason."""
 _AGAIN_SECONDS = 60.0
 """Between two plans of what is left, while the same regions are there."""
+_SHARE_BEFORE_AGAIN = 0.1
+"""Of the rounds of a job that goes on with another's model, before it is planned anew by itself: what it cost to start
+must come back, whatever comes and goes."""
+_BACK_SECONDS = 5.0
+"""A region that has just become silent is waited for: all are when the control plane has been restarted."""
+_REQUEST = "replan-"
+"""What the request ids of jobs that go on with another's model begin with."""
 
 
 class _Gone(Exception):
@@ -79,7 +86,8 @@ class Succession:
         job, rest = entry.row.id, rest_of(entry)
         learnt = await self._learnt(entry, rest)
         async with self._federation.planning:
-            _, answer = await self._federation.answer(rest, "plan", learnt, entry.row.user, without=job)
+            there = _without_regions(rest, self._silent(entry))
+            _, answer = await self._federation.answer(there, "plan", learnt, entry.row.user, without=job)
         if isinstance(answer, Declined):
             refused = declined_error(answer)
             text = f"what is left of {job} could not be run, so it goes on as it is: {refused.message}"
@@ -126,13 +134,16 @@ class Succession:
             del self._asked[gone]
         if spec.regions.replan != "auto" or not may_end_early(state) or any(p.link != "live" for p in parts):
             return False
-        if min((part.report.round if part.report else 0 for part in parts), default=0) < _ROUNDS_SEEN:
+        least = _SHARE_BEFORE_AGAIN * entry.plan.rounds if entry.row.request_id.startswith(_REQUEST) else 0.0
+        done = min((part.report.round if part.report else 0 for part in parts), default=0)
+        if done < max(_ROUNDS_SEEN, least):
             return False
-        taken = {*_regions(entry.plan), *(copy.source for copy in entry.plan.copies)}
         there = {
             name
             for name, region in self._federation.regions.items()
-            if name not in taken and region.state.phase == "live" and at - region.state.since >= _SETTLED_SECONDS
+            if name not in _taken(entry)
+            and region.state.phase == "live"
+            and at - region.state.since >= _SETTLED_SECONDS
         }
         before, asked_at = self._asked.get(job, (set(), -math.inf))
         if not there or (there == before and at - asked_at < _AGAIN_SECONDS):
@@ -147,7 +158,19 @@ class Succession:
 
     # --- the job that goes on
 
+    def _silent(self, entry: JobEntry, seconds: float = math.inf) -> list[str]:
+        """Regions that a job has no part in and that are silent, for less than so long: they may be gone already, and
+        what would wait for them would fail without them."""
+        at, taken = self._federation.clock(), _taken(entry)
+        return [
+            name
+            for name, region in sorted(self._federation.regions.items())
+            if name not in taken and region.state.phase == "unreachable" and at - region.state.since < seconds
+        ]
+
     async def _go_on(self, entry: JobEntry) -> None:
+        if silent := self._silent(entry, _BACK_SECONDS):
+            raise GeofedError("UNAVAILABLE", f"region {', '.join(silent)} is silent; it may be back in a moment")
         try:
             rest = rest_of(entry)
             try:
@@ -167,11 +190,14 @@ class Succession:
     async def _admit(self, entry: JobEntry, rest: JobSpec, late: GeofedError | None = None) -> None:
         state, row = entry.state, entry.row
         # Of each try, another one: whether it was stored is seen by what the job before it waits for.
-        request = f"replan-{row.id}-{secrets.token_hex(8)}"
+        request = f"{_REQUEST}{row.id}-{secrets.token_hex(8)}"
         key, _ = await self._keys(entry, rest)
         new_job = new_row(rest, row.bundle_digest, request, row.user)
         model = InitialModel(row.id, state.blob_digest, state.blob_bytes)
-        new = Newcomer(replace(new_job, task_key=key), rest, await self._learnt(entry, rest), model)
+        silent = self._silent(entry)
+        # Only planned without them: its file stays as it is.
+        planned = _without_regions(rest, silent)
+        new = Newcomer(replace(new_job, task_key=key), planned, await self._learnt(entry, rest), model)
 
         async def look(draft: Draft) -> JobEntry | None:
             present = draft.job(row.id)
@@ -180,8 +206,18 @@ class Succession:
             return None
 
         def also(draft: Draft, decided: Decision) -> None:
-            regions = _regions(decided.plan)
-            text = f"job {new_job.id} goes on with its model, over {', '.join(regions)}"
+            regions, taken = _regions(decided.plan), _taken(entry)
+            wanted = {*regions, *(copy.source for copy in decided.plan.copies)}
+            for name in sorted(wanted - taken):
+                region = draft.region(name)
+                if region is None or region.state.phase != "live":
+                    raise GeofedError("UNAVAILABLE", f"region {name} has become silent")
+            if (stored := draft.job(new_job.id)) is not None:
+                draft.add_job(replace(stored, spec=rest))
+            over = "the same regions as before" if regions == _regions(entry.plan) else ", ".join(regions)
+            text = f"job {new_job.id} goes on with its model, over {over}"
+            if silent:
+                text += f"; planned without {', '.join(silent)}, as nothing is heard of it"
             data = {"successor": new_job.id, "regions": regions}
             draft.tell_job(row.id, Continued(draft.at, new_job.id, text, data))
             if late is not None:
@@ -244,6 +280,16 @@ def rest_of(entry: JobEntry) -> JobSpec:
 
 def _without_deadline(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={"objective": spec.objective.model_copy(update={"deadline": None})})
+
+
+def _without_regions(spec: JobSpec, names: list[str]) -> JobSpec:
+    avoid = list(dict.fromkeys([*spec.regions.avoid, *names]))
+    return spec.model_copy(update={"regions": spec.regions.model_copy(update={"avoid": avoid})})
+
+
+def _taken(entry: JobEntry) -> set[str]:
+    """Regions that have a part in a job, or hand a shard of it over."""
+    return {*_regions(entry.plan), *(copy.source for copy in entry.plan.copies)}
 
 
 def _regions(plan: Plan) -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,6 +181,84 @@ def test_where_nothing_is_left_there_is_no_other(
             await close(a, b, c)
 
     run(scenario())
+
+
+async def silent(stage: Stage, agent: FakeAgent) -> None:
+    await agent.close()
+
+    async def gone() -> bool:
+        return any(region.name == agent.region and region.state != "live" for region in await stage.client.regions())
+
+    await stage.until(gone)
+
+
+def test_nothing_waits_for_a_region_that_has_left_meanwhile(
+    serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(_succession, "_BACK_SECONDS", 0.2)
+        async with staged(replace(serve_config, lease=timedelta(hours=1))) as stage:
+            a, b = await bring_up(stage)
+            job = (await stage.submit(job_file, overrides=LONG)).job.id
+            await train(job, a, b)
+            c = await come(stage, "c")
+            await rounds(job, (a, b), 5)
+            await stage.client.replan(job)
+            await silent(stage, c)
+            await end_early(job, (a, b), 6)
+            first = await ended(stage, job)
+            after = await stage.client.job(first.successor)
+            assert [part["region"] for part in json.loads(after.plan_json)["partitions"]] == ["a", "b"]
+            assert json.loads(after.spec_json)["regions"]["avoid"] == [], "what it may run in stays as it was"
+            texts = [e.text async for e in stage.client.watch(job, follow=False) if e.kind == "job.replanned"]
+            assert "over the same regions as before; planned without c" in texts[0]
+            # Nor does a running job end for one that is silent.
+            for agent in (a, b):
+                await agent.command("start", 2)
+                agent.report(after.id, "ready", ps_address=f"{agent.region}.example:9000")
+                agent.report(after.id, "training")
+            await rounds(after.id, (a, b), 5)
+            await refused(stage.client.replan(after.id), "INADMISSIBLE", "in the same regions again")
+            c = await come(stage, "c")
+            await stage.client.replan(after.id)
+            await close(a, b, c)
+
+    run(scenario())
+
+
+def test_a_region_that_comes_back_in_a_moment_is_waited_for(
+    serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(_succession, "_BACK_SECONDS", 60.0)
+        async with staged(replace(serve_config, lease=timedelta(hours=1))) as stage:
+            a, b = await bring_up(stage)
+            job = (await stage.submit(job_file, overrides=LONG)).job.id
+            await train(job, a, b)
+            c = await come(stage, "c")
+            await rounds(job, (a, b), 5)
+            await stage.client.replan(job)
+            await silent(stage, c)
+            await end_early(job, (a, b), 6)
+            c = await come(stage, "c")
+            after = await stage.client.job((await ended(stage, job)).successor)
+            assert [part["region"] for part in json.loads(after.plan_json)["partitions"]] == ["a", "b", "c"]
+            await close(a, b, c)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("request_id", "done", "may"), [("r", 3, True), ("replan-k-1", 3, False), ("replan-k-1", 4, True)]
+)
+def test_what_goes_on_makes_a_tenth_of_its_rounds_first(tmp_path: Path, request_id: str, done: int, may: bool) -> None:
+    """Whatever comes and goes; of 40 rounds."""
+    watch = Watch(tmp_path)
+    watch.regions["c"] = replace(watch.regions["a"], row=replace(watch.regions["a"].row, name="c"))
+    job = running(tmp_path, "regions.replan=auto", done=done)
+    job = replace(job, row=replace(job.row, request_id=request_id), plan=replace(job.plan, rounds=40))
+    federation: Any = SimpleNamespace(regions=watch.regions, jobs={job.row.id: job}, clock=lambda: 1000.0)
+    assert Succession(federation)._may_pay(job) is may
 
 
 def test_a_user_who_wants_a_job_ended_gets_no_other(serve_config: ServeConfig, job_file: Path) -> None:
