@@ -310,7 +310,8 @@ class Federation:
     # --- users
 
     async def find_job(self, name: str) -> JobEntry:
-        """A job by its id, or by its name where one only has it. Raises ``GeofedError`` JOB_NOT_FOUND."""
+        """A job by its id, or by its name where one only has it; of jobs that went on as each other, the last has it.
+        Raises ``GeofedError`` JOB_NOT_FOUND."""
         if name in self.jobs:
             return self.jobs[name]
         row = await self.read(lambda store: store.job(name))
@@ -319,8 +320,11 @@ class Federation:
             if not named:
                 raise GeofedError("JOB_NOT_FOUND", f"there is no job {name}")
             if len(named) > 1:
+                named = [job for job in named if not job_state_from_json(job.state_json).successor]
+            if len(named) > 1:
                 ids = ", ".join(job.id for job in named[:5])
-                raise GeofedError("JOB_NOT_FOUND", f"{len(named)} jobs are called {name}; say which: {ids}")
+                text = f"{len(named)} jobs are called {name}; say which: {ids}"
+                raise GeofedError("JOB_NOT_FOUND", text, hint="give the id of the one that you mean, not its name")
             row = named[0]
         return self.jobs.get(row.id) or _entry(row)
 

@@ -180,7 +180,7 @@ class LearningRate(_Section):
 
 class InitialModel(_Section):
     job: str = Field(min_length=1)
-    """Id of a job that has succeeded, or its name where only one job has it."""
+    """Id of a job that has succeeded, or its name where only one job has it; of those planned anew, the last one's."""
 
 
 class Train(_Section):

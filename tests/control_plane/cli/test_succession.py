@@ -17,6 +17,7 @@ from tests.control_plane.cli.conftest import ROOT
 from tests.control_plane.conftest import staged
 from tests.control_plane.scenario import bring_up, figures, run, train
 from tests.control_plane.test_succession import LONG, close, come, end_early, ended, rounds
+from tests.control_plane.test_users import refused
 
 
 @contextlib.asynccontextmanager
@@ -70,6 +71,34 @@ def test_who_watches_a_job_is_led_to_the_end_of_the_one_that_goes_on(serve_confi
             assert [event["data"]["job"] for event in events if event["data"]["terminal"]] == [job, after]
             assert (watch.returncode, last["error"]["code"]) == (1, "JOB_FAILED")
             assert f"job {job} goes on as {after}\n" in said.decode()
+            await close(a, b, c)
+
+    run(scenario())
+
+
+def test_the_name_of_a_job_is_that_of_the_last_one_that_goes_on(serve_config: ServeConfig, job_file: str) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            client, file = stage.client, Path(job_file)
+            job = (await stage.submit(file, overrides=LONG)).job.id
+            await train(job, a, b)
+            c = await come(stage, "c")
+            await rounds(job, (a, b), 5)
+            await client.replan("digits")
+            assert (await client.job("digits")).id == job, "until it has ended"
+            await end_early(job, (a, b), 5)
+            after = (await ended(stage, job)).successor
+            assert (await client.job("digits")).id == after
+            assert (await client.job(job)).id == job
+            assert {event.job async for event in client.watch("digits", follow=False)} == {after}
+            await refused(client.replan("digits"), "ILLEGAL_STATE", f"job {after} does not run")
+            # One that only starts from its model is another job.
+            wanted = (f"train.initialModel={{job: {job}}}",)
+            other = (await stage.submit(file, "r2", wanted)).job.id
+            await refused(
+                client.job("digits"), "JOB_NOT_FOUND", f"2 jobs are called digits; say which: {other}, {after}"
+            )
             await close(a, b, c)
 
     run(scenario())
