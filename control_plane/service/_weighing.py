@@ -50,7 +50,9 @@ _INCOMPLETE = re.compile(r"does not define|there is no task module|\breturned\b|
 """In words of TASK_INVALID: nothing of the surroundings is in play."""
 _MEMORY = re.compile(r"DefaultCPUAllocator|out of memory|can't allocate memory|OutOfMemoryError|MemoryError")
 """A plan may choose a function that has more."""
-_MOST = 2**53
+_MOST_BYTES, _MOST_BATCH, _MOST_STEPS = 2**46, 2**31, 16
+_LEAST_SECONDS, _MOST_SECONDS = 1e-6, 1e6
+"""Of what an agent tells: what lies beyond is a fault of its, and would stay in every later plan."""
 _LONGEST_NOTE = 1000
 _log = structlog.get_logger("geofed.weighing")
 
@@ -209,7 +211,7 @@ class Weighing:
             draft.weights.append(row)
             if told is not None and told.last:
                 text = f"{name} was weighed in {row.region}: {row.parameters:,} parameters"
-                data = {"parameters": row.parameters, "model_bytes": row.model_bytes, "usd": told.usd}
+                data = {"parameters": row.parameters, "model_bytes": row.model_bytes, "usd": _money(told.usd)}
                 draft.record("task.weighed", text, region=row.region, data=data)
 
 
@@ -262,13 +264,27 @@ def _settled(weight: WeightRow | None) -> bool:
 
 
 def _row(key: str, region: str, at: float, told: agent_pb2.TaskWeight) -> WeightRow:
-    """What an agent has told. Raises ``GeofedError`` FRAME_INVALID."""
-    steps = [(step.batch, step.seconds) for step in told.steps]
-    sound = all(batch > 0 and math.isfinite(seconds) and seconds > 0 for batch, seconds in steps)
-    if not (0 < told.model_bytes < _MOST and told.parameters < _MOST and sound and math.isfinite(told.start_seconds)):
+    """What an agent has told, without what cannot be: the note says that something was left out.
+
+    Raises ``GeofedError`` FRAME_INVALID where the size is such a thing.
+    """
+    if not (0 < told.model_bytes <= _MOST_BYTES and told.parameters <= _MOST_BYTES):
         raise GeofedError("FRAME_INVALID", f"what region {region} has weighed makes no sense")
-    note = told.note[:_LONGEST_NOTE]
-    return WeightRow(key, region, at, told.parameters, told.model_bytes, json.dumps(steps), told.start_seconds, note)
+    steps = [(step.batch, step.seconds) for step in told.steps[:_MOST_STEPS] if _sound(step)]
+    start = told.start_seconds if 0 <= told.start_seconds <= _MOST_SECONDS else 0.0
+    left_out = len(steps) < len(told.steps) or start != told.start_seconds
+    nonsense = f"FRAME_INVALID: some of what region {region} has weighed makes no sense, and was left out"
+    note = _joined(nonsense if left_out else "", told.note)
+    return WeightRow(key, region, at, told.parameters, told.model_bytes, json.dumps(steps), start, note)
+
+
+def _money(usd: float) -> float:
+    """As told, if it is an amount."""
+    return usd if 0 <= usd < math.inf else 0.0
+
+
+def _sound(step: agent_pb2.TimedStep) -> bool:
+    return 1 <= step.batch <= _MOST_BATCH and _LEAST_SECONDS <= step.seconds <= _MOST_SECONDS
 
 
 def _command(region: str, usual_memory_mb: int, spec: JobSpec, bundle_digest: str) -> agent_pb2.ProfileTask:

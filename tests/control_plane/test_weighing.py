@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -341,10 +342,49 @@ def test_an_agent_that_talks_nonsense_is_not_believed(serve_config: ServeConfig,
         async with staged(serve_config) as stage, scales(stage) as agent:
             answer = asyncio.create_task(plan(stage, job_file))
             command = await agent.command("weigh")
-            agent.tell_profile(command.id, weight=weight(steps=[{"batch": 10, "seconds": float("nan")}]))
+            agent.tell_profile(command.id, weight=weight(model_bytes=2**63))
             assert "what region a has weighed makes no sense" in str((await answer)["warnings"])
 
     run(scenario())
+
+
+def test_a_number_that_cannot_be_is_left_out_and_the_rest_kept(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage) as agent:
+            answer = asyncio.create_task(plan(stage, job_file))
+            steps = [{"batch": 10, "seconds": 1e-310}, {"batch": 4, "seconds": 0.05}]
+            told = weight(steps=steps, start_seconds=float("nan"), usd=float("nan"))
+            agent.tell_profile((await agent.command("weigh")).id, weight=told)
+            answered = await answer
+            estimate = answered["estimate"]
+            assert (estimate["basis"], estimate["model_basis"], estimate["start_basis"]) == (
+                "probed",
+                "counted",
+                "prior",
+            )
+            assert "some of what region a has weighed makes no sense" in str(answered["warnings"])
+
+    run(scenario())
+
+
+NUMBERS = st.floats() | st.floats(1e-7, 1e7)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2**32 - 1), NUMBERS), max_size=20), NUMBERS, st.integers(1, 2**46),
+    st.integers(1, 4096),
+)  # fmt: skip
+def test_whatever_an_agent_tells_what_is_kept_makes_finite_speeds(
+    steps: list[tuple[int, float]], start: float, size: int, batch: int
+) -> None:
+    timed = [{"batch": one, "seconds": seconds} for one, seconds in steps]
+    told = weight(model_bytes=size, parameters=size, steps=timed, start_seconds=start)
+    kept = _weighing._row("t", "a", 1.0, told)
+    assert (kept.parameters, kept.model_bytes) == (size, size)
+    for speed in (probed_speeds(kept, batch) or {"a": 1.0}).values():
+        assert 0 < speed < math.inf
+    assert 0 <= kept.start_seconds <= 1e6
+    assert bool(kept.note) == (len(json.loads(kept.steps_json)) < len(steps) or kept.start_seconds != start)
 
 
 def test_without_agents_workers_or_code_it_is_planned_as_before(serve_config: ServeConfig, job_file: Path) -> None:
