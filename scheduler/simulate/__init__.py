@@ -6,6 +6,7 @@ from scheduler.simulate._engine import Decision, Incidents, Pauses, Policy, Runn
 from scheduler.simulate._ours import Deadlines
 from scheduler.simulate._outcome import Outcome, Run
 from scheduler.simulate._policies import POLICIES, policy_named
+from scheduler.simulate._published import simulate_published
 from scheduler.simulate._report import chart, outcome_rows
 from scheduler.simulate._spot import SpotRun, SpotSettings, simulate_spot
 from scheduler.simulate._trace import Tables, TraceError, TraceJob, read_table, read_trace
@@ -34,5 +35,6 @@ __all__ = [
     "read_table",
     "read_trace",
     "simulate",
+    "simulate_published",
     "simulate_spot",
 ]

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 from scheduler.simulate._engine import Decision, Running
 
-_LEAST = -math.inf
-
 
 @dataclass(slots=True)
 class _Free:
@@ -55,10 +53,12 @@ class _Plan:
     """Shares of one job over time."""
 
     times: list[float]
+    """As published, steps may follow its end, without devices."""
     shares: list[int]
     end_s: float
     """At the edge of a slot."""
     real_end_s: float
+    """Without the pauses to come."""
 
     def spans(self) -> list[tuple[float, float, int]]:
         ends = [*self.times[1:], self.end_s]
@@ -69,10 +69,12 @@ class _Plan:
         ]
 
     def device_s(self) -> float:
-        return sum((end - begin) * share for begin, end, share in self.spans())
+        """As published, the step in which it ends counts in full where another follows."""
+        ends = [*self.times[1:], self.end_s]
+        return sum((end - at) * share for at, end, share in zip(self.times, ends, self.shares, strict=True))
 
     def changes_s(self) -> float:
-        """The first instant after the beginning at which the share changes, or the end of the first step."""
+        """The first instant at which the share changes, though it may have ended before."""
         return next((at for at, share in zip(self.times[1:], self.shares[1:], strict=True)
                      if share != self.shares[0]), math.inf)  # fmt: skip
 
@@ -88,10 +90,14 @@ class ElasticFlow:
         self.levels: dict[str, tuple[list[int], list[float]]] = {}
         self.unsure: set[str] = set()
         """Jobs without a promise."""
+        self.plans: dict[str, _Plan] = {}
+        """By job, of the last decision."""
+        self.order: dict[str, int] = {}
+        """Who comes first of equals: of the last decision, the largest share."""
 
     def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
         new = {job.name for job in arrived}
-        taken = [job for job in active if job.name not in new]
+        taken = sorted((job for job in active if job.name not in new), key=lambda job: self.order.get(job.name, 0))
         declined: list[str] = []
         promised: dict[str, float] = {}
         asked = sorted((job for job in arrived if job.spec.deadlines), key=lambda job: job.spec.deadline_s)
@@ -110,8 +116,10 @@ class ElasticFlow:
         for job in taken:
             if job.name in self.unsure:
                 plans[job.name] = _Plan([now], [0], now, now)
-        free = self._spread(now, free, plans, taken)
-        shares = {job.name: plans[job.name].shares[0] for job in taken}
+        order = self._spread(now, free, plans, taken)
+        self.plans = plans
+        shares = {name: plans[name].shares[0] for name in order}
+        self.order = {name: place for place, name in enumerate(sorted(order, key=lambda name: -shares[name]))}
         wake_s = min((plan.changes_s() for plan in plans.values()), default=math.inf)
         return Decision(shares, declined, promised, wake_s)
 
@@ -160,7 +168,7 @@ class ElasticFlow:
             end_s = self._edge(now, real_end_s)
             if next_s >= end_s and real_end_s <= deadline_s:
                 return _Plan([now], [first], end_s, real_end_s), True
-            left -= (min(next_s, deadline_s) if next_s >= edge_s else next_s) * rate - now * rate
+            left -= ((deadline_s if next_s == edge_s else next_s) - now) * rate
             times, shares, begin_s = [now], [first], next_s
             if left <= 0:
                 return _Plan(times, shares, next_s, next_s), next_s <= deadline_s
@@ -168,57 +176,66 @@ class ElasticFlow:
             free.cut(begin_s)
             free.cut(edge_s)
             steps = [
-                (at, end, min(end, deadline_s) - at, bisect_right(levels, amount))
+                (at, min(end, deadline_s) - at, bisect_right(levels, amount))
                 for at, end, amount in zip(free.times, [*free.times[1:], math.inf], free.free, strict=True)
                 if begin_s <= at < edge_s
             ]
-            for top in range(1, len(levels) + 1):
-                plan = self._level(now, steps, top, levels, rates, left, times, shares)
-                if plan is not None:
-                    return plan, plan.real_end_s <= deadline_s
-            for at, _, span, fit in steps:
-                times.append(at)
-                shares.append(levels[fit - 1] if fit else 0)
-                left -= span * rates[fit - 1] if fit else 0.0
-        return self._late(now, max(edge_s, begin_s), free, levels, rates, left, times, shares), False
+            plan, left = self._by_deadline(steps, levels, rates, left, times, shares)
+            if plan is not None:
+                return plan, plan.real_end_s <= deadline_s
+        return self._late(now, max(edge_s, begin_s), free, levels, rates, left, times, shares, first), False
 
-    def _level(
-        self, now: float, steps: list[tuple[float, float, float, int]], top: int, levels: list[int],
-        rates: list[float], left: float, times: list[float], shares: list[int],
-    ) -> _Plan | None:  # fmt: skip
-        """A plan whose late part is at one level and whose early part is at the one below, if that is enough."""
-        work, point = 0.0, None
-        for index in range(len(steps) - 1, -1, -1):
-            fit = min(top, steps[index][3])
-            work += steps[index][2] * rates[fit - 1] if fit else 0.0
-            if work >= left:
-                point = index
+    def _by_deadline(
+        self, steps: list[tuple[float, float, int]], levels: list[int], rates: list[float], left: float,
+        times: list[float], shares: list[int],
+    ) -> tuple[_Plan | None, float]:  # fmt: skip
+        """The lowest level that is enough from some step on, with the one below it before; else what is left to do.
+
+        A step is (begin, length, how many levels fit). Adds to `times` and `shares`.
+        """
+        for top in range(1, len(levels) + 1):
+            point = self._point(steps, top, rates, left)
+            if point is not None:
                 break
-        if point is None:
-            return None
-        times, shares = times[:], shares[:]
-        for index, (at, _, span, fits) in enumerate(steps):
+        else:
+            top, point = len(levels), 0
+        for index, (at, span, fits) in enumerate(steps):
             fit = min(top if index >= point else top - 1, fits)
             times.append(at)
             shares.append(levels[fit - 1] if fit else 0)
             done = span * rates[fit - 1] if fit else 0.0
-            if done >= left - 1e-9 and fit:
+            if index >= point and fit and done >= left:
                 took = math.ceil(left / rates[fit - 1])
-                return _Plan(times, shares, at + math.ceil(took / self.slot_s) * self.slot_s, at + took)
+                times += [step[0] for step in steps[index + 1 :]]
+                shares += [0] * (len(steps) - index - 1)
+                return _Plan(times, shares, at + math.ceil(took / self.slot_s) * self.slot_s, at + took), 0.0
             left -= done
-        last = steps[-1]
-        return _Plan(times, shares, last[1], last[0] + last[2])
+        return None, left  # by no more than a rounding even, which makes it late as published
+
+    @staticmethod
+    def _point(steps: list[tuple[float, float, int]], top: int, rates: list[float], left: float) -> int | None:
+        """The latest step from which on a level is enough; none: it is not enough from the first on."""
+        work = 0.0
+        for index in range(len(steps) - 1, -1, -1):
+            _, span, fits = steps[index]
+            fit = min(top, fits)
+            work += span * rates[fit - 1] if fit else 0.0
+            if fit and work >= left:
+                return index
+        return None
 
     def _late(
         self, now: float, from_s: float, free: _Free, levels: list[int], rates: list[float], left: float,
-        times: list[float], shares: list[int],
+        times: list[float], shares: list[int], first: int | None,
     ) -> _Plan:  # fmt: skip
-        """After the deadline, the largest level that is free."""
+        """After the deadline, the largest level that is free; after all others, what it has been offered."""
         free.cut(from_s)
         for at, end, amount in zip(free.times, [*free.times[1:], math.inf], free.free, strict=True):
             if at < from_s:
                 continue
             fit = bisect_right(levels, amount)
+            if first is not None and math.isinf(end):
+                fit = bisect_right(levels, first)
             times.append(at)
             shares.append(levels[fit - 1] if fit else 0)
             if fit and (end - at) * rates[fit - 1] >= left:
@@ -230,45 +247,43 @@ class ElasticFlow:
     def _edge(self, now: float, at: float) -> float:
         return now + math.ceil((at - now) / self.slot_s) * self.slot_s
 
-    def _spread(self, now: float, free: _Free, plans: dict[str, _Plan], jobs: Sequence[Running]) -> _Free:
-        """Raise shares while anything fits: who has none first, then whose device time would grow the most."""
-        offers: dict[str, tuple[float, _Plan, int]] = {}
-        for job in jobs:
-            self._offer(now, free, plans, job, offers)
-        by_name = {job.name: job for job in jobs}
-        while free.free[0] > 0:
-            able = [
-                (gain, name)
-                for name, (gain, _, level) in offers.items()
-                if level - plans[name].shares[0] <= free.free[0]
-            ]
-            if not able:
-                break
-            _, name = max(able)
-            self._offer(now, free, plans, by_name[name], offers)
-            if name not in offers:
-                continue
-            free.change(plans[name], 1)
-            plans[name] = offers[name][1]
-            free.change(plans[name], -1)
-            free = free.merged()
-            self._offer(now, free, plans, by_name[name], offers)
-        return free
+    def _spread(self, now: float, free: _Free, plans: dict[str, _Plan], jobs: Sequence[Running]) -> list[str]:
+        """Raise shares while anything fits: who has none first, then whose device time would grow the most.
 
-    def _offer(
-        self, now: float, free: _Free, plans: dict[str, _Plan], job: Running,
-        offers: dict[str, tuple[float, _Plan, int]],
-    ) -> None:  # fmt: skip
-        """What the next level of a job would mean."""
-        offers.pop(job.name, None)
-        plan = plans[job.name]
+        Of equals whoever was first in the round before, at first by deadline; so too those without a promise, of which
+        nothing was published. Returns names in the order of the last round.
+        """
+        order = sorted(jobs, key=lambda job: job.spec.deadline_s)
+        gains: dict[str, float] = {}
+        raised = "" if free.free[0] else None
+        while raised is not None:
+            offers: dict[str, _Plan] = {}
+            for job in order:
+                share = plans[job.name].shares[0]
+                level = self._above(job, share)
+                if level and level - share <= free.free[0]:
+                    gains[job.name], offers[job.name] = self._offer(now, free, plans[job.name], job, level)
+                elif level or job.name not in gains:  # whoever has reached the highest keeps its last gain
+                    gains[job.name] = -math.inf
+            order.sort(key=lambda job: gains[job.name], reverse=True)
+            raised = next((job.name for job in order if job.name in offers), None)
+            if raised is not None:
+                free.change(plans[raised], 1)
+                plans[raised] = offers[raised]
+                free.change(plans[raised], -1)
+                free = free.merged()
+        return [job.name for job in order]
+
+    def _above(self, job: Running, share: int) -> int:
+        """The next level; 0: there is none."""
         levels, _ = self._curve(job)
-        above = bisect_right(levels, plan.shares[0])
-        if above == len(levels) or levels[above] - plan.shares[0] > free.free[0]:
-            return
-        level = levels[above]
+        above = bisect_right(levels, share)
+        return levels[above] if above < len(levels) else 0
+
+    def _offer(self, now: float, free: _Free, plan: _Plan, job: Running, level: int) -> tuple[float, _Plan]:
+        """By how much the next level would let device time grow, for each device, and the plan with it."""
         without = free.copy()
         without.change(plan, 1)
         raised, _ = self._fill(now, 0, job, without.merged(), level)
         growth = (raised.device_s() - plan.device_s()) / (level - plan.shares[0])
-        offers[job.name] = (math.inf if not plan.shares[0] else growth, raised, level)
+        return growth if plan.shares[0] else math.inf, raised

@@ -83,12 +83,6 @@ class Pauses:
     """What changes cost in the simulation."""
 
     overhead: Overhead = field(default_factory=lambda: Overhead(everyone=True))
-    published: bool = False
-    """True: as ElasticFlow's simulator has it: every decision pauses every running job, by ``base_s`` only where its
-    devices have run together before."""
-    restart_every: int = 0
-    """Published only: at each so-many-th decision all trainers restart; 0: never."""
-    restart_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -147,7 +141,6 @@ class _Simulation:
         self.timeline: list[tuple[float, int, int]] = []
         self.now = self.waiting[-1].submit_s if jobs else 0.0
         self.decisions = self.changes = self.moved = self.failures = 0
-        self.seen: set[tuple[int, int]] = set()
         self.next_failure_s = self._failure_after(self.now)
         self.repairs: list[tuple[float, int]] = []
 
@@ -269,9 +262,6 @@ class _Simulation:
 
     def _pause(self, changed: Sequence[Running], moved: set[str]) -> None:
         overhead = self.pauses.overhead
-        if self.pauses.published:
-            self._pause_as_published()
-            return
         if not changed:
             return
         hit = {job.name for job in changed} | moved
@@ -283,24 +273,6 @@ class _Simulation:
                 job.started_s = min(job.started_s, self.now)
             elif overhead.everyone:
                 job.ready_s = max(job.ready_s, self.now + overhead.base_s)
-
-    def _pause_as_published(self) -> None:
-        every = self.pauses.restart_every
-        restart = bool(every) and self.decisions > 1 and (self.decisions - 1) % every == 0
-        if restart:
-            self.seen.clear()
-        begin = 0
-        for job in sorted(self.active, key=lambda job: -job.share):
-            if not job.share:
-                continue
-            place = (begin, job.share)
-            begin += job.share
-            pause = self.pauses.overhead.base_s
-            if place not in self.seen:
-                self.seen.add(place)
-                pause = self.pauses.overhead.seconds(job.share) + (self.pauses.restart_s if restart else 0.0)
-            job.ready_s = self.now + pause
-            job.started_s = min(job.started_s, self.now)
 
     # --- failures
 

@@ -193,6 +193,7 @@ SURFACES = {
         "read_table",
         "read_trace",
         "simulate",
+        "simulate_published",
         "simulate_spot",
     },
     "scheduler.scaling": {

@@ -1,0 +1,148 @@
+"""ElasticFlow's own simulator, with its clock and its pauses as published, to hold our port against what it prints.
+
+It differs from ours in what its figures hang on. A job ends where its plan does, at the edge of a slot and a pause
+later, done or not; only then are its devices free. Whether it met its deadline is told by that plan too, which knows of
+no pause. Every decision pauses every running job, by less where as many devices have begun at the same place before.
+Whatever happens within a slot after a decision waits for the end of that slot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from scheduler.deadline import Overhead
+from scheduler.simulate._elasticflow import ElasticFlow
+from scheduler.simulate._engine import Running
+from scheduler.simulate._outcome import Outcome, Run
+from scheduler.simulate._trace import TraceJob
+
+_LARGE = 256
+"""Devices from which it charges more."""
+
+
+def simulate_published(jobs: Sequence[TraceJob], policy: ElasticFlow, nodes: int, devices_per_node: int) -> Run:
+    """Run a trace as the simulator does that ElasticFlow was published with.
+
+    ``Outcome.ended_s`` is what that compares with the deadline. Jobs must have distinct names. Raises ``ValueError``
+    for best effort, which was not held against it.
+    """
+    if policy.keep or not all(job.deadlines for job in jobs):
+        raise ValueError("best effort is not simulated as published; leave out jobs without a deadline, and keep")
+    return _Published(jobs, policy, nodes * devices_per_node).run()
+
+
+class _Published:
+    def __init__(self, jobs: Sequence[TraceJob], policy: ElasticFlow, devices: int) -> None:
+        self.policy, self.devices = policy, devices
+        large = devices >= _LARGE
+        self.overhead, self.restart_s = Overhead(7.0 if large else 2.0), 47.0 if large else 27.0
+        self.waiting = sorted(jobs, key=lambda job: job.submit_s, reverse=True)
+        self.active: list[Running] = []
+        self.ends_s: dict[str, float] = {}
+        """When each active job gives its devices back."""
+        self.real_ends_s: dict[str, float] = {}
+        """When its last plan has it done, without pauses."""
+        self.pauses_s: dict[str, float] = {}
+        self.seen: set[tuple[int, int]] = set()
+        """(first device, how many) that have run together."""
+        self.outcomes: list[Outcome] = []
+        self.timeline: list[tuple[float, int, int]] = []
+        self.changes = 0
+
+    def run(self) -> Run:
+        before = now = self.waiting[-1].submit_s if self.waiting else math.inf
+        while math.isfinite(now):
+            self._advance(before, now)
+            wake_s = self._decide(now, self._arrivals(now))
+            if wake_s >= min(self._events(), default=math.inf):
+                wake_s = math.inf  # told before pauses put ends off, and not told again
+            self._pause()
+            before, now = now, self._next(now, {wake_s, *self._events()} - {math.inf})
+        for job in self.active:
+            self._close(job, math.inf)
+        return Run(
+            self.policy.name, self.devices, tuple(sorted(self.outcomes, key=lambda outcome: outcome.submit_s)),
+            len(self.timeline), self.changes, 0, 0, tuple(self.timeline),
+        )  # fmt: skip
+
+    def _events(self) -> set[float]:
+        return {job.submit_s for job in self.waiting} | set(self.ends_s.values())
+
+    def _next(self, now: float, due: set[float]) -> float:
+        """The next decision, a slot after the last at the least, but where only one thing is ever to happen."""
+        first_s = min(due, default=math.inf)
+        return now + self.policy.slot_s if len(due) > 1 and first_s - now <= self.policy.slot_s else first_s
+
+    def _advance(self, before: float, now: float) -> None:
+        """Let time pass: nobody runs beyond the end of its plan, and whoever has devices and is at its end leaves."""
+        over = []
+        for job in self.active:
+            if not job.share:
+                continue
+            name, rate = job.name, job.rate()
+            job.device_s += job.share * (now - before)
+            job.run_s += now - before
+            steps = max(0.0, min(now, self.real_ends_s[name]) - before - self.pauses_s[name]) * rate
+            if now >= self.ends_s[name] or steps >= job.left:
+                over.append(job)
+            job.left -= steps
+        for job in over:
+            self._close(job, self.real_ends_s[job.name])
+
+    def _arrivals(self, now: float) -> list[Running]:
+        arrived = []
+        while self.waiting and self.waiting[-1].submit_s <= now:
+            spec = self.waiting.pop()
+            arrived.append(Running(spec, spec.curve, spec.work))
+        self.active += arrived
+        return arrived
+
+    def _decide(self, now: float, arrived: Sequence[Running]) -> float:
+        """Ask the policy; returns when a share is to change."""
+        decision = self.policy.decide(now, self.devices, self.active, arrived)
+        gone = set(decision.declined)
+        for job in [job for job in self.active if job.name in gone]:
+            self._close(job, math.inf, declined=True)
+        self.active.sort(key=lambda job: self.policy.order[job.name])
+        self.changes += any(job.share != decision.shares[job.name] for job in self.active)
+        for job in self.active:
+            plan = self.policy.plans[job.name]
+            job.share, job.promised_s = decision.shares[job.name], decision.promised.get(job.name, job.promised_s)
+            self.ends_s[job.name], self.real_ends_s[job.name] = plan.end_s, plan.real_end_s
+            if job.share:
+                job.started_s = min(job.started_s, now)
+        self.timeline.append((now, sum(job.share for job in self.active), len(self.active)))
+        return decision.wake_s
+
+    def _pause(self) -> None:
+        """Pause everybody that runs; they lie side by side from the first device on, as they are ordered.
+
+        At every so-many-th decision, as many as a slot has seconds, trainers restart, but only those on devices that
+        have not run together; what was seen is forgotten then, that decision's own places too.
+        """
+        decided = len(self.timeline) - 1
+        restart = decided > 0 and decided % self.policy.slot_s == 0
+        first = 0
+        for job in self.active:
+            if not job.share:
+                continue
+            pause_s = self.overhead.base_s
+            if (first, job.share) not in self.seen:
+                pause_s = self.overhead.seconds(job.share) + (self.restart_s if restart else 0.0)
+            self.seen.add((first, job.share))
+            first += job.share
+            self.pauses_s[job.name] = pause_s
+            self.ends_s[job.name] += pause_s
+        if restart:
+            self.seen.clear()
+
+    def _close(self, job: Running, ended_s: float, declined: bool = False) -> None:
+        self.active = [other for other in self.active if other is not job]
+        self.ends_s.pop(job.name, None)
+        spec = job.spec
+        outcome = Outcome(
+            spec.name, spec.submit_s, spec.deadline_s, job.promised_s, declined, job.started_s, ended_s,
+            job.device_s, spec.value_at(ended_s), not spec.deadlines, spec.user,
+        )  # fmt: skip
+        self.outcomes.append(outcome)
