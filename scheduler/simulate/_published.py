@@ -4,6 +4,9 @@ It differs from ours in what its figures hang on. A job ends where its plan does
 later, done or not; only then are its devices free. Whether it met its deadline is told by that plan too, which knows of
 no pause. Every decision pauses every running job, by less where as many devices have begun at the same place before.
 Whatever happens within a slot after a decision waits for the end of that slot.
+
+Of a cluster of several switches, as its largest are, it counts the nodes from zero on at each, so that jobs lie across
+them and other places are seen. That is left out: all nodes are at one switch here.
 """
 
 from __future__ import annotations
