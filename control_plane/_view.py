@@ -14,6 +14,13 @@ Data = dict[str, Any]
 ENDED = ("succeeded", "failed", "cancelled")
 
 
+def standing_text(state: str) -> str:
+    """What a sentence says of a job: "is running", "has failed"."""
+    if state == "cancelled":
+        return "was cancelled"
+    return f"{'has' if state in ENDED else 'is'} {state}"
+
+
 def job_view(job: control_pb2.Job) -> Data:
     """All of a job."""
     error = None

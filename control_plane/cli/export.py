@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from control_plane._view import Data, job_view
+from control_plane._view import ENDED, Data, job_view, standing_text
 from control_plane.cli._connect import ask_control_plane, confirm
 from control_plane.cli._options import ContextFile, Output, Yes
 from control_plane.cli._output import emit, fields
@@ -40,7 +40,7 @@ def export(
     async def fetch(client: ControlClient) -> Data:
         view = job_view(await client.job(job))
         if not (view["result"] and view["result"]["model"]):
-            raise GeofedError("MODEL_NOT_FOUND", f"job {view['id']} is {view['state']}; it has no model")
+            raise _no_model(view)
         target = output_file or Path(f"{view['id']}.safetensors")
         if target.exists() and not _holds(target, view["result"]["model"]["digest"]):
             confirm(f"Write over {target}?", yes=yes)
@@ -48,6 +48,13 @@ def export(
         return _with_manifest(view, target)
 
     emit(ask_control_plane(context, fetch), table=_told, name=lambda data: str(data["file"]))
+
+
+def _no_model(view: Data) -> GeofedError:
+    job, state = view["id"], view["state"]
+    comes = state not in (*ENDED, "cancelling")
+    hint = "wait for it to succeed" if comes else f"`control-plane events {job}` shows what happened"
+    return GeofedError("MODEL_NOT_FOUND", f"job {job} {standing_text(state)}; it has no model", hint=hint)
 
 
 def _holds(path: Path, digest: str) -> bool:

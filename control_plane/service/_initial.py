@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from control_plane._view import standing_text
 from control_plane.core import InitialModel
 from control_plane.service._federation import Federation
 from control_plane.service._users import Caller
@@ -23,8 +24,10 @@ async def initial_model_of(federation: Federation, spec: JobSpec, user: str) -> 
     job, state = entry.row.id, entry.state
     Caller(user).require_own(entry)
     if state.phase != "succeeded" or not state.blob_digest:
-        hint = "wait for it to succeed" if not state.terminal else "name a job that has succeeded"
-        raise GeofedError("MODEL_NOT_FOUND", f"job {job} is {state.phase}; it has no model to start from", hint=hint)
+        text = f"job {job} {standing_text(state.phase)}; it has no model to start from"
+        comes = not state.terminal and state.phase != "cancelling"
+        hint = "wait for it to succeed" if comes else "name a job that has succeeded"
+        raise GeofedError("MODEL_NOT_FOUND", text, hint=hint)
     if federation.blobs.size(state.blob_digest) is None:
         hint = "its file is gone from the control plane's state directory"
         raise GeofedError("MODEL_NOT_FOUND", f"the model of {job}, {state.blob_digest}, is not here", hint=hint)

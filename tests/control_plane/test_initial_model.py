@@ -116,7 +116,7 @@ def test_what_has_no_model_or_is_anothers_is_refused_at_once(serve_config: Serve
             await both(stage.client, job, "MODEL_NOT_FOUND", "is not here")
             cancelled = (await stage.submit(job_file, "r3")).job.id
             await stage.client.cancel(cancelled)
-            await both(stage.client, cancelled, "MODEL_NOT_FOUND", "it has no model to start from")
+            await both(stage.client, cancelled, "MODEL_NOT_FOUND", "is cancelling; it has no model to start from")
             assert len(await stage.client.jobs(ended=True)) == 2
             for agent in (a, b):
                 await agent.close()

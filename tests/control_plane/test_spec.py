@@ -119,6 +119,16 @@ def test_overrides_are_told_as_such(job_file: Path) -> None:
     assert errors_of(job_file, JOB, "kind.x=1") == ["--set kind.x=1: kind holds no keys"]
 
 
+def test_a_section_is_a_mapping(job_file: Path) -> None:
+    told = {
+        "train.initialModel=digits-1": "`train.initialModel` must be a mapping; it takes job",
+        "train.end=[4]": "`train.end` must be a mapping; it takes epochs, steps, goal",
+        "task.config=3": "`task.config` must be a mapping",
+    }
+    for setting, text in told.items():
+        assert errors_of(job_file, JOB, setting) == [f"--set {setting}: {text}"]
+
+
 def test_deadlines_are_durations_or_times(job_file: Path) -> None:
     objective = "objective.deadline=2030-01-01T02:00:00+01:00"
     assert to_demand(load(job_file, [objective]).spec, "j", NOW).deadline_seconds == 3600.0

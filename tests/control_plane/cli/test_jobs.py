@@ -181,6 +181,17 @@ def test_a_model_is_exported_with_its_manifest(live: Federation, run: Run, job_f
     assert sorted(os.listdir(tmp_path)) == ["job", "model.safetensors", "model.safetensors.manifest.json"]
 
 
+def test_what_has_no_model_is_not_exported(live: Federation, run: Run, job_file: str) -> None:
+    failed = run("submit", job_file, "--wait", "-o", "name", *FAIL).out.strip()
+    told = run("export", failed, "-o", "json")
+    assert (told.status, told.error["code"]) == (4, "MODEL_NOT_FOUND")
+    assert told.error["message"] == f"job {failed} has failed; it has no model"
+    assert told.error["hint"] == f"`control-plane events {failed}` shows what happened"
+    going = run("submit", job_file, "-o", "name", *HOLD).out.strip()
+    assert run("export", going, "-o", "json").error["hint"] == "wait for it to succeed"
+    assert run("cancel", going, "--yes").status == 0
+
+
 def test_history_can_be_taken_up_where_it_was_left(live: Federation, run: Run, job_file: str) -> None:
     job = run("submit", job_file, "--wait", "-o", "name").out.strip()
     cursors = run("events", job, "-o", "name").out.split()
