@@ -22,7 +22,7 @@ from control_plane.service._admission import Decision
 from control_plane.service._draft import Draft, JobEntry
 from control_plane.service._federation import Federation
 from control_plane.service._known import Learnt, task_keys
-from control_plane.service._pays import pays
+from control_plane.service._pays import ROUNDS_SEEN, Pace, pays
 from control_plane.service._planning import declined_error
 from control_plane.service._result import runs_so_far
 from control_plane.service._submission import Newcomer, admit, new_row
@@ -35,8 +35,6 @@ __all__ = ["Succession", "rest_of"]
 _log = structlog.get_logger("geofed.succession")
 _LOOK_SECONDS = 0.5
 _LATEST_SEED = 1 << 63
-_ROUNDS_SEEN = 3
-"""Of every region, before a job's pace counts as known."""
 _SETTLED_SECONDS = 10.0
 """A region must have been there for so long: one that comes and goes is no reason."""
 _AGAIN_SECONDS = 60.0
@@ -61,6 +59,9 @@ class Succession:
         self._federation = federation
         self._asked: dict[str, tuple[set[str], float]] = {}
         """Jobs that might take regions up: which were there when that was last weighed, and when."""
+        self._paces: dict[str, Pace] = {}
+        """Of those jobs."""
+        self._since = federation.clock()
 
     async def replan(self, job: str, reason: str) -> None:
         """Have a job end, and another one go on with its model; once, however often it is asked for.
@@ -130,13 +131,19 @@ class Succession:
         """Where regions that a job has no part in have been there for a while: now and then it is worth a plan."""
         state, spec, at = entry.state, entry.spec, self._federation.clock()
         job, parts = entry.row.id, entry.state.partitions
-        for gone in set(self._asked) - set(self._federation.jobs):
-            del self._asked[gone]
-        if spec.regions.replan != "auto" or not may_end_early(state) or any(p.link != "live" for p in parts):
+        for known in (self._asked, self._paces):
+            for gone in set(known) - set(self._federation.jobs):
+                del known[gone]
+        if spec.regions.replan != "auto" or not may_end_early(state):
+            return False
+        done = min((part.report.round if part.report else 0 for part in parts), default=0)
+        if job not in self._paces:
+            self._paces[job] = Pace(state.started_at if state.started_at >= self._since else None)
+        self._paces[job].heard(done, at)
+        if any(part.link != "live" for part in parts):
             return False
         least = _SHARE_BEFORE_AGAIN * entry.plan.rounds if entry.row.request_id.startswith(_REQUEST) else 0.0
-        done = min((part.report.round if part.report else 0 for part in parts), default=0)
-        if done < max(_ROUNDS_SEEN, least):
+        if self._paces[job].round_seconds is None or done < max(ROUNDS_SEEN, least):
             return False
         there = {
             name
@@ -152,8 +159,8 @@ class Succession:
         return True
 
     async def _take_up(self, entry: JobEntry) -> None:
-        then = await self._foretold(entry)
-        if reason := pays(entry, then, self._federation.clock()):
+        then, pace = await self._foretold(entry), self._paces[entry.row.id].round_seconds
+        if pace is not None and (reason := pays(entry, then, pace)):
             await self._ask(entry, then, reason, by_itself=True)
 
     # --- the job that goes on

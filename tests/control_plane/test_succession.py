@@ -18,7 +18,7 @@ from control_plane.core import Charge, Report
 from control_plane.server import ServeConfig
 from control_plane.service import Succession, _succession
 from control_plane.service._draft import JobEntry
-from control_plane.service._pays import pays
+from control_plane.service._pays import Pace, pays
 from control_plane.service._succession import rest_of
 from control_plane.spec import load
 from geofed_pb.errors import GeofedError
@@ -257,8 +257,11 @@ def test_what_goes_on_makes_a_tenth_of_its_rounds_first(tmp_path: Path, request_
     watch.regions["c"] = replace(watch.regions["a"], row=replace(watch.regions["a"].row, name="c"))
     job = running(tmp_path, "regions.replan=auto", done=done)
     job = replace(job, row=replace(job.row, request_id=request_id), plan=replace(job.plan, rounds=40))
-    federation: Any = SimpleNamespace(regions=watch.regions, jobs={job.row.id: job}, clock=lambda: 1000.0)
-    assert Succession(federation)._may_pay(job) is may
+    job = replace(job, state=replace(job.state, started_at=1000.0))
+    federation: Any = SimpleNamespace(regions=watch.regions, jobs={job.row.id: job}, clock=lambda: 900.0)
+    succession = Succession(federation)
+    federation.clock = lambda: 1010.0
+    assert succession._may_pay(job) is may
 
 
 def test_a_user_who_wants_a_job_ended_gets_no_other(serve_config: ServeConfig, job_file: Path) -> None:
@@ -450,4 +453,30 @@ def test_when_it_pays_to_take_a_region_up(tmp_path: Path, change: dict[str, Any]
     part = job.plan.partitions[0]
     parts = tuple(replace(part, region=name) for name in change.get("regions", ("a", "b")))
     then = replace(job.plan, partitions=parts, estimate=told)
-    assert pays(job, then, 1050.0) == why
+    assert pays(job, then, 10.0) == why
+
+
+@given(st.lists(st.floats(8.0, 12.0), min_size=5, max_size=40), st.integers(0, 39), st.floats(0.0, 1e6), st.booleans())
+def test_a_pause_makes_no_pace(took: list[float], paused: int, seconds: float, new: bool) -> None:
+    """Nor does a look between two rounds, or what had been done before anybody looked."""
+    pace, at, done = Pace(1000.0 if new else None), 1000.0, 0 if new else 500
+    pace.heard(done, at)
+    for index, each in enumerate(took):
+        at += each / 2
+        pace.heard(done, at)
+        at, done = at + each / 2 + seconds * (index == paused), done + 1
+        pace.heard(done, at)
+        known = index + 1 if new else index
+        assert (pace.round_seconds is not None) == (known >= 3)
+        if pace.round_seconds is not None:
+            assert 8.0 - 1e-6 <= pace.round_seconds <= 12.0 + 1e-6
+
+
+def test_rounds_that_are_heard_of_at_once_do_not_outweigh_those_that_come_one_by_one() -> None:
+    pace = Pace(None)
+    pace.heard(500, 0.0)
+    pace.heard(501, 1.0)
+    pace.heard(900, 1.5)
+    for n in range(1, 5):
+        pace.heard(900 + n, 1.5 + 10.0 * n)
+    assert pace.round_seconds == pytest.approx(10.0)
