@@ -46,7 +46,8 @@ _KEPT = 8
 _TRIAL, _TRIAL_BYTES = "storing", 128 << 20
 """A file beside the parameter servers' folders, which tells how fast the disk takes what they store."""
 _FRESH_BYTES, _LEAST_FRESH_BYTES = 512 << 20, 16 << 20
-_Measure = Callable[[agent_pb2.ProfileTask], Awaitable[agent_pb2.ProfileReport]]
+_MOST_WAITING = 16
+"""Commands at once, the one that is measured included."""
 _MARK = "profiling"
 """A file in the state directory, while there is something to clear away."""
 
@@ -64,6 +65,9 @@ class _Meters:
     def add_usage(self, usage: Usage | dict[str, int]) -> None:
         counts = usage if isinstance(usage, dict) else asdict(usage)
         self.add(usage_meters(counts))
+
+
+_Measure = Callable[[agent_pb2.ProfileTask, _Meters], Awaitable[agent_pb2.ProfileReport]]
 
 
 class Profiler:
@@ -100,23 +104,32 @@ class Profiler:
     def _begin(self, command: agent_pb2.ProfileTask, measure: _Measure) -> None:
         if command.id in self._answers:
             self._tell(self._answers[command.id])
-        if command.id not in self._tasks and command.id not in self._answers:
+        elif command.id in self._tasks:
+            return
+        elif len(self._tasks) >= _MOST_WAITING:
+            text = f"{len(self._tasks)} tasks are being measured or wait for it"
+            error = to_proto(GeofedError("FUNCTION_BUSY", text, hint="try again when some have ended"))
+            self._tell(agent_pb2.ProfileReport(id=command.id, error=error))
+        else:
             task = asyncio.create_task(self._answer(command, measure))
             self._tasks[command.id] = task
             task.add_done_callback(lambda _: self._tasks.pop(command.id, None))
 
     async def _answer(self, command: agent_pb2.ProfileTask, measure: _Measure) -> None:
-        report = agent_pb2.ProfileReport(id=command.id)
+        report, meters = agent_pb2.ProfileReport(id=command.id), _Meters()
         try:
-            if self._turn.locked():
-                self._say(command, "waits for another profile to end")
-            async with self._turn:
-                report.MergeFrom(await measure(command))
+            async with _as_long_as_somebody_waits(command):
+                if self._turn.locked():
+                    self._say(command, "waits for another profile to end")
+                async with self._turn:
+                    report.MergeFrom(await measure(command, meters))
         except GeofedError as error:
             report.error.CopyFrom(to_proto(error))
         except Exception as error:  # noqa: BLE001 - the task's edge: whoever waits must be told
             _log.exception("profile %s", command.id)
             report.error.CopyFrom(to_proto(GeofedError("INTERNAL", f"{type(error).__name__}: {error}")))
+        if report.HasField("error"):
+            report.usd = self._usd(meters)
         while len(self._answers) >= _KEPT:
             del self._answers[next(iter(self._answers))]
         self._answers[command.id] = report
@@ -125,8 +138,8 @@ class Profiler:
     def _say(self, command: agent_pb2.ProfileTask, condition: str) -> None:
         self._tell(agent_pb2.ProfileReport(id=command.id, condition=condition))
 
-    async def _profiled(self, command: agent_pb2.ProfileTask) -> agent_pb2.ProfileReport:
-        begun, meters = time.monotonic(), _Meters()
+    async def _profiled(self, command: agent_pb2.ProfileTask, meters: _Meters) -> agent_pb2.ProfileReport:
+        begun = time.monotonic()
         async with self._ready(command, meters) as body:
             # First of all: memory that a function has let go of a moment ago would be quicker to have than any other.
             self._say(command, "measures disk and memory")
@@ -142,9 +155,9 @@ class Profiler:
             numbers = self._numbers(command, told, cold, asdict(costs), rates, meters)
             return agent_pb2.ProfileReport(profile_json=json.dumps(numbers))
 
-    async def _weighed(self, command: agent_pb2.ProfileTask) -> agent_pb2.ProfileReport:
+    async def _weighed(self, command: agent_pb2.ProfileTask, meters: _Meters) -> agent_pb2.ProfileReport:
         """The size is told as soon as it is known; reading the data may take long, and fail."""
-        begun, meters, weight = time.monotonic(), _Meters(), agent_pb2.TaskWeight()
+        begun, weight = time.monotonic(), agent_pb2.TaskWeight()
         memory = max(command.memories_mb, default=0)
         limit = timedelta(seconds=command.limit_seconds) + _GRACE
         async with self._ready(command, meters) as body:
@@ -327,6 +340,22 @@ class _Told:
     again_seconds: float
     seconds: float
     """Of all that was done with this memory."""
+
+
+@contextlib.asynccontextmanager
+async def _as_long_as_somebody_waits(command: agent_pb2.ProfileTask) -> AsyncIterator[None]:
+    """Break off what nobody wants to know any more, also before its turn has come: its calls cost.
+
+    Raises ``GeofedError`` WAIT_TIMEOUT.
+    """
+    limit = asyncio.timeout(command.wait_seconds or None)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise GeofedError("WAIT_TIMEOUT", f"it was not measured within {command.wait_seconds:.0f} s") from None
 
 
 def _stored_rate(folder: Path) -> float:

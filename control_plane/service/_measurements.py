@@ -31,6 +31,16 @@ class _Open:
     reports: asyncio.Queue[agent_pb2.ProfileReport] = field(default_factory=asyncio.Queue)
 
 
+class Unmeasured(GeofedError):
+    """What an agent failed with."""
+
+    def __init__(self, region: str, report: agent_pb2.ProfileReport) -> None:
+        failure = failure_of(report.error)
+        super().__init__(failure.code, f"{region}: {failure.message}", hint=failure.hint or None)
+        self.usd = report.usd
+        """Of its calls until then."""
+
+
 class Measurements:
     """Those that go on."""
 
@@ -101,7 +111,7 @@ class Measurements:
         """Have an agent measure; what it tells, its last word included. The command, a ``ProfileTask``, is sent again
         over each new session.
 
-        Raises ``GeofedError``: what the agent failed with, REGION_LOST, WAIT_TIMEOUT, UNAVAILABLE.
+        Raises ``GeofedError``: REGION_LOST, WAIT_TIMEOUT, UNAVAILABLE; ``Unmeasured``: what the agent failed with.
         """
         command: agent_pb2.ProfileTask = getattr(message, str(message.WhichOneof("body")))
         region = command.region
@@ -128,8 +138,7 @@ class Measurements:
                     continue
                 heard = time.monotonic()
                 if report.HasField("error"):
-                    failure = failure_of(report.error)
-                    raise GeofedError(failure.code, f"{region}: {failure.message}", hint=failure.hint or None)
+                    raise Unmeasured(region, report)
                 yield report
                 if report.profile_json or report.weight.last:
                     return

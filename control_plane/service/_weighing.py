@@ -18,7 +18,7 @@ import structlog
 
 from control_plane.service._federation import Federation
 from control_plane.service._known import Learnt, task_keys
-from control_plane.service._measurements import Measurements
+from control_plane.service._measurements import Measurements, Unmeasured
 from control_plane.spec import JobSpec
 from control_plane.store import WeightRow
 from geofed_pb.errors import GeofedError
@@ -29,7 +29,9 @@ WAIT = timedelta(seconds=10)
 PROBE_SECONDS = 2.0
 """Of steps, once model and data are there."""
 _LIMIT_SECONDS = 120.0
-"""After it a weighing is given up."""
+"""After it a weighing is given up, by the agent as well."""
+_LAST_WORD_SECONDS = 10.0
+"""And so much later it has told what it took."""
 _MOST_AT_ONCE = 8
 """Tasks; each takes a worker of a region for some seconds."""
 _REST_SECONDS = 60.0
@@ -137,11 +139,16 @@ class Weighing:
         """In one region after another until one has; None: it is stored."""
         failed: dict[str, GeofedError] = {}
         try:
-            async with asyncio.timeout(_LIMIT_SECONDS):
+            ends = time.monotonic() + _LIMIT_SECONDS
+            async with asyncio.timeout(_LIMIT_SECONDS + _LAST_WORD_SECONDS):
                 alone = len(self._measurements.live_holders(spec)) == 1
                 for region in self._regions(spec):
+                    left = ends - time.monotonic()
+                    if left <= 0:
+                        raise TimeoutError
                     try:
-                        row = await self._weigh_in(region, key, spec, bundle_digest, failed)
+                        command = self._command(region, spec, bundle_digest, left)
+                        row = await self._weigh_in(command, key, spec.metadata.name, failed)
                     except GeofedError as error:
                         failed[region] = error
                         if (fault := _certain_fault(failed, alone)) is not None:
@@ -181,13 +188,32 @@ class Weighing:
             free.append((self._measurements.going_on(region), -samples, region))
         return [region for _, _, region in sorted(free)]
 
+    def _command(self, region: str, spec: JobSpec, bundle_digest: str, wait_seconds: float) -> agent_pb2.ProfileTask:
+        given = spec.function.memory_mb
+        memory = given if isinstance(given, int) else self._measurements.usual_memory_mb(region)
+        return agent_pb2.ProfileTask(
+            # Never again the same: an agent keeps its answers, and what has failed may go well the next time.
+            id=f"weigh-{secrets.token_hex(8)}",
+            region=region,
+            task=agent_pb2.TaskRef(
+                bundle_digest=bundle_digest,
+                module=spec.task.module,
+                config_json=json.dumps(spec.task.config),
+                dataset=spec.data.dataset,
+            ),
+            batch=spec.train.batch,
+            seed=spec.train.seed,
+            memories_mb=[memory],
+            limit_seconds=PROBE_SECONDS,
+            wait_seconds=wait_seconds,
+        )
+
     async def _weigh_in(
-        self, region: str, key: str, spec: JobSpec, bundle_digest: str, failed: Mapping[str, GeofedError]
+        self, command: agent_pb2.ProfileTask, key: str, name: str, failed: Mapping[str, GeofedError]
     ) -> WeightRow:
         """Have an agent weigh it, and store what it tells as it comes. What breaks off after the size is known only
         leaves the steps unknown. ``failed``: what came of it elsewhere, which whoever reads the plan should know."""
-        command = _command(region, self._measurements.usual_memory_mb(region), spec, bundle_digest)
-        fault = _of_task(failed)
+        region, fault = command.region, _of_task(failed)
         elsewhere = f"where the task was weighed before {region} it failed: {fault.message}" if fault else ""
         row: WeightRow | None = None
         try:
@@ -196,20 +222,25 @@ class Weighing:
                     if report.HasField("weight"):
                         row = _row(key, region, self._federation.clock(), report.weight)
                         row = replace(row, note=_joined(row.note, elsewhere))
-                        await self._keep(row, spec.metadata.name, report.weight)
+                        await self._keep(row, name, report.weight)
             if row is None:
                 raise GeofedError("FRAME_INVALID", f"region {region} has told no weight")
         except GeofedError as error:
+            why = f"{error.code}: {error.message}"
+            async with self._federation.change() as draft:
+                if row is not None:
+                    row = replace(row, note=_joined(why, elsewhere))
+                    draft.weights.append(row)
+                data = {"usd": _money(error.usd) if isinstance(error, Unmeasured) else 0.0}
+                draft.record("task.unweighed", f"weighing {name} broke off: {why}", region=region, data=data)
             if row is None:
                 raise
-            row = replace(row, note=_joined(f"{error.code}: {error.message}", elsewhere))
-            await self._keep(row, spec.metadata.name)
         return row
 
-    async def _keep(self, row: WeightRow, name: str, told: agent_pb2.TaskWeight | None = None) -> None:
+    async def _keep(self, row: WeightRow, name: str, told: agent_pb2.TaskWeight) -> None:
         async with self._federation.change() as draft:
             draft.weights.append(row)
-            if told is not None and told.last:
+            if told.last:
                 text = f"{name} was weighed in {row.region}: {row.parameters:,} parameters"
                 data = {"parameters": row.parameters, "model_bytes": row.model_bytes, "usd": _money(told.usd)}
                 draft.record("task.weighed", text, region=row.region, data=data)
@@ -285,22 +316,3 @@ def _money(usd: float) -> float:
 
 def _sound(step: agent_pb2.TimedStep) -> bool:
     return 1 <= step.batch <= _MOST_BATCH and _LEAST_SECONDS <= step.seconds <= _MOST_SECONDS
-
-
-def _command(region: str, usual_memory_mb: int, spec: JobSpec, bundle_digest: str) -> agent_pb2.ProfileTask:
-    memory = spec.function.memory_mb if isinstance(spec.function.memory_mb, int) else usual_memory_mb
-    return agent_pb2.ProfileTask(
-        # Never again the same: an agent keeps its answers, and what has failed may go well the next time.
-        id=f"weigh-{secrets.token_hex(8)}",
-        region=region,
-        task=agent_pb2.TaskRef(
-            bundle_digest=bundle_digest,
-            module=spec.task.module,
-            config_json=json.dumps(spec.task.config),
-            dataset=spec.data.dataset,
-        ),
-        batch=spec.train.batch,
-        seed=spec.train.seed,
-        memories_mb=[memory],
-        limit_seconds=PROBE_SECONDS,
-    )

@@ -68,6 +68,7 @@ def test_the_first_plan_knows_the_model_and_a_speed(serve_config: ServeConfig, j
             answer = asyncio.create_task(plan(stage, job_file))
             command = await agent.command("weigh")
             assert (command.region, command.batch, command.limit_seconds) == ("a", 10, 2.0)
+            assert 100 < command.wait_seconds <= 120, "the agent gives it up, too"
             assert await agent.fetch(command.task.bundle_digest), "its code may be fetched as long as it is weighed"
             agent.tell_profile(command.id, weight=weight(steps=[], last=False))
             await asyncio.sleep(0.2)
@@ -311,8 +312,11 @@ def test_an_agent_that_goes_away_leaves_what_it_has_told(serve_config: ServeConf
             await agent.connect()
             assert await agent.command("weigh", 2) == command
             error = common_pb2.Error(code="INTERNAL", message="the agent has a bug")
-            agent.tell_profile(command.id, error=error)
+            agent.tell_profile(command.id, error=error, usd=0.25)
             told = await answer
+            events = [one async for one in stage.client.watch("", follow=False)]
+            broken = [json.loads(one.data_json) for one in events if one.kind == "task.unweighed"]
+            assert broken == [{"usd": 0.25}]
             assert told["estimate"]["model_basis"] == "counted"
             assert "has not timed the task's steps: INTERNAL: a: the agent has a bug" in str(told["warnings"])
 

@@ -196,6 +196,7 @@ async def test_a_model_that_cannot_be_made_has_no_weight(scene: Scene) -> None:
     told = await scene.answer()
     assert told.error.code == "TASK_FAILED"
     assert "model raised NameError" in told.error.message
+    assert told.usd > 0, "the call was made"
     assert not [one for one in scene.told if one.HasField("weight")]
     scene.weigh("w2", region="west")
     assert (await scene.answer(2)).error.code == "RESIDENCY_VIOLATION"
@@ -225,6 +226,49 @@ async def test_another_command_waits_for_its_turn(scene: Scene) -> None:
     assert [one.condition for one in scene.told if one.id == "profile-2"] == ["waits for another profile to end"]
     scene.gateway.open.set()
     assert {(await scene.answer(1)).id, (await scene.answer(2)).id} == {"profile-1", "profile-2"}
+
+
+@on_a_loop
+async def test_a_task_that_nobody_waits_for_any_more_costs_nothing(scene: Scene) -> None:
+    """It is dropped while others are before it, and those that come later are not held up."""
+    scene.gateway.open.clear()
+    scene.weigh("w1")
+    await until(lambda: scene.gateway.calls)
+    scene.weigh("w2", wait_seconds=0.05)
+    told = await scene.answer()
+    assert (told.id, told.error.code, told.usd) == ("w2", "WAIT_TIMEOUT", 0.0)
+    scene.gateway.open.set()
+    assert (await scene.answer(2)).id == "w1"
+    assert scene.gateway.calls == 2
+    scene.weigh("w3", wait_seconds=60.0)
+    assert (await scene.answer(3)).weight.steps
+
+
+@on_a_loop
+async def test_one_that_goes_on_too_long_is_broken_off_and_tells_what_it_took(scene: Scene) -> None:
+    scene.gateway.open.clear()
+    scene.weigh(wait_seconds=2.0)
+    told = await scene.answer()
+    assert told.error.code == "WAIT_TIMEOUT"
+    assert scene.gateway.calls == 1
+    assert told.usd > 0
+    assert not scene.gateway.there
+    assert not (scene.folder / "profiling").exists()
+    scene.gateway.open.set()
+    scene.weigh("w2")
+    assert (await scene.answer(2)).weight.steps
+
+
+@on_a_loop
+async def test_no_more_than_so_many_wait(scene: Scene) -> None:
+    scene.gateway.open.clear()
+    for number in range(16):
+        scene.weigh(f"w{number}")
+    scene.weigh("one more")
+    scene.weigh("w3")
+    told = await scene.answer()
+    assert (told.id, told.error.code, told.error.retryable) == ("one more", "FUNCTION_BUSY", True)
+    assert len(scene._last()) == 1
 
 
 @on_a_loop

@@ -339,7 +339,7 @@ class ScalePartition(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., workers: _Optional[int] = ..., reason: _Optional[str] = ..., batch: _Optional[int] = ..., preemptible: bool = ..., learning_rate: _Optional[float] = ..., order: _Optional[int] = ...) -> None: ...
 
 class ProfileTask(_message.Message):
-    __slots__ = ("id", "region", "task", "batch", "seed", "memories_mb", "limit_seconds")
+    __slots__ = ("id", "region", "task", "batch", "seed", "memories_mb", "limit_seconds", "wait_seconds")
     ID_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
@@ -347,6 +347,7 @@ class ProfileTask(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     MEMORIES_MB_FIELD_NUMBER: _ClassVar[int]
     LIMIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     id: str
     region: str
     task: TaskRef
@@ -354,7 +355,8 @@ class ProfileTask(_message.Message):
     seed: int
     memories_mb: _containers.RepeatedScalarFieldContainer[int]
     limit_seconds: float
-    def __init__(self, id: _Optional[str] = ..., region: _Optional[str] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., batch: _Optional[int] = ..., seed: _Optional[int] = ..., memories_mb: _Optional[_Iterable[int]] = ..., limit_seconds: _Optional[float] = ...) -> None: ...
+    wait_seconds: float
+    def __init__(self, id: _Optional[str] = ..., region: _Optional[str] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., batch: _Optional[int] = ..., seed: _Optional[int] = ..., memories_mb: _Optional[_Iterable[int]] = ..., limit_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
 
 class PublishModel(_message.Message):
     __slots__ = ("job", "epoch")
@@ -509,18 +511,20 @@ class PartitionReport(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., ps_address: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_samples: _Optional[int] = ..., metrics_round: _Optional[int] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., received_bytes: _Optional[_Mapping[str, int]] = ..., money: _Optional[_Iterable[_Union[_common_pb2.Money, _Mapping]]] = ..., model_digest: _Optional[str] = ..., blob_digest: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., workers: _Optional[int] = ..., attempt: _Optional[int] = ..., samples_per_second: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., applied_updates: _Optional[int] = ..., link_rtt_ms: _Optional[_Mapping[str, float]] = ..., link_mbps: _Optional[_Mapping[str, float]] = ..., link_streams: _Optional[_Mapping[str, int]] = ..., links_down: _Optional[_Iterable[str]] = ..., staleness: _Optional[_Mapping[str, float]] = ..., refused: _Optional[_Mapping[str, int]] = ..., interval: _Optional[int] = ..., codec: _Optional[str] = ..., round_samples_per_second: _Optional[float] = ..., merge_seconds: _Optional[float] = ..., merged_by: _Optional[str] = ..., routes: _Optional[int] = ..., update_bytes: _Optional[int] = ..., preempted: bool = ..., scale_order: _Optional[int] = ..., shard_address: _Optional[str] = ..., shards_here: bool = ..., meter: _Optional[int] = ...) -> None: ...
 
 class ProfileReport(_message.Message):
-    __slots__ = ("id", "condition", "profile_json", "error", "weight")
+    __slots__ = ("id", "condition", "profile_json", "error", "weight", "usd")
     ID_FIELD_NUMBER: _ClassVar[int]
     CONDITION_FIELD_NUMBER: _ClassVar[int]
     PROFILE_JSON_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    USD_FIELD_NUMBER: _ClassVar[int]
     id: str
     condition: str
     profile_json: str
     error: _common_pb2.Error
     weight: TaskWeight
-    def __init__(self, id: _Optional[str] = ..., condition: _Optional[str] = ..., profile_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., weight: _Optional[_Union[TaskWeight, _Mapping]] = ...) -> None: ...
+    usd: float
+    def __init__(self, id: _Optional[str] = ..., condition: _Optional[str] = ..., profile_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., weight: _Optional[_Union[TaskWeight, _Mapping]] = ..., usd: _Optional[float] = ...) -> None: ...
 
 class TaskWeight(_message.Message):
     __slots__ = ("parameters", "model_bytes", "steps", "start_seconds", "usd", "note", "last")
