@@ -20,6 +20,7 @@ from geofed_pb.v1 import common_pb2
 from tests.control_plane.conftest import Stage, staged
 from tests.control_plane.fake_agent import FakeAgent
 from tests.control_plane.scenario import bring_up, figures, finish, run, train
+from tests.control_plane.test_succession import LONG, come, end_early, ended, rounds
 
 EVIL = "<script>alert(1)</script>"
 
@@ -100,6 +101,29 @@ def test_no_job_that_goes_on_is_hidden_unseen(
             assert first in page
             assert second in page
             assert "begun before these" not in page
+
+    told(serve_config, scene)
+
+
+def test_jobs_of_one_name_are_told_apart_and_lead_to_each_other(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
+        job = (await stage.submit(job_file, overrides=LONG)).job.id
+        await train(job, a, b)
+        c = await come(stage, "c")
+        await rounds(job, (a, b), 5)
+        await stage.client.replan(job)
+        await end_early(job, (a, b), 5)
+        after = (await ended(stage, job)).successor
+        async with browser(stage) as pages:
+            overview = (await pages.get("/")).text
+            for one in (job, after):
+                assert f'<a href="/jobs/{one}">digits</a><div class="id">{one}</div>' in overview
+            first, second = [(await pages.get(f"/jobs/{one}")).text for one in (job, after)]
+            assert f'<dt>goes on as</dt><dd><a href="/jobs/{after}">' in first
+            assert "starts from" not in first
+            assert f'<dt>starts from</dt><dd>the model of <a href="/jobs/{job}">' in second
+            assert "goes on as" not in second
+        await c.close()
 
     told(serve_config, scene)
 
