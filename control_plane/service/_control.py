@@ -11,9 +11,11 @@ from typing import Any
 
 import grpc.aio
 
+from control_plane._view import standing_text
 from control_plane.core import TERMINAL, CancelAsked, FinishAsked
 from control_plane.pki import InvitationToken, hash_secret, new_secret
 from control_plane.service._bell import Bell
+from control_plane.service._draft import JobEntry
 from control_plane.service._enrolment import unseen_region
 from control_plane.service._federation import ACTIVE, Federation
 from control_plane.service._profiling import Profiling
@@ -196,6 +198,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         caller = self._admit(context)
         entry = await self._federation.find_job(request.job)
         caller.require_own(entry)
+        if entry.state.terminal:
+            raise _ended(entry)
         await self._succession.replan(entry.row.id, request.reason)
         return self._federation.describe(await self._federation.find_job(entry.row.id))
 
@@ -285,6 +289,18 @@ class ControlService(control_pb2_grpc.ControlServicer):
         headers = {str(key): value for key, value in context.invocation_metadata() or ()}
         shown = str(headers.get("authorization", ""))
         return caller_of(shown, self.door.token_hash, self._federation.users.values())
+
+
+def _ended(entry: JobEntry) -> GeofedError:
+    """Nothing is left to plan anew."""
+    job, state = entry.row.id, entry.state
+    hint = None
+    if state.successor:
+        hint = f"it went on as {state.successor}"
+    elif state.phase == "succeeded":
+        hint = f"a new job with `train.initialModel: {{job: {job}}}` starts from its model"
+    text = f"job {job} {standing_text(state.phase)}; only a running job is planned anew"
+    return GeofedError("ILLEGAL_STATE", text, hint=hint)
 
 
 def _version() -> str:

@@ -181,6 +181,16 @@ def test_a_model_is_exported_with_its_manifest(live: Federation, run: Run, job_f
     assert sorted(os.listdir(tmp_path)) == ["job", "model.safetensors", "model.safetensors.manifest.json"]
 
 
+def test_what_has_ended_is_not_planned_anew(live: Federation, run: Run, job_file: str) -> None:
+    job = run("submit", job_file, "--wait", "-o", "name").out.strip()
+    told = run("replan", job, "-o", "json")
+    assert (told.status, told.error["code"]) == (8, "ILLEGAL_STATE")
+    assert told.error["hint"] == f"a new job with `train.initialModel: {{job: {job}}}` starts from its model"
+    failed = run("submit", job_file, "--wait", "-o", "name", *FAIL).out.strip()
+    error = run("replan", failed, "-o", "json").error
+    assert (error["code"], "initialModel" in error["hint"]) == ("ILLEGAL_STATE", False)
+
+
 def test_what_has_no_model_is_not_exported(live: Federation, run: Run, job_file: str) -> None:
     failed = run("submit", job_file, "--wait", "-o", "name", *FAIL).out.strip()
     told = run("export", failed, "-o", "json")

@@ -93,6 +93,8 @@ def test_the_name_of_a_job_is_that_of_the_last_one_that_goes_on(serve_config: Se
             assert (await client.job(job)).id == job
             assert {event.job async for event in client.watch("digits", follow=False)} == {after}
             await refused(client.replan("digits"), "ILLEGAL_STATE", f"job {after} does not run")
+            error = await refused(client.replan(job), "ILLEGAL_STATE", f"job {job} has succeeded; only a running job")
+            assert error.hint == f"it went on as {after}"
             # One that only starts from its model is another job.
             wanted = (f"train.initialModel={{job: {job}}}",)
             other = (await stage.submit(file, "r2", wanted)).job.id
