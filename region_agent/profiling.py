@@ -172,7 +172,8 @@ class Profiler:
                 body = await self._with_data(command, body.model_copy(update={"measure": "pace"}))
                 pace, _ = await self._call(name, body, memory, limit, meters)
                 weight.steps.extend(agent_pb2.TimedStep(batch=one.batch, seconds=one.seconds) for one in pace.steps)
-                weight.start_seconds = counted + pace.loaded_seconds
+                # A worker makes the model once.
+                weight.start_seconds = counted - size.loaded_seconds + pace.loaded_seconds
             except GeofedError as error:
                 # What is known is worth having.
                 weight.note = f"{error.code}: {error.message}"

@@ -138,6 +138,7 @@ class Weighing:
     async def _weigh(self, key: str, spec: JobSpec, bundle_digest: str) -> _Unweighed | None:
         """In one region after another until one has; None: it is stored."""
         failed: dict[str, GeofedError] = {}
+        tried = False
         try:
             ends = time.monotonic() + _LIMIT_SECONDS
             async with asyncio.timeout(_LIMIT_SECONDS + _LAST_WORD_SECONDS):
@@ -146,6 +147,7 @@ class Weighing:
                     left = ends - time.monotonic()
                     if left <= 0:
                         raise TimeoutError
+                    tried = True
                     try:
                         command = self._command(region, spec, bundle_digest, left)
                         row = await self._weigh_in(command, key, spec.metadata.name, failed)
@@ -166,7 +168,9 @@ class Weighing:
         except Exception as error:  # noqa: BLE001 - the task's edge: whoever waits must go on without it
             _log.exception("a task could not be weighed", task=key)
             why = GeofedError("INTERNAL", f"{type(error).__name__}: {error}")
-        self._rest(key, why)
+        if tried:
+            # Where no region could be asked, the next one that comes can.
+            self._rest(key, why)
         return _Unweighed(why)
 
     def _rest(self, key: str, why: GeofedError | None) -> None:

@@ -77,13 +77,16 @@ class _Bench:
 
 def weigh(call: ProfileCall, task: Task) -> Profiled:
     """How large the model is. Nothing of the data is looked at."""
+    begun = time.monotonic()
     shell = _without_values(call, task)
     seed_all(call.seed)
     whole = shell is None or not call.memory_mb or _peak_mb() + _held_mb(shell) < call.memory_mb
     module = task.model(call.seed) if shell is None or whole else shell
     with task_errors(task.folder, "model"):
         flat = FlatModel(module)
-    return Profiled(status="done", parameters=_parameters(module), model_bytes=4 * flat.layout.size)
+    size = 4 * flat.layout.size
+    made = time.monotonic() - begun
+    return Profiled(status="done", parameters=_parameters(module), model_bytes=size, loaded_seconds=made)
 
 
 def _without_values(call: ProfileCall, task: Task) -> torch.nn.Module | None:
@@ -107,7 +110,11 @@ def profile(call: ProfileCall, task: Task, data: dict[str, Any], begun: float) -
     seed_all(call.seed)
     if not len(data["train"]):
         raise GeofedError("SHARD_UNREADABLE", "the training split is empty")
-    if (layers := _too_large(call, task)) is not None:
+    looked = time.monotonic()
+    layers = _too_large(call, task)
+    # No worker of a job looks first.
+    begun += time.monotonic() - looked
+    if layers is not None:
         if call.measure == "pace":
             text = f"the model does not fit a function of {call.memory_mb} MB, and `control-plane profile` takes longer"
             raise GeofedError("FUNCTION_OUT_OF_MEMORY", text)

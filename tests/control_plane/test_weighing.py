@@ -411,6 +411,23 @@ def test_without_agents_workers_or_code_it_is_planned_as_before(serve_config: Se
     run(scenario())
 
 
+def test_an_agent_that_comes_is_asked_though_a_moment_ago_there_was_none(
+    serve_config: ServeConfig, job_file: Path
+) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            async with scales(stage, workers=0) as none:
+                assert "reasons" in await plan(stage, job_file)
+                assert not asked(none)
+            async with scales(stage, "b") as agent:
+                answer = asyncio.create_task(plan(stage, job_file))
+                command = await agent.command("weigh")
+                agent.tell_profile(command.id, weight=weight())
+                assert (await answer)["estimate"]["model_basis"] == "counted"
+
+    run(scenario())
+
+
 def test_a_task_with_runs_is_not_weighed(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage, scales(stage) as agent:
