@@ -420,7 +420,7 @@ def test_an_agent_that_comes_is_asked_though_a_moment_ago_there_was_none(
                 assert "reasons" in await plan(stage, job_file)
                 assert not asked(none)
             async with scales(stage, "b") as agent:
-                answer = asyncio.create_task(plan(stage, job_file))
+                answer = asyncio.create_task(plan(stage, job_file, "regions.use=[b]"))
                 command = await agent.command("weigh")
                 agent.tell_profile(command.id, weight=weight())
                 assert (await answer)["estimate"]["model_basis"] == "counted"

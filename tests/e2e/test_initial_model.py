@@ -109,7 +109,9 @@ def test_a_job_that_is_planned_anew_goes_on_with_the_region_that_has_come(
         if replan == "asked":
             told = federation.control_plane("replan", job, "--reason", "shanghai is here").stdout
             assert "planned anew, over frankfurt, shanghai, virginia: shanghai is here" in told
-        first = running.wait_end(job)
+        # To wait for it is to wait for the last one that goes on with its model.
+        eventually(lambda: bool(running.describe(job)["finished_at"]), "the job ends", seconds=120.0)
+        first = running.describe(job)
         check_succeeded(first, accuracy=0.0)
         after = running.describe(first["successor"])
         assert after["initial_model"]["job"] == job
