@@ -193,6 +193,7 @@ class JobMachine:
             )
         )
         self._look_at_workers(event)
+        self._note_first_steps(event)
         if self.state.phase == "cancelling":
             self._cancelled_if_all_ended(event.at)
             return
@@ -220,6 +221,14 @@ class JobMachine:
         self._put(replace(part, workers=report.workers, preempted=part.preempted or report.preempted))
         if not report.workers:
             self.state = replace(self.state, gave_way=True)
+
+    def _note_first_steps(self, event: Reported) -> None:
+        reports = [part.report for part in self.state.partitions]
+        if not self.state.stepped_at and all(report is not None and report.step > 0 for report in reports):
+            steps = event.report.step
+            self.state = replace(
+                self.state, stepped_at=event.at, stepped_region=event.region, stepped_steps=steps
+            )  # fmt: skip
 
     def _to_running(self, event: Reported) -> None:
         self.state = replace(self.state, started_at=event.at)

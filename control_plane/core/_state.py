@@ -208,7 +208,13 @@ class JobState:
     begun_at: float = 0.0
     """It had waited for workers until then; 0: it waits, or began before this was kept."""
     started_at: float = 0.0
-    """First training step; 0: not yet."""
+    """A region's workers were called; 0: not yet."""
+    stepped_at: float = 0.0
+    """It was heard that every region has made a step; 0: not yet."""
+    stepped_region: str = ""
+    """The last of which that was heard,"""
+    stepped_steps: int = 0
+    """and how many it had made by then."""
     finished_at: float = 0.0
     exact: bool = True
     """All regions must end with the same bits. In the background they merge the same updates in another order, so that

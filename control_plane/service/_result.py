@@ -75,7 +75,7 @@ def runs_of(row: JobRow, state: JobState, spec: JobSpec, plan: Plan) -> tuple[Ru
 def runs_so_far(row: JobRow, state: JobState, spec: JobSpec, plan: Plan, at: float) -> tuple[RunRow, ...]:
     """What a job that runs has taught of its task by now."""
     # How long a copy took says nothing of the next start.
-    start_seconds = 0.0 if state.copies else max(0.0, state.started_at - (state.begun_at or row.created_at))
+    start_seconds = 0.0 if state.copies else max(0.0, _first_steps_at(state, spec) - (state.begun_at or row.created_at))
     planned = {part.region: part for part in plan.partitions}
     return tuple(
         RunRow(
@@ -93,6 +93,16 @@ def runs_so_far(row: JobRow, state: JobState, spec: JobSpec, plan: Plan, at: flo
         for part in state.partitions
         if part.report is not None and part.report.samples_per_second > 0
     )
+
+
+def _first_steps_at(state: JobState, spec: JobSpec) -> float:
+    """When the last region began to train: its first report of steps comes after some of them."""
+    last = state.partition(state.stepped_region)
+    if last is None or last.report is None or last.report.samples_per_second <= 0 or not spec.train.batch:
+        # It began before this was kept.
+        return state.started_at
+    made_seconds = state.stepped_steps * spec.train.batch / last.report.samples_per_second
+    return max(state.started_at, state.stepped_at - made_seconds)
 
 
 def unpromised_worker_seconds(state: JobState, plan: Plan) -> float:

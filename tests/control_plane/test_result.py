@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from control_plane.cli._report import result_text
-from control_plane.core import Begun, JobMachine, JobState, Partition, Planned, Report, Waits
+from control_plane.core import Begun, JobMachine, JobState, Partition, Planned, Report, Reported, Waits
 from control_plane.service._known import Learnt
 from control_plane.service._planning import plan_json, snapshot_of
 from control_plane.service._result import result_of, runs_of
@@ -43,6 +43,9 @@ def test_the_wait_for_workers_is_told_apart(job_file: Path) -> None:
     assert told.splitlines()[-3].split()[-2:] == ["40.0", "s"]
     (known,) = runs_of(row, ended(155.0, 158.0), spec, chosen)
     assert (known.start_seconds, known.model_bytes) == (3.0, 40), "later plans do not start the later for it"
+    stepped = replace(ended(155.0, 158.0), stepped_at=172.0, stepped_region="r0", stepped_steps=40)
+    (known,) = runs_of(row, stepped, spec, chosen)
+    assert known.start_seconds == 172.0 - 40 * spec.train.batch / 100.0 - 155.0, "a slow model too"
     never = result_of(row, ended(0.0, 0.0, "cancelled"), chosen)
     assert (never["queued_seconds"], never["measured"]["seconds"]) == (95.0, 0.0)
     before = result_of(row, ended(0.0, 101.0), chosen)
@@ -56,3 +59,12 @@ def test_a_job_begins_when_it_gets_its_workers(waited: float) -> None:
     machine.handle(Planned(100.0 + waited))
     machine.handle(Begun(100.0 + waited))
     assert machine.state.begun_at == 100.0 + waited
+
+
+def test_the_first_steps_are_those_of_the_last_region_to_make_one() -> None:
+    parts = tuple(Partition(name, state="training", workers=1) for name in ("r0", "r1"))
+    machine = JobMachine(replace(ended(0.0, 0.0), phase="starting", finished_at=0.0, partitions=parts))
+    for at, region, step in [(101.0, "r0", 3), (102.0, "r1", 0), (103.0, "r0", 9), (104.0, "r1", 2), (105.0, "r1", 8)]:
+        machine.handle(Reported(at, region, Report(1, "training", step=step)))
+    state = machine.state
+    assert (state.started_at, state.stepped_at, state.stepped_region, state.stepped_steps) == (101.0, 104.0, "r1", 2)
