@@ -186,13 +186,21 @@ def _planned(
         residency={},
         alternatives=wan.alternatives,
     )
-    return replace(chosen, estimate=estimate(chosen, snapshot), warnings=_beware(chosen, demand))
+    return replace(chosen, estimate=estimate(chosen, snapshot), warnings=_beware(chosen, demand, snapshot))
 
 
-def _beware(chosen: Plan, demand: Demand) -> tuple[str, ...]:
-    """Where steps that are larger than a shard make other passes over it than were asked for."""
+def _beware(chosen: Plan, demand: Demand, snapshot: Snapshot) -> tuple[str, ...]:
+    """Where functions cannot hold the model, and where steps that are larger than a shard make other passes over it
+    than were asked for."""
     told = []
+    held_mb = _COPIES * (snapshot.model_bytes or 0) / 2**20
     for part in chosen.partitions:
+        if part.pipeline is None and held_mb > part.memory_mb:
+            told.append(
+                f"functions of {part.memory_mb} MB in {part.region} cannot hold the model: parameters and gradients "
+                f"take {held_mb:.0f} MB; ask for more (function.memoryMb), or measure the task with "
+                "`control-plane profile`, so that it can be cut into stages"
+            )
         step, epochs = part.batch * part.replicas, demand.epochs
         made = chosen.rounds * part.steps_per_round * step / part.samples
         if demand.balance == "data" and epochs is not None and step > part.samples and abs(made / epochs - 1) > 0.05:
@@ -216,7 +224,7 @@ def _alike(way: Option, like: Plan, candidates: list[Region], snapshot: Snapshot
         collective=demand.collective or (taken_by_all.collective if taken_by_all else "auto"),
         merging=_merging(demand, taken_by_all),
     )
-    return replace(other, estimate=estimate(other, snapshot, over), warnings=_beware(other, demand))
+    return replace(other, estimate=estimate(other, snapshot, over), warnings=_beware(other, demand, snapshot))
 
 
 def _merging(demand: Demand, taken_by_all: Tuned | None) -> dict[str, float]:
@@ -428,5 +436,7 @@ def _by_speed(partitions: list[Partition], demand: Demand) -> tuple[int, list[fl
     return total, [rate / fastest for rate in rates]
 
 
+_COPIES = 2
+"""Of the model in a worker's memory, at least: parameters and gradients."""
 _ONLY_HOLDS_DATA = "it only holds data: keep it out with regions.avoid"
 _NOTHING = Estimate(Range(0, 0, 0), Range(0, 0, 0), Range(0, 0, 0), (), {}, "prior")

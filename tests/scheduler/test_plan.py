@@ -184,6 +184,16 @@ def test_what_cannot_be_done_is_declined_with_a_reason_and_a_remedy(
     assert text in declined(snapshot, wanted)[code]
 
 
+def test_functions_that_cannot_hold_the_model_are_told_of() -> None:
+    regions = (region("a", 500),)
+    memory_mb = planned(Snapshot(regions), demand()).partitions[0].memory_mb
+    fits = memory_mb << 19
+    assert planned(Snapshot(regions, model_bytes=fits), demand()).warnings == ()
+    (told,) = planned(Snapshot(regions, model_bytes=2 * fits), demand()).warnings
+    assert told.startswith(f"functions of {memory_mb} MB in a cannot hold the model")
+    assert "function.memoryMb" in told
+
+
 def test_a_step_that_is_larger_than_a_shard_is_told() -> None:
     regions = (region("a", 500), region("b", 3000))
     assert planned(Snapshot(regions), demand(batch=100)).warnings == ()
