@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import threading
 import time
 import uuid
@@ -18,6 +19,9 @@ _GRACE_SECONDS = 5.0
 _FOR_WANT_OF_A_PACKAGE = re.compile("not installed|missing|could not import")
 _RUN = uuid.uuid4().hex
 os.environ["GEOFED_TEST_RUN"] = _RUN
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts what it does not wait for so, and all that tests start would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
