@@ -34,7 +34,7 @@ _BACKLOG = 32
 _TOGETHER = 4
 """The last 1/4 of the steps is made together: what regions that were cut off from each other have made apart is
 averaged when they meet, and a model like that must be trained on. All are waited for in the end anyway."""
-_NEAR = 8
+_NEAR = 4
 """A region that is back and no more than so many rounds behind is waited for while it catches up: models that have
 stayed near average better, and the job ends no later, since the end waits for all."""
 _AHEAD = 1 << 16

@@ -45,7 +45,7 @@ from sync.wan import ExchangeSettings, LinkSample
 __all__ = ["Engine", "merged_key"]
 
 _log = logging.getLogger("geofed.ps")
-_LEAST_SECONDS = 0.5
+_LEAST_SECONDS = 0.25
 """Of patience: processes pause, and rounds may be shorter than that."""
 _LEAST_SECONDS_ALONE = 5.0
 """Where nobody is heard the others may wait for the same region, or be found by another way; and what a region makes

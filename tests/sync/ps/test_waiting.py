@@ -92,8 +92,8 @@ def test_those_that_hear_each_other_stay_together_when_a_third_is_cut_off(region
 
 
 def test_a_region_that_is_back_and_near_is_waited_for_while_it_catches_up(regions: Miniature) -> None:
-    behind = _without_r2(regions, 5)
-    assert 4 <= behind <= 8
+    behind = _without_r2(regions, 1)
+    assert 3 <= behind <= 4
     go(regions, ALL, 40)
     assert _lag(regions) <= 2
 
