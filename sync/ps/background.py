@@ -36,7 +36,8 @@ _TOGETHER = 4
 averaged when they meet, and a model like that must be trained on. All are waited for in the end anyway."""
 _NEAR = 4
 """A region that is back and no more than so many rounds behind is waited for while it catches up: models that have
-stayed near average better, and the job ends no later, since the end waits for all."""
+stayed near average better, and the job ends no later, since the end waits for all. One that is further behind merges
+the others' rounds as they come."""
 _AHEAD = 1 << 16
 """A peer cannot be further ahead than this; it bounds what is kept of it."""
 
@@ -266,12 +267,18 @@ class Background(Machine):
     def _mergeable(self) -> list[Manifest]:
         """Remote updates that can be merged next: of no later round than ours, unless a merge takes what there is.
 
-        One that sums up several rounds comes from a region that was away, and need not wait for the last of them.
+        One that sums up several rounds comes from a region that was away, and need not wait for the last of them. Nor
+        does what comes from one that is far ahead, as others are where this region was cut off and waited for them in
+        vain: it would be old by the time that the same round ends here.
         """
-        all_ended = self._own_last and self._pending is None
-        up_to = None if self.setup.quorum or all_ended else self._ended_sequence
-        there = [manifest for region in self.setup.others for manifest in self.ledger.next_of(region)]
-        return [manifest for manifest in there if up_to is None or manifest.begins <= up_to]
+        takes_all = self.setup.quorum or (self._own_last and self._pending is None)
+        ended = self._ended_sequence
+        return [
+            manifest
+            for region in self.setup.others
+            for manifest in self.ledger.next_of(region)
+            if takes_all or manifest.begins <= ended or self.ledger.newest(region) > ended + _NEAR
+        ]
 
     def _waits_for_quorum(self, sequence: int, fresh: set[str]) -> list[Action] | None:
         """None: it does not wait."""

@@ -47,7 +47,7 @@ __all__ = ["Engine", "merged_key"]
 _log = logging.getLogger("geofed.ps")
 _LEAST_SECONDS = 0.25
 """Of patience: processes pause, and rounds may be shorter than that."""
-_LEAST_SECONDS_ALONE = 5.0
+_LEAST_SECONDS_ALONE = 2.0
 """Where nobody is heard the others may wait for the same region, or be found by another way; and what a region makes
 alone is worth the least."""
 

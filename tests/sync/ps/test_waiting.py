@@ -105,6 +105,21 @@ def test_a_region_that_is_far_behind_is_not_waited_for(regions: Miniature) -> No
     assert _lag(regions) >= behind - 3
 
 
+def test_a_region_that_is_far_behind_merges_what_has_come_at_once(regions: Miniature) -> None:
+    behind = _without_r2(regions, 40)
+    while any(regions.sites[name].couriers.get("r2") for name in ("r0", "r1")):
+        for name in ("r0", "r1"):
+            regions.send(name)
+        while regions.wan:
+            regions.deliver(regions.wan.pop(0))
+    go(regions, ALL, 4)
+    here = regions.sites["r2"].machine
+    assert here is not None
+    ahead = regions.sites["r0"]
+    assert round_of(ahead) - here.ledger.marks["r0"] <= 4 < behind
+    assert _lag(regions) >= behind - 3, "it has made up for nothing"
+
+
 def _without_r2(regions: Miniature, times: int) -> int:
     go(regions, ("r0", "r1"), 10)
     for name in ("r0", "r1"):
