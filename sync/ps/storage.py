@@ -18,7 +18,8 @@
 Every file is written beside its place, flushed with fsync, renamed, and the folder flushed; a line of the log is
 flushed with fsync before what it tells is acted upon. A round's state and updates are durable before its checkpoint,
 and are deleted only after the next one. With synchronous exchange every merge makes a checkpoint; in the background
-the log is enough to make a merge again, so that checkpoints are made as often as they cost a tenth of the time.
+the log is enough to make a merge again, so that checkpoints are made as often as they cost a tenth of the time, beside
+what else is done: the log goes on in a new file when one is begun, and the older ones stay until it is durable.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
 from sync import framing
-from sync.layout import Layout
+from sync.layout import Layout, Vector
 from sync.ps.actions import Apply, Keep, Log, Restart
 from sync.ps.machine import Recovered, Setup
 from sync.ps.manifest import Manifest
 from sync.ps.replica import Numbers
 
-__all__ = ["Entry", "Storage", "correction_key", "disk_full_is_told", "write_durably"]
+__all__ = ["Draft", "Entry", "Storage", "correction_key", "disk_full_is_told", "write_durably"]
 
 _KEPT_CHECKPOINTS = 2
 _MEMORY, _MARK, _LAST = "memory/", "mark/", "last/"
@@ -56,7 +57,7 @@ Entry = Log | Apply | Restart
 
 
 class Storage:
-    """The durable state of one partition. Calls are made from one thread at a time."""
+    """The durable state of one partition. Calls are made from one thread at a time, but for a `Draft`'s."""
 
     def __init__(self, folder: Path, setup: Setup) -> None:
         self._folder, self._setup = folder, setup
@@ -246,9 +247,17 @@ class Storage:
         With background exchange, ``ended``: the last round that has ended; ``attempt``: the last that began from these
         numbers.
         """
-        model = np.ascontiguousarray(numbers.model)
-        digest = framing.digest_of([model.data.cast("B")])
-        name = f"checkpoint-{apply.version}-{digest.removeprefix('sha256:')}.frame"
+        draft = self.draft(numbers, apply, ended, attempt)
+        digest = draft.write()
+        draft.flush()
+        self.keep(draft)
+        return digest
+
+    def draft(self, numbers: Numbers, apply: Apply, ended: Log | None = None, attempt: int = 1) -> Draft:
+        """A checkpoint that another thread can `write` and `flush`, and that is to be kept here after that.
+
+        What is logged from here on comes after it; until it is kept, the one before counts, and all that follows on it.
+        """
         rest: dict[str, framing.Array] = {f"{_MEMORY}{name}": vector for name, vector in numbers.memory.items()}
         if self._setup.background:
             rest |= {"start": numbers.start} | ({} if numbers.residual is None else {"residual": numbers.residual})
@@ -262,15 +271,15 @@ class Storage:
             correction = int(ended.correction_key.rpartition("/")[2] or -1)
             facts |= {"ended_step": ended.step, "until_step": ended.until_step, "correction": correction}
             facts |= {"ended_last": int(ended.last)}
-        write_durably(
-            self._folder / name, framing.encode({"model": model, **rest}, {**facts, "memory_crc": _crc(rest)})
-        )
-        self._marks[apply.version] = marks
         if self._setup.background:
             self._open_log(apply.version)
+        return Draft(self._folder, apply.version, marks, numbers.model, rest, facts)
+
+    def keep(self, draft: Draft) -> None:
+        """It is durable: what came before the one before it is not needed any more."""
+        self._marks[draft.version] = draft.marks
         for old in sorted(self._marks)[:-_KEPT_CHECKPOINTS]:
             self._forget_checkpoint(old)
-        return digest
 
     def _forget_checkpoint(self, version: int) -> None:
         sequence = self._marks.pop(version).get(self._setup.region, version)
@@ -395,17 +404,62 @@ class Storage:
         write_durably(path, [json.dumps(asdict(manifest)).encode()])
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint on its way to the disk. Its methods may be called from any one thread, in this order."""
+
+    folder: Path
+    version: int
+    marks: dict[str, int]
+    model: Vector
+    rest: dict[str, framing.Array]
+    facts: dict[str, float]
+    written: list[tuple[Path, BinaryIO]] = field(default_factory=list)
+    """Its place, and the open file beside that."""
+
+    def write(self) -> str:
+        """Read the numbers, which must not change until this returns; the model's digest."""
+        model = np.ascontiguousarray(self.model)
+        digest = framing.digest_of([model.data.cast("B")])
+        pieces = framing.encode({"model": model, **self.rest}, {**self.facts, "memory_crc": _crc(self.rest)})
+        place = self.folder / f"checkpoint-{self.version}-{digest.removeprefix('sha256:')}.frame"
+        self.written.append((place, _write_beside(place, pieces)))
+        return digest
+
+    def flush(self) -> None:
+        """Make durable what was written."""
+        _put_in_place(*self.written.pop())
+
+
 def write_durably(path: Path, pieces: Sequence[framing.Buffer]) -> None:
     """Replace a file so that after a crash either the old or the new content is there, whole."""
-    partial = path.with_name(f".{path.name}.partial")
-    with disk_full_is_told(path):
-        with partial.open("wb") as file:
+    _put_in_place(path, _write_beside(path, pieces))
+
+
+def _write_beside(path: Path, pieces: Sequence[framing.Buffer]) -> BinaryIO:
+    """The file stays open: only its own descriptor is sure to be told of what could not be written."""
+    file = _partial(path).open("wb")
+    try:
+        with disk_full_is_told(path):
             for piece in pieces:
                 file.write(piece)
             file.flush()
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _put_in_place(path: Path, file: BinaryIO) -> None:
+    with disk_full_is_told(path):
+        with file:
             os.fsync(file.fileno())
-        os.replace(partial, path)
+        os.replace(_partial(path), path)
         _flush_folder(path.parent)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
 
 
 def _flush_folder(path: Path) -> None:

@@ -8,8 +8,8 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from sync.ps.export import from_safetensors
 from sync.ps.machine import Recovered, Setup
 from sync.ps.manifest import Manifest
 from sync.ps.replica import Numbers, Replica, expanded
-from sync.ps.storage import Entry, Storage, correction_key
+from sync.ps.storage import Draft, Entry, Storage, correction_key
 from sync.wan import Contribution, ExchangeSettings, Policy
 
 __all__ = ["Works", "merged_key", "step_back"]
@@ -86,6 +86,8 @@ class Works:
         self._ends: dict[int, str] = {}
         """Channel keys of models that a replay of the log would need, by sequence."""
         self._history: OrderedDict[int, Vector] = OrderedDict()
+        self._drafting: _Drafting | None = None
+        """The checkpoint that is being made beside what else is done."""
         self._checkpoint_at, self._checkpoint_took = 0.0, 0.0
         self._cleared_attempts = 0
         self._room_for_sums = True
@@ -253,6 +255,7 @@ class Works:
             codec: Codec = Float32()
             tensors, sent = codec.encode(end), (end, slice(None))
         else:
+            self._settle_checkpoint(written=True)
             self.replica.codec = self.codec_wanted
             room, self._made = self._made[1] if self._made is not None else None, None
             made = self._replica().own(end, action.sequence, last=action.last, room=room)
@@ -319,6 +322,7 @@ class Works:
         return Applied(action, digest, model_key, state_key, correction, refused, self.replica.model.nbytes)
 
     def _merge_updates(self, action: Apply) -> tuple[tuple[str, str], ...]:
+        self._settle_checkpoint(written=True)
         replica = self._replica()
         stale = action.staleness or (0,) * len(action.manifests)
         pairs = zip(action.manifests, stale, strict=True)
@@ -406,18 +410,39 @@ class Works:
         return decoded(codec, frame.tensors, size, room), part
 
     def _checkpoint(self, action: Apply) -> str:
-        """Make the numbers durable, unless the log is enough for now; returns the model's digest, "" if not made."""
+        """Make the numbers durable; returns the model's digest, "" if the log is enough for now.
+
+        With background exchange nothing waits for it but what would change the numbers before they are written.
+        """
         now, numbers = time.monotonic(), self._replica().numbers
+        if not self.setup.background:
+            return self.storage.keep_checkpoint(numbers, action)
+        if action.complete or action.sequence == 0:
+            self._settle_checkpoint()
+            return self.storage.keep_checkpoint(numbers, action, self._ended, self._attempt)
         due = now - self._checkpoint_at >= self._checkpoint_took / _CHECKPOINT_SHARE
-        if self.setup.background and not (due or action.complete or action.sequence == 0):
-            return ""
-        ended = self._ended if self.setup.background else None
-        digest = self.storage.keep_checkpoint(numbers, action, ended, self._attempt)
-        self._checkpoint_at = time.monotonic()
-        self._checkpoint_took = self._checkpoint_at - now
-        return digest
+        if due and self._drafting is None:
+            draft = self.storage.draft(numbers, action, self._ended, self._attempt)
+            writer = _beside_actions()
+            self._drafting = _Drafting(draft, now, writer.submit(draft.write), writer.submit(_flushed, draft))
+            writer.shutdown(wait=False)
+        return ""
+
+    def _settle_checkpoint(self, *, written: bool = False) -> None:
+        """Wait until the one that is being made is durable, or until its numbers are ``written`` and may change."""
+        drafting = self._drafting
+        if drafting is None:
+            return
+        drafting.written.result()
+        if written and not drafting.flushed.done():
+            return
+        self._checkpoint_at = drafting.flushed.result()
+        self._drafting = None
+        self.storage.keep(drafting.draft)
+        self._checkpoint_took = self._checkpoint_at - drafting.begun
 
     def _restart(self, action: Restart) -> Restarted:
+        self._settle_checkpoint(written=True)
         replica = self._replica()
         self.storage.log(action)
         replica.restart()
@@ -505,9 +530,30 @@ class Works:
         self._cleared_attempts = max(self._cleared_attempts, attempt - 1)
 
 
+@dataclass(frozen=True)
+class _Drafting:
+    """A checkpoint that is being made; times in seconds of the monotonic clock."""
+
+    draft: Draft
+    begun: float
+    written: Future[str]
+    flushed: Future[float]
+    """When it was durable."""
+
+
 def _beside() -> ThreadPoolExecutor:
     """For what changes nothing that the caller's thread reads meanwhile."""
     return ThreadPoolExecutor(1, thread_name_prefix="ps-beside", initializer=step_back)
+
+
+def _beside_actions() -> Executor:
+    """For a checkpoint, which outlasts the action that begins it."""
+    return _beside()
+
+
+def _flushed(draft: Draft) -> float:
+    draft.flush()
+    return time.monotonic()
 
 
 def step_back() -> None:

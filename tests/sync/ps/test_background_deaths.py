@@ -12,11 +12,12 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ from sync.ps.events import (
 )
 from sync.ps.machine import Setup
 from sync.ps.manifest import Manifest, Peer, Verdict
-from sync.ps.storage import Storage
+from sync.ps.storage import Draft, Storage
 from sync.ps.works import Works
 from sync.wan import ExchangeSettings, policy_named
 
@@ -101,6 +102,46 @@ class Platter:
             file.write_bytes(content)
         self._names = {file: (file.stat().st_ino, content) for file, (_, content) in self._names.items()}
         self._contents = dict(self._names.values())
+
+
+class Later(Executor):
+    """Checkpoints are made when somebody waits for them, or has asked a few times whether they are; never, if the
+    process dies before."""
+
+    begun: ClassVar[list[Draft]] = []
+
+    def __init__(self, asked: int) -> None:
+        self._asked = asked
+
+    @classmethod
+    def die(cls, folder: Path) -> None:
+        """What a process has open is closed when it ends."""
+        for draft in [draft for draft in cls.begun if draft.folder.is_relative_to(folder)]:
+            cls.begun.remove(draft)
+            for _, file in draft.written:
+                file.close()
+
+    def submit(self, work: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
+        self.begun.extend(draft for draft in given if isinstance(draft, Draft))
+        return Promised(lambda: work(*given, **named), self._asked)
+
+
+class Promised:
+    """What a `Later` answers with."""
+
+    def __init__(self, work: Callable[[], Any], asked: int) -> None:
+        self._work, self._asked, self._made = work, asked, False
+
+    def done(self) -> bool:
+        self._asked -= 1
+        if self._asked < 0:
+            self.result()
+        return self._made
+
+    def result(self) -> Any:
+        if not self._made:
+            self._outcome, self._made = self._work(), True
+        return self._outcome
 
 
 class Operations:
@@ -182,6 +223,7 @@ class Site:
             with self._operations.armed(self.mortal):
                 doing()
         except Death:
+            Later.die(self._folder)
             if self._operations.platter is not None:
                 self._operations.platter.lose_the_rest()
                 shutil.rmtree(self._folder / "channel")
@@ -396,13 +438,22 @@ class Federation:
 
 
 def play(
-    codec: str, deaths: list[int], seed: int, *, lose_workers: bool = False, power: bool = False, cuts: bool = False
+    codec: str,
+    deaths: list[int],
+    seed: int,
+    *,
+    lose_workers: bool = False,
+    power: bool = False,
+    cuts: bool = False,
+    late: int = 0,
 ) -> Operations:
+    """``late``: how often it is asked in vain whether a checkpoint is durable."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(dir=IN_MEMORY) as place:
         folder = Path(place)
         ticks = iter(range(1 << 30))
         # Checkpoints by the count of what is done instead of by the clock.
         patch.setattr(works_module, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+        patch.setattr(works_module, "_beside_actions", lambda: Later(late))
         operations = Operations(patch, deaths)
         if power:
             operations.platter = Platter(folder / "a" / "ps")
@@ -418,20 +469,21 @@ def test_a_life_without_a_death(codec: str) -> None:
     assert play(codec, [], 1).died == 0
 
 
-@pytest.mark.parametrize("codec", ["fp32", "ternary"])
-def test_a_death_before_any_file_operation_loses_and_doubles_nothing(codec: str) -> None:
-    whole = play(codec, [], 7).count
+@pytest.mark.parametrize(("codec", "late"), [("fp32", 0), ("fp32", 2), ("ternary", 0), ("ternary", 3)])
+def test_a_death_before_any_file_operation_loses_and_doubles_nothing(codec: str, late: int) -> None:
+    whole = play(codec, [], 7, late=late).count
     assert whole > 100, "the life is longer than that"
-    for moment in range(0, whole, 3):
-        operations = play(codec, [moment], 7)
+    for moment in range(late, whole, 4):
+        operations = play(codec, [moment], 7, late=late)
         assert operations.died == 1
 
 
-def test_a_loss_of_power_before_any_file_operation_loses_and_doubles_nothing() -> None:
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_loss_of_power_before_any_file_operation_loses_and_doubles_nothing(late: int) -> None:
     """Memory is lost with it, and so are the workers and the channel, with rounds that were not durable yet."""
-    whole = play("fp32", [], 7).count
-    for moment in range(0, whole, 3):
-        assert play("fp32", [moment], 7, power=True).died == 1
+    whole = play("fp32", [], 7, late=late).count
+    for moment in range(late, whole, 4):
+        assert play("fp32", [moment], 7, power=True, late=late).died == 1
 
 
 @settings(max_examples=40, deadline=None)
@@ -439,9 +491,10 @@ def test_a_loss_of_power_before_any_file_operation_loses_and_doubles_nothing() -
     codec=st.sampled_from(["fp32", "int8", "ternary"]),
     deaths=st.lists(st.integers(0, 90), max_size=8),
     seed=st.integers(0, 1 << 20),
+    late=st.integers(0, 4),
 )
-def test_many_deaths_in_a_row(codec: str, deaths: list[int], seed: int) -> None:
-    play(codec, deaths, seed)
+def test_many_deaths_in_a_row(codec: str, deaths: list[int], seed: int, late: int) -> None:
+    play(codec, deaths, seed, late=late)
 
 
 @settings(max_examples=30, deadline=None)
@@ -460,6 +513,9 @@ def test_what_is_sent_summed_up_after_a_cut_counts_once(codec: str) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(deaths=st.lists(st.integers(0, 90), max_size=5), seed=st.integers(0, 1 << 20), power=st.booleans())
-def test_deaths_and_cuts(deaths: list[int], seed: int, power: bool) -> None:
-    play("fp32", deaths, seed, power=power, cuts=True)
+@given(
+    deaths=st.lists(st.integers(0, 90), max_size=5), seed=st.integers(0, 1 << 20), power=st.booleans(),
+    late=st.integers(0, 4),
+)  # fmt: skip
+def test_deaths_and_cuts(deaths: list[int], seed: int, power: bool, late: int) -> None:
+    play("fp32", deaths, seed, power=power, cuts=True, late=late)
