@@ -135,6 +135,7 @@ def report_of(
         metrics=status.metrics,
         metrics_samples=status.metrics_samples,
         metrics_round=status.metrics_round,
+        metrics_error=status.metrics_error,
         sent_bytes=_by_region(meters, "sent_bytes:"),
         received_bytes=_by_region(meters, "received_bytes:"),
         money=[

@@ -29,6 +29,10 @@ def news(part: Partition, report: Report) -> list[Record]:
         text = f"{name}: after round {report.metrics_round}: {values}"
         data = {"round": report.metrics_round, "metrics": report.metrics, "samples": report.metrics_samples}
         found.append(Record("partition.evaluated", text, name, data))
+    if report.metrics_error and report.metrics_round > last.metrics_round:
+        text = f"{name}: no metrics after round {report.metrics_round}, the job goes on: {report.metrics_error}"
+        data = {"round": report.metrics_round, "error": report.metrics_error}
+        found.append(Record("partition.unmeasured", text, name, data))
     return found
 
 
@@ -63,6 +67,7 @@ def no_step_back(report: Report, last: Report | None) -> Report:
         metrics=last.metrics,
         metrics_samples=last.metrics_samples,
         metrics_round=last.metrics_round,
+        metrics_error=last.metrics_error,
         applied_updates=last.applied_updates,
         sent_bytes=report.sent_bytes or last.sent_bytes,
         received_bytes=report.received_bytes or last.received_bytes,

@@ -49,6 +49,8 @@ class Report:
     metrics: dict[str, float] = field(default_factory=dict)
     metrics_samples: int = 0
     metrics_round: int = 0
+    metrics_error: str = ""
+    """Why the last evaluation found nothing; empty: it did."""
     sent_bytes: dict[str, int] = field(default_factory=dict)
     received_bytes: dict[str, int] = field(default_factory=dict)
     money: tuple[Charge, ...] = ()

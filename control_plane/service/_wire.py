@@ -48,6 +48,7 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
         metrics=dict(message.metrics),
         metrics_samples=message.metrics_samples,
         metrics_round=message.metrics_round,
+        metrics_error=message.metrics_error,
         sent_bytes=dict(message.sent_bytes),
         received_bytes=dict(message.received_bytes),
         money=tuple(Charge(m.item, m.quantity, m.unit, m.usd, m.source) for m in message.money),

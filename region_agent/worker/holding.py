@@ -72,6 +72,10 @@ class Holding(Protocol):
     def settle(self, step: int) -> None:
         """At the end of a WAN round, after ``step``: all workers of a group then hold the same, bit for bit."""
 
+    @property
+    def may_not_measure(self) -> bool:
+        """Nobody waits for what this worker does in an evaluation, so that it may fail in it."""
+
     def evaluate(self, sequence: int) -> tuple[int, dict[str, float]]:
         """Samples of the test data that were measured, and what was found, after a round."""
 
@@ -148,6 +152,7 @@ class WholeModel:
 
     group = 0
     in_stages = False
+    may_not_measure = True
 
     def __init__(self, call: Invocation, task: Task, data: dict[str, Any], channel: Channel) -> None:
         self._call, self._task, self._data, self._channel = call, task, data, channel

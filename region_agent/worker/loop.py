@@ -315,8 +315,16 @@ class WorkerLoop:
             server.stepped(worker_pb2.SteppedRequest(step=step, loss=value))
 
     def _evaluate(self, server: PsClient) -> None:
-        samples, metrics = self._holding.evaluate(self._completed)
-        server.evaluated(worker_pb2.EvaluatedRequest(round=self._completed, samples=samples, metrics=metrics))
+        """Where the task cannot measure, it has trained nevertheless: the model is worth more than its metrics."""
+        samples, metrics, told = 0, dict[str, float](), ""
+        try:
+            samples, metrics = self._holding.evaluate(self._completed)
+        except GeofedError as error:
+            if error.code != "TASK_FAILED" or not self._holding.may_not_measure:
+                raise
+            told = error.message
+        request = worker_pb2.EvaluatedRequest(round=self._completed, samples=samples, metrics=metrics, error=told)
+        server.evaluated(request)
 
     # What passes from one invocation to the next
 

@@ -191,6 +191,10 @@ class ModelStage:
     def settle(self, step: int) -> None:
         """Replicas of a stage hold the same after every step."""
 
+    @property
+    def may_not_measure(self) -> bool:
+        return self._runner.is_last
+
     def evaluate(self, sequence: int) -> tuple[int, dict[str, float]]:
         if "test" not in self._call.splits:
             return 0, {}

@@ -168,6 +168,8 @@ class Keep:
     sequence: int
     samples: float
     metrics: dict[str, float]
+    error: str = ""
+    """Of the task, where a worker could not measure: then there are none."""
 
 
 @dataclass(frozen=True)

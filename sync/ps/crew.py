@@ -84,6 +84,8 @@ def _answer(event: Merged) -> ReduceAnswer:
 
 
 def _mean_metrics(sequence: int, parts: list[Evaluated]) -> Keep:
+    if error := next((part.error for part in parts if part.error), ""):
+        return Keep(sequence, 0.0, {}, error)
     total = sum(part.samples for part in parts)
     sums: dict[str, float] = {}
     for part in parts:

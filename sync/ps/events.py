@@ -230,6 +230,8 @@ class Evaluated:
     sequence: int
     samples: float
     metrics: dict[str, float]
+    error: str = ""
+    """Of the task, where it could not measure."""
 
 
 @dataclass(frozen=True)
@@ -297,6 +299,8 @@ class Progress:
     metrics: dict[str, float] = field(default_factory=dict)
     metrics_samples: float = 0.0
     metrics_sequence: int = 0
+    metrics_error: str = ""
+    """Why there are no metrics of that round."""
     samples_per_second: float = 0.0
     """Of one worker, computing, in the last round."""
     staleness: dict[str, float] = field(default_factory=dict)

@@ -212,6 +212,7 @@ class Machine(abc.ABC):
             metrics=dict(metrics.metrics) if metrics else {},
             metrics_samples=metrics.samples if metrics else 0.0,
             metrics_sequence=metrics.sequence if metrics else 0,
+            metrics_error=metrics.error if metrics else "",
             samples_per_second=self._speed,
             staleness=dict(self._staleness),
             refused=dict(self._refused),

@@ -137,7 +137,7 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
     @answering
     async def Evaluated(self, request: worker_pb2.EvaluatedRequest, context: _Context) -> worker_pb2.EvaluatedReply:
         who = self._who(context)
-        values = (request.round, request.samples, dict(request.metrics))
+        values = (request.round, request.samples, dict(request.metrics), request.error)
         answer = await self._engine.ask(
             lambda call: Evaluated(call, who.worker, who.attempt, *values), PATIENCE_SECONDS
         )
@@ -218,6 +218,7 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
             metrics=progress.metrics,
             metrics_samples=int(progress.metrics_samples),
             metrics_round=progress.metrics_sequence,
+            metrics_error=progress.metrics_error,
             sent_bytes={region: courier.meter.sent_bytes for region, courier in couriers.items()},
             received_bytes=self._links.received_bytes,
             model_digest=progress.model_digest,

@@ -472,6 +472,15 @@ def test_what_a_user_finishes_is_not_gone_on_with() -> None:
     assert machine.handle(Continued(10, "k", "too late", {})) == []
 
 
+def test_metrics_that_fail_are_told_of_once_and_cost_no_model() -> None:
+    machine = running("a", "b")
+    unmeasured = Report(1, "training", round=1, metrics_round=1, metrics_error="metrics raised KeyError: 'y'")
+    first, again = (sent(machine.handle(Reported(at, "a", unmeasured)), Record) for at in (4, 5))
+    assert [record.kind for record in first] == ["partition.round", "partition.unmeasured"]
+    assert again == []
+    assert machine.state.phase == "running"
+
+
 def test_a_goal_that_the_last_round_meets_leaves_nothing_to_go_on_with() -> None:
     machine = running("a", "b")
     machine.handle(ReplanAsked(3, "c has come", {}))

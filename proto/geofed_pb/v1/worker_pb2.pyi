@@ -117,7 +117,7 @@ class BoundaryReply(_message.Message):
     def __init__(self, pending: bool = ..., round: _Optional[int] = ..., model_key: _Optional[str] = ..., evaluate: bool = ..., finished: bool = ..., state_key: _Optional[str] = ..., until_step: _Optional[int] = ..., correction_key: _Optional[str] = ...) -> None: ...
 
 class EvaluatedRequest(_message.Message):
-    __slots__ = ("round", "samples", "metrics")
+    __slots__ = ("round", "samples", "metrics", "error")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -128,10 +128,12 @@ class EvaluatedRequest(_message.Message):
     ROUND_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     round: int
     samples: float
     metrics: _containers.ScalarMap[str, float]
-    def __init__(self, round: _Optional[int] = ..., samples: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    error: str
+    def __init__(self, round: _Optional[int] = ..., samples: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class EvaluatedReply(_message.Message):
     __slots__ = ("pending",)

@@ -26,6 +26,7 @@ class Script:
         self.channel = channel
         self.start = worker_pb2.AttachReply(round=0, step=0, model_key="model/0", until_step=2)
         self.ends: list[worker_pb2.BoundaryRequest] = []
+        self.evaluations: list[worker_pb2.EvaluatedRequest] = []
         self.wait_at: str = ""
         self.handed_over: list[np.ndarray[Any, Any]] = []
 
@@ -49,7 +50,8 @@ class Script:
             raise SliceOver
         return worker_pb2.BoundaryReply(round=request.round, model_key="model/1", finished=True, until_step=4)
 
-    def evaluated(self, request: worker_pb2.EvaluatedRequest) -> None: ...
+    def evaluated(self, request: worker_pb2.EvaluatedRequest) -> None:
+        self.evaluations.append(request)
 
 
 @pytest.fixture
@@ -169,14 +171,21 @@ _BAD_ITEMS = """class Bad(TensorDataset):
         (_changed("nn.functional.mse_loss(model(x), y)", "x.sum()"), "the backward pass raised RuntimeError"),
         (_changed("return TensorDataset(", _BAD_ITEMS), "dataset raised KeyError"),
         (_changed("return nn.Linear(4, 2)", "return nn.LazyLinear(2)"), "model raised"),
-        (LINEAR_TASK + "\ndef metrics(model, batches):\n    return {'a': None}\n", "metrics raised TypeError"),
     ],
 )
 def test_what_job_code_raises_is_told_with_its_place(place: Server, script: Script, task: str, says: str) -> None:
-    script.start.evaluate = "metrics" in task
     outcome = call(_invocation(place, task))
     assert (outcome.status, outcome.code) == ("failed", "TASK_FAILED")
     assert outcome.message.startswith(says)
+
+
+def test_a_model_that_cannot_be_measured_is_trained_nevertheless(place: Server, script: Script) -> None:
+    script.start.evaluate = True
+    outcome = call(_invocation(place, LINEAR_TASK + "\ndef metrics(model, batches):\n    return {'a': None}\n"))
+    assert outcome.status != "failed"
+    told = script.evaluations[-1]
+    assert (told.samples, dict(told.metrics)) == (0, {})
+    assert told.error.startswith("metrics raised TypeError")
 
 
 def test_a_loss_that_is_not_finite_is_told_with_its_step(place: Server, script: Script) -> None:

@@ -205,6 +205,16 @@ def test_metrics_are_weighted_by_samples() -> None:
     assert keep.samples == 40.0  # type: ignore[union-attr]
 
 
+def test_where_one_worker_cannot_measure_there_are_no_metrics() -> None:
+    machine = _alone(rounds=1, sequence=1)
+    machine.handle(Evaluated(1, 0, 1, 1, 30.0, {"accuracy": 1.0}))
+    (keep,) = machine.handle(Evaluated(2, 1, 1, 1, 0.0, {}, "metrics raised KeyError: 'y'"))
+    machine.handle(Kept(keep))  # type: ignore[arg-type]
+    assert machine.finished
+    assert (machine.progress.metrics, machine.progress.metrics_samples) == ({}, 0.0)
+    assert machine.progress.metrics_error == "metrics raised KeyError: 'y'"
+
+
 def test_old_updates_go_out_under_the_new_epoch() -> None:
     machine = Synchronous(Setup("a", ("a", "b"), 1, 3, 1, 0), Recovered(0, outbox=(_manifest("a", 1),)))
     (shipped, *_) = machine.handle(Configured(5, 1, (Peer("b", 1, "b:1"),)))
