@@ -60,6 +60,12 @@ class BulkPort:
         self._lock = threading.Lock()
         self._closed = False
 
+    @property
+    def connections(self) -> int:
+        """Those that updates come through; not those that a peer collects over."""
+        with self._lock:
+            return len(self._lines)
+
     def start(self) -> None:
         self._run(self._accept)
 

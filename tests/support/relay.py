@@ -20,6 +20,11 @@ class Relay:
         """Bytes towards the server until the one cut; None: never."""
         self.stays_cut = False
         """Whether nobody gets through after the cut."""
+        self.opens = threading.Event()
+        """Cleared: who dials waits at the door."""
+        self.opens.set()
+        self.shuts = False
+        """Whether the cut leaves the door shut, until `opens` is set."""
         self.cuts = 0
         self.passed = 0
         self._threads: list[threading.Thread] = []
@@ -30,6 +35,7 @@ class Relay:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.opens.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._break()
@@ -47,6 +53,7 @@ class Relay:
                 near, _ = self._listener.accept()
             except OSError:
                 return
+            self.opens.wait()
             if self.cuts and self.stays_cut:
                 near.close()
                 continue
@@ -67,6 +74,8 @@ class Relay:
                     self.passed += len(data)
                     if self.cut_after is not None and self.passed >= self.cut_after:
                         self.cut_after, self.cuts = None, self.cuts + 1
+                        if self.shuts:
+                            self.opens.clear()
                         self._break()
         for end in (source, to):
             with contextlib.suppress(OSError):
