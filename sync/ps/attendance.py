@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["Attendance", "Punctuality"]
+__all__ = ["Attendance", "Moments", "Punctuality"]
 
 _LONGEST_PROBATION = 32
 """Rounds."""
@@ -15,6 +15,10 @@ _GAPS = 2.5
 """An update is late once so many of its region's usual gaps have passed since the last one."""
 _WEIGHT = 0.2
 """Of the newest gap in the mean."""
+_MOMENT_SHARE = 0.01
+"""Of the time may pass in waiting for regions that are a little late, so that they catch up in the long run."""
+_MOMENT_MOST = 0.1
+"""Of a round may be waited at once."""
 _LONGEST_GAP = 4.0
 """Times the mean: what is longer is an absence, not a habit."""
 
@@ -29,6 +33,7 @@ class Attendance:
     _probation: dict[str, int] = field(default_factory=dict)
     """Rounds in a row that a region must still be in time for."""
     _absences: dict[str, int] = field(default_factory=dict)
+    _behind: dict[str, int] = field(default_factory=dict)
 
     @property
     def absent(self) -> tuple[str, ...]:
@@ -40,16 +45,25 @@ class Attendance:
         for region in regions:
             self._absences[region] = self._absences.get(region, 0) + 1
             self._probation[region] = self._length(region)
+            self._behind.pop(region, None)
 
-    def merged(self, region: str, *, keeps_up: bool) -> None:
-        """A round was merged; this region's update of it was there or can be waited for, or not."""
+    def merged(self, region: str, *, keeps_up: bool, behind: int = 0) -> None:
+        """A round was merged; this region's update of it was there or can be waited for, or not. It is ``behind`` by so
+        many rounds."""
         if region not in self._probation:
+            if region in self._behind:
+                self._behind[region] = min(self._behind[region], behind)
             return
         left = self._probation[region] - 1 if keeps_up else self._length(region)
         if left > 0:
             self._probation[region] = left
         else:
             del self._probation[region]
+            self._behind[region] = behind
+
+    def behind(self, region: str) -> int:
+        """Rounds that a region which was away and is back lacks still; it has never lacked fewer since."""
+        return self._behind.get(region, 0)
 
     def _length(self, region: str) -> int:
         return int(min(1 << (self._absences[region] - 1), _LONGEST_PROBATION))
@@ -73,12 +87,17 @@ class Punctuality:
             self._gap[region] = (1 - _WEIGHT) * mean + _WEIGHT * min(gap, _LONGEST_GAP * mean)
         self._last[region] = now
 
+    def gap_seconds(self, region: str) -> float:
+        """How far apart a region's updates usually come; 0 where that is not known yet."""
+        return self._gap.get(region, 0.0)
+
     def went_on(self, now: float) -> None:
         """Some are not waited for any more. Those that were waiting for them too get their time from here on."""
         self._went_on = now
 
-    def patience_seconds(self, regions: Iterable[str], now: float) -> float:
-        """How long to go on waiting for the next updates of these regions; 0 or less: no longer.
+    def patience_seconds(self, regions: Iterable[str], now: float, least_seconds: float = 0.0) -> float:
+        """How long to go on waiting for the next updates of these regions; 0 or less: no longer. So many seconds since
+        the last one are never late.
 
         All keep the same pace while they wait for each other: where a region's is not known yet the slowest other's is.
         """
@@ -86,5 +105,26 @@ class Punctuality:
         ends = []
         for region in regions:
             last = self._last[region] if region in self._last else self._began.setdefault(region, now)
-            ends.append(max(last, self._went_on) + _GAPS * self._gap.get(region, slowest))
+            ends.append(max(last, self._went_on) + max(least_seconds, _GAPS * self._gap.get(region, slowest)))
         return max(ends) - now
+
+
+class Moments:
+    """How long workers may be held up for regions that are a little late. Times are seconds of any one clock."""
+
+    def __init__(self, now: float) -> None:
+        self._saved, self._at = 0.0, now
+        self._since: float | None = None
+
+    def begin(self, now: float, round_seconds: float) -> float:
+        """They are held up from now on; returns for how long they may be."""
+        self._saved += _MOMENT_SHARE * (now - self._at)
+        self._saved, self._at = min(self._saved, _MOMENT_MOST * round_seconds), now
+        self._since = now
+        return self._saved
+
+    def end(self, now: float) -> None:
+        """They are not, or not any more."""
+        if self._since is not None:
+            self._saved = max(0.0, self._saved - (now - self._since))
+            self._since = None

@@ -5,7 +5,7 @@ knew: their own fresh change in full, everybody's earlier ones as merged (delaye
 arXiv 2502.12996, and Decoupled DiLoCo, arXiv 2604.21428, for the quorum and the grace window). Meanwhile the round's
 update is made, shipped and merged together with the remote ones that have come. Nobody waits for anybody, unless the
 workers end another round before this one is merged: a merge waits for the same round of every region that keeps up,
-and when that would hold the workers up, only for the one before.
+when that would hold the workers up only for the one before, and after a moment for one a few rounds older.
 A region that does not is left out until it does (`Attendance`); its updates are merged when they come, and until then
 the others' count for more in the model that the workers go on from (`Replica`). The last quarter of the job is made
 together with all, whoever was away, so that what regions made apart is trained on together. A quorum makes a merge
@@ -35,9 +35,14 @@ _TOGETHER = 4
 """The last 1/4 of the steps is made together: what regions that were cut off from each other have made apart is
 averaged when they meet, and a model like that must be trained on. All are waited for in the end anyway."""
 _NEAR = 4
-"""A region that is back and no more than so many rounds behind is waited for while it catches up: models that have
-stayed near average better, and the job ends no later, since the end waits for all. One that is further behind merges
-the others' rounds as they come."""
+"""A region that is further behind merges the others' rounds as they come."""
+_LATE = 3
+"""By so many rounds a region may be late before the workers wait for longer than the grace window: a server that starts
+anew, bytes that are sent again. It is more than the patience with a region of which nothing comes at all
+(`Punctuality`), so that one that is gone holds nobody up."""
+_BACK = 16
+"""One that was away and is no more than so many rounds behind catches up in the grace windows: models that have stayed
+near average better, and the job ends no later, since the end waits for all."""
 _AHEAD = 1 << 16
 """A peer cannot be further ahead than this; it bounds what is kept of it."""
 
@@ -61,7 +66,8 @@ class Background(Machine):
         """A worker without a place of its own finds the model of the open round here, if it began with this one."""
         self._restart_wanted = self._restarting = False
         self._grace: set[int] = set()
-        """Rounds whose grace window was begun."""
+        """Rounds whose grace window was begun: with a quorum for more updates than it needs, else for regions that are
+        a little late."""
         self._grace_over: set[int] = set()
         self._attendance = Attendance()
         self._patience = 0
@@ -292,15 +298,19 @@ class Background(Machine):
         return [StartGrace(sequence)]
 
     def _grace_is_over(self, event: GraceOver) -> list[Action]:
-        self._grace_over = {event.sequence}
+        if event.sequence in self._grace:
+            self._grace_over = {event.sequence}
         return self._try_apply()
 
-    @property
-    def _awaited_round(self) -> int:
-        """The round that must be here of every region that keeps up, for the pending one to be merged."""
+    def _awaited_round(self, region: str) -> int:
+        """The round that must be here of a region that keeps up, for the pending one to be merged."""
         if self.setup.quorum:
             return self._ended_sequence - self.setup.lead
-        return self._ended_sequence - (len(self._boundary.arrived) >= self.setup.workers)
+        if len(self._boundary.arrived) < self.setup.workers:
+            return self._ended_sequence
+        if self._together or self._ended_sequence not in self._grace_over:
+            return self._ended_sequence - 1
+        return self._ended_sequence - max(_LATE, self._attendance.behind(region))
 
     @property
     def _together(self) -> bool:
@@ -310,20 +320,26 @@ class Background(Machine):
     def _late(self) -> tuple[str, ...]:
         """Regions that the merge of the pending round waits for.
 
-        Without a quorum all that keep up, for the same round, and once the workers are held up by that, for the one
-        before; with a quorum, those that are too far behind (stale synchronous parallel, Ho et al. 2013).
+        Without a quorum all that keep up: for the same round, once the workers are held up by that for the one before,
+        and after the grace window for one a few rounds older; with a quorum, those that are too far behind (stale
+        synchronous parallel, Ho et al. 2013).
         """
         if self.setup.quorum and (not self.setup.lead or self._own_last):
             return ()
-        bound = self._awaited_round
         away = {*self._lasts} if self._together else {*self._attendance.absent, *self._lasts}
         present = [region for region in self.setup.others if region not in away]
-        return tuple(r for r in present if self.ledger.newest(r) < bound and not self.ledger.has_ended(r))
+        late = (region for region in present if self.ledger.newest(region) < self._awaited_round(region))
+        return tuple(region for region in late if not self.ledger.has_ended(region))
 
     def _lose_patience(self, sequence: int, late: tuple[str, ...]) -> list[Action]:
         """The workers are held up by regions whose updates have not come."""
         if self._together or self._patience >= sequence or self.ledger.own(sequence) is None:
             return []
+        if not self.setup.quorum and sequence not in self._grace_over:
+            if sequence in self._grace:
+                return []
+            self._grace = {sequence}
+            return [StartGrace(sequence)]
         self._patience = sequence
         alone = {*late, *self._attendance.absent, *self._lasts} >= set(self.setup.others)
         return [StartPatience(sequence, late, alone)]
@@ -378,8 +394,9 @@ class Background(Machine):
             came = {manifest.region for manifest in apply.manifests}
             for region in self.setup.others:
                 behind = apply.sequence - self.ledger.marks[region]
-                near = region in came and behind <= _NEAR
-                self._attendance.merged(region, keeps_up=near or behind <= 0 or region in self._lasts)
+                near = region in came and behind <= _BACK
+                keeps_up = near or behind <= 0 or region in self._lasts
+                self._attendance.merged(region, keeps_up=keeps_up, behind=max(0, behind))
         for manifest, stale in zip(apply.manifests, apply.staleness, strict=False):
             if manifest.region != self.setup.region:
                 old = self._staleness.get(manifest.region, float(stale))
@@ -420,7 +437,7 @@ class Background(Machine):
         if self._pending is not None and self._boundary.arrived and (late := self._late()):
             if self.setup.quorum:
                 return f"{self.setup.lead} rounds ahead of {', '.join(late)}"
-            return f"waiting for round {self._awaited_round} of {', '.join(late)}"
+            return f"waiting for round {self._awaited_round(late[0])} of {', '.join(late)}"
         if self._attendance.absent:
             return f"going on without {', '.join(self._attendance.absent)}"
         return ""

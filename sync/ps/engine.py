@@ -33,7 +33,7 @@ from sync.ps.actions import (
     SumUp,
 )
 from sync.ps.answers import Answer
-from sync.ps.attendance import Punctuality
+from sync.ps.attendance import Moments, Punctuality
 from sync.ps.background import Background
 from sync.ps.events import Applied, CallGone, Configured, Event, GraceOver, PatienceOver, Prepared, Stored
 from sync.ps.machine import Machine, Setup
@@ -65,7 +65,7 @@ class Engine:
         self.steering = Steering(exchange, works.codec_name, setup.steps_per_round, setup.steps)
         self.links: Callable[[], Mapping[str, LinkSample]] = dict
         """What the links to the peers have carried of late."""
-        self._punctuality = Punctuality()
+        self._punctuality, self._moments = Punctuality(), Moments(time.monotonic())
         self._patience: asyncio.TimerHandle | None = None
         self._calls: dict[int, asyncio.Future[Answer | None]] = {}
         self._next_call = 1
@@ -101,7 +101,10 @@ class Engine:
         """Give the machine an event and carry out what it answers."""
         if isinstance(event, Stored | Prepared):
             self._punctuality.came(event.manifest.region, time.monotonic())
-        for action in self.machine.handle(event):
+        actions = self.machine.handle(event)
+        if isinstance(event, GraceOver) or any(isinstance(action, Apply) for action in actions):
+            self._moments.end(time.monotonic())
+        for action in actions:
             self._carry_out(action)
         self._watch_exchange()
         self.notify()
@@ -158,19 +161,27 @@ class Engine:
                 self._start(self._in_thread(action))
             case StartGrace():
                 over = GraceOver(action.sequence)
-                asyncio.get_running_loop().call_later(self._grace_seconds, self.feed, over)
+                asyncio.get_running_loop().call_later(self._grace(), self.feed, over)
             case StartPatience():
-                self._wait_for(action, _LEAST_SECONDS_ALONE if action.alone else _LEAST_SECONDS)
+                self._wait_for(action, _LEAST_SECONDS_ALONE if action.alone else 0.0)
             case Ship():
                 self.on_ship(action)
             case Failed():
                 self.fail(GeofedError(action.code, action.text))
 
+    def _grace(self) -> float:
+        """Seconds of the window that begins now."""
+        setup = self.works.setup
+        if setup.quorum:
+            return self._grace_seconds
+        return self._moments.begin(time.monotonic(), self._punctuality.gap_seconds(setup.region))
+
     def _wait_for(self, late: StartPatience, least_seconds: float = 0.0) -> None:
         """Until these are late. Patience begins anew with each update of theirs: they may have rounds to catch up."""
         if self._patience is not None:
             self._patience.cancel()
-        seconds = max(self._punctuality.patience_seconds(late.regions, time.monotonic()), least_seconds)
+        patience = self._punctuality.patience_seconds(late.regions, time.monotonic(), _LEAST_SECONDS)
+        seconds = max(patience, least_seconds)
         if seconds > 0:
             self._patience = asyncio.get_running_loop().call_later(seconds, self._wait_for, late)
         else:

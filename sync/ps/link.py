@@ -39,6 +39,8 @@ _BACKOFF_MOST_SECONDS = 1.0
 _COLLECT_AGAIN_SECONDS = 5.0
 _LONGEST_STRETCH = 64
 _SURELY_SLOW_SECONDS = 5.0
+_OVERDUE_SECONDS, _OVERDUE_TIMES = 1.0, 4.0
+"""A transfer is overdue after these seconds and this multiple of what it should take."""
 """An update that takes longer tells something of a link that has carried none before."""
 _BULK_AGAIN_SECONDS = 60.0
 """How long large updates go through the exchange port after the bulk port could not be reached."""
@@ -112,7 +114,7 @@ class Notices:
     trying: Callable[[str, Manifest], None] = lambda peer, manifest: None
     """An update's bytes are about to be sent."""
     failed: Callable[[str], None] = lambda peer: None
-    """The peer could not be reached, or broke off."""
+    """The peer could not be reached, or broke off, or what it is sent is overdue."""
     has: Callable[[str, str, int], None] = lambda peer, region, sequence: None
     """The peer wants another update of that region first: it has all up to this one."""
     missing: Callable[[Manifest], None] = lambda manifest: None
@@ -215,9 +217,10 @@ class Courier:
                 continue
             manifest = next(iter(self._waiting.values()))
             settled, train = False, self._train()
-            self._carrying = time.monotonic(), sum(item.total_bytes for item in train or [manifest])
+            total = sum(item.total_bytes for item in train or [manifest])
+            self._carrying = time.monotonic(), total
             try:
-                with _moved_peer():
+                with _moved_peer(), self._overdue_is_told(total):
                     if len(train) > 1:
                         settled = await self._carry_train(train)
                     elif settled := await self._carry(manifest):
@@ -242,6 +245,22 @@ class Courier:
             else:
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
                 backoff = min(backoff * 2, _BACKOFF_MOST_SECONDS)
+
+    @contextlib.contextmanager
+    def _overdue_is_told(self, total_bytes: int) -> Iterator[None]:
+        """Links that come and go, and servers that stand still, break nothing for a while; what piles up behind them
+        can be summed up nevertheless."""
+        if not self.meter.mbps:
+            yield
+            return
+        usual = total_bytes * 8 / 1e6 / self.meter.mbps + 2 * self.meter.rtt_ms / 1e3
+        overdue = max(_OVERDUE_SECONDS, _OVERDUE_TIMES * usual)
+        peer = self._require_peer().region
+        timer = asyncio.get_running_loop().call_later(overdue, self._notices.failed, peer)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _begin_to_send(self, manifest: Manifest) -> None:
         """Tell that an update's bytes are about to leave; raises ``_Replaced`` where others have taken its place since

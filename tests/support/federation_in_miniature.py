@@ -58,6 +58,9 @@ from sync.ps.manifest import Manifest, Peer, Verdict
 from sync.ps.rejoin import answer_of, way_back
 from sync.ps.synchronous import Synchronous
 
+_LATE = 3
+"""Rounds by which a region may be late after the grace window."""
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -148,6 +151,8 @@ class Site:
         self.disk = Disk()
         self.channel: set[str] = set()
         self.lost_patience = False
+        self.graced = 0
+        """The last round that the workers were held up for by regions that are a little late."""
         self.told_to_end = False
         """Its agent has heard that the job is to end before its plan, and keeps it."""
         self.began = False
@@ -301,6 +306,7 @@ class Site:
                 disk.attempt = action.attempt
                 return Restarted(action.attempt, f"start/{action.attempt}", "")
             case StartGrace():
+                self.graced = action.sequence
                 return GraceOver(action.sequence)
             case StartPatience():
                 assert action.regions
@@ -357,7 +363,8 @@ class Site:
         if not self.setup.quorum and not self.lost_patience:
             # Where the job ends before its plan, a region may be done when others begin their last round.
             behind = min(told[region] for region in self.setup.regions if region not in action.lasts)
-            assert behind >= action.sequence - 1, "a merge without a region's round before, which all waited for"
+            least = action.sequence - (_LATE if self.graced >= action.sequence else 1)
+            assert behind >= least, "a merge without a region's round, which all waited for"
         merged = (*base.merged, *action.manifests)
         made = Checkpoint(
             action.sequence, action.step, action.samples, action.applied, "", action.version, action.watermarks,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sync.ps.attendance import Attendance, Punctuality
+from sync.ps.attendance import Attendance, Moments, Punctuality
 
 
 def test_a_region_is_waited_for_again_once_it_has_kept_up() -> None:
@@ -66,3 +66,36 @@ def test_those_that_waited_for_the_same_region_get_their_time_once_it_is_not_wai
         punctuality.came("b", float(now))
     punctuality.went_on(20.0)
     assert punctuality.patience_seconds(["b"], 20.0) == pytest.approx(2.5)
+
+
+def test_one_that_is_back_may_not_fall_further_behind_than_it_has_been() -> None:
+    attendance = Attendance()
+    attendance.gave_up(["b"])
+    attendance.merged("b", keeps_up=True, behind=9)
+    assert attendance.behind("b") == 9
+    for behind, least in ((11, 9), (5, 5), (7, 5), (0, 0), (4, 0)):
+        attendance.merged("b", keeps_up=True, behind=behind)
+        assert attendance.behind("b") == least
+    attendance.gave_up(["b"])
+    assert attendance.behind("b") == 0
+
+
+def test_moments_take_a_hundredth_of_the_time_and_no_more_than_a_tenth_of_a_round_at_once() -> None:
+    moments, now, held = Moments(0.0), 0.0, 0.0
+    for _ in range(1000):
+        now += 0.5
+        seconds = moments.begin(now, 0.5)
+        assert seconds <= 0.05
+        now, held = now + seconds, held + seconds
+        moments.end(now)
+    assert held == pytest.approx(0.01 * now, rel=0.05)
+
+
+def test_what_a_moment_did_not_take_is_there_for_the_next() -> None:
+    moments = Moments(0.0)
+    assert moments.begin(1.0, 10.0) == pytest.approx(0.01)
+    moments.end(1.0)
+    assert moments.begin(2.0, 10.0) == pytest.approx(0.02)
+    moments.end(3.0)
+    moments.end(4.0)
+    assert moments.begin(4.0, 10.0) == pytest.approx(0.02)

@@ -29,7 +29,7 @@ from sync.channel import FileChannel
 from sync.codec import codec_named
 from sync.layout import Layout, Slot, Vector
 from sync.ps import works as works_module
-from sync.ps.actions import Failed, Refuse, Reply, Ship, StartPatience
+from sync.ps.actions import Failed, Refuse, Reply, Ship, StartGrace, StartPatience
 from sync.ps.answers import AttachAnswer, BoundaryAnswer
 from sync.ps.arrival import Arrival
 from sync.ps.background import Background
@@ -39,6 +39,7 @@ from sync.ps.events import (
     Configured,
     Evaluated,
     Event,
+    GraceOver,
     PatienceOver,
     PeerHas,
     Stored,
@@ -214,7 +215,7 @@ class Site:
         self.machine: Background | None = None
         self.answers: dict[int, Any] = {}
         self.to_send: list[Manifest] = []
-        self.patience: list[PatienceOver] = []
+        self.patience: list[GraceOver | PatienceOver] = []
         self.asking = 0
 
     def live(self, doing: Callable[[], None]) -> None:
@@ -253,6 +254,8 @@ class Site:
                         self.answers[action.call] = action
                     case Ship():
                         self.to_send = list(action.manifests)
+                    case StartGrace():
+                        self.patience.append(GraceOver(action.sequence))
                     case StartPatience():
                         self.patience.append(PatienceOver(action.sequence, action.regions))
                     case Failed():

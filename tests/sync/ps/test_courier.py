@@ -38,6 +38,37 @@ def test_an_idle_link_is_as_fast_as_it_was() -> None:
     assert asyncio.run(idle()) == (0, 20.0)
 
 
+def test_what_takes_far_longer_than_its_link_explains_is_told(tmp_path: Path) -> None:
+    """Nothing has broken: the other side stands still."""
+    update = tmp_path / "update"
+    update.write_bytes(b"1234")
+
+    async def told(mbps: float, seconds: float) -> list[str]:
+        failed: list[str] = []
+        notices = Notices(failed=failed.append)
+        courier = Courier("j", lambda: None, lambda manifest: update, lambda *_: None, 5.0, notices=notices)
+
+        async def carry(manifest: Manifest) -> bool:
+            await asyncio.sleep(seconds)
+            return True
+
+        courier._carry = carry  # type: ignore[method-assign]
+        courier.meter.mbps = mbps
+        running = asyncio.create_task(courier.run())
+        courier.ship(Peer("b", 1, "127.0.0.1:1"), (Manifest("a", 1, 1, "d", 1_000_000, 1.0),))
+        await asyncio.sleep(2.0)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await courier.close()
+        return failed
+
+    assert asyncio.run(told(100.0, 60.0)) == ["b"]
+    assert asyncio.run(told(100.0, 0.1)) == []
+    assert asyncio.run(told(1.0, 60.0)) == [], "8 s of sending are as usual there"
+    assert asyncio.run(told(0.0, 60.0)) == [], "nothing is known of the link"
+
+
 def test_a_peer_that_was_restarted_is_dialled_anew_before_it_is_taken_for_out_of_reach(tmp_path: Path) -> None:
     """It collects from us at once, while our old connection to it has not come to itself."""
     update = tmp_path / "update"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 from support.federation_in_miniature import Miniature, Site
 
-from sync.ps.actions import Action, StartPatience
+from sync.ps.actions import Action, StartGrace, StartPatience
 
 ALL = ("r0", "r1", "r2")
 ROUNDS = 160
@@ -21,16 +21,17 @@ def regions() -> Miniature:
     return made
 
 
-def go(all_: Miniature, names: Iterable[str], times: int) -> None:
-    """These regions work and hear each other; the others stand still. Patience begins, and lasts."""
-    names = tuple(names)
+def go(all_: Miniature, names: Iterable[str], times: int, *, grace: bool = False) -> None:
+    """These regions work and hear each other; the others stand still. Patience begins, and lasts, and so does the grace
+    window where it is said to."""
+    names, lasting = tuple(names), (StartPatience, StartGrace) if grace else (StartPatience,)
     for _ in range(times):
         for name in names:
             site = all_.sites[name]
             all_.configure(name)
             if not site.workers[0].call:
                 site.let_work(0)
-            _work(site)
+            _work(site, lasting)
             all_.send(name)
         there = [message for message in all_.wan if {message.source, message.to} <= set(names)]
         all_.wan = []
@@ -38,10 +39,10 @@ def go(all_: Miniature, names: Iterable[str], times: int) -> None:
             all_.deliver(message)
 
 
-def _work(site: Site) -> None:
+def _work(site: Site, lasting: tuple[type[Action], ...]) -> None:
     kept: list[Action] = []
     while site.work:
-        if isinstance(site.work[0], StartPatience):
+        if isinstance(site.work[0], lasting):
             kept.append(site.work.pop(0))
         else:
             site.do_work()
@@ -74,7 +75,7 @@ def test_a_region_says_so_where_it_would_go_on_alone(regions: Miniature) -> None
     go(regions, ("r0",), 10)
     second = lose_patience(here)
     assert (second.regions, second.alone) == (("r1",), True)
-    assert round_of(here) <= held + 2, "it went on before it had lost patience with both"
+    assert round_of(here) <= held + 4, "it went on before it had lost patience with both"
     go(regions, ("r0",), 10)
     assert round_of(here) > held + 5
 
@@ -91,11 +92,46 @@ def test_those_that_hear_each_other_stay_together_when_a_third_is_cut_off(region
     assert min(map(round_of, both)) > 10
 
 
-def test_a_region_that_is_back_and_near_is_waited_for_while_it_catches_up(regions: Miniature) -> None:
-    behind = _without_r2(regions, 1)
-    assert 3 <= behind <= 4
-    go(regions, ALL, 40)
+def test_a_region_that_is_a_little_late_holds_nobody_up(regions: Miniature) -> None:
+    here = regions.sites["r0"]
+    before = round_of(here)
+    go(regions, ALL, 20)
+    usual, before = round_of(here) - before, round_of(here)
+    go(regions, ("r0", "r1"), 6)
+    assert _lag(regions) == 3
+    go(regions, ALL, 14)
+    assert not waits(here)
+    assert round_of(here) - before == usual
+    assert 2 <= _lag(regions) <= 3
+
+
+def test_a_region_that_is_a_little_late_catches_up_in_the_grace_windows(regions: Miniature) -> None:
+    go(regions, ("r0", "r1"), 6)
+    assert _lag(regions) == 3
+    go(regions, ALL, 20, grace=True)
+    assert _lag(regions) <= 1
+
+
+def test_a_region_that_is_back_is_waited_for_in_the_grace_windows_alone(regions: Miniature) -> None:
+    behind = _without_r2(regions, 4)
+    assert 6 <= behind <= 16
+    here = regions.sites["r0"]
+    go(regions, ALL, 6)
+    before = round_of(here)
+    go(regions, ALL, 20)
+    assert not waits(here)
+    assert round_of(here) == before + 10
+    go(regions, ALL, 40, grace=True)
     assert _lag(regions) <= 2
+
+
+def test_a_region_that_was_away_may_not_fall_further_behind(regions: Miniature) -> None:
+    behind = _without_r2(regions, 4)
+    here = regions.sites["r0"]
+    go(regions, ALL, 5)
+    go(regions, ("r0", "r1"), 20)
+    assert [wait.regions for wait in waits(here)] == [("r2",)]
+    assert _lag(regions) <= behind + 2
 
 
 def test_a_region_that_is_far_behind_is_not_waited_for(regions: Miniature) -> None:
