@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from scheduler._model import Reason
-from scheduler.placement._cheapest import Choice, bill_of, placement_of
+from scheduler.placement._choice import Choice, bill_of, placement_of
 from scheduler.placement._model import Federation, Job, Outcome, Placement, Refusal
 from scheduler.placement._sites import SLACK, Floats, Need, Sites, need_of, paces_of, sites_of
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler.placement._cheapest import Choice, bill_of, copy_usd, rounds_usd
+from scheduler.placement._choice import Choice, bill_of, copy_usd, rounds_usd
 from scheduler.placement._sites import SLACK, Floats, Need, Sites
 
 GAP = 1e-4

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from scheduler._model import Reason
-from scheduler.placement._cheapest import Choice, cheapest, placement_of
+from scheduler.placement._cheapest import Effort, cheapest
+from scheduler.placement._choice import Choice, placement_of
 from scheduler.placement._milp import solve_exactly
 from scheduler.placement._model import Federation, Job, Outcome, Placement, Refusal
 from scheduler.placement._prices import scarcity_of
@@ -25,8 +26,8 @@ STEPS, STEPS_OF_MANY = 40, 12
 """Towards the prices of scarce capacity."""
 MOVES, MOVES_OF_MANY = 10, 1
 """Of the search, for each job."""
-ONLINE_NODES = 6
-"""Splits that are tried for a job that is waiting for an answer."""
+ONLINE = Effort(nodes=6, regions=64)
+"""For a job that is waiting for an answer."""
 FINER = 1.01
 """Ratio of the durations that are tried under a budget."""
 
@@ -158,7 +159,7 @@ class Index:
 
         It is paced to the deadline: nobody knows what room the jobs will need that are still to come.
         """
-        choice = cheapest(self._sites, paces_of(self._sites, job)[:1], self._left, nodes=ONLINE_NODES)
+        choice = cheapest(self._sites, paces_of(self._sites, job)[:1], self._left, effort=ONLINE)
         return placement_of(self._sites, choice) if choice is not None else None
 
     def refusal(self, job: Job) -> Refusal:

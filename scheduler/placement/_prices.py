@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler.placement._cheapest import Choice, priced
+from scheduler.placement._cheapest import priced
+from scheduler.placement._choice import Choice
 from scheduler.placement._sites import Floats, Need, Sites
 
 PATIENCE = 4
@@ -48,10 +49,12 @@ def scarcity_of(
     usd = np.zeros_like(free)
     best = Scarcity(usd, -math.inf, ())
     stride, idle = 1.0, 0
+    last: list[Choice | None] = [None] * len(needs)
     for _ in range(steps):
         wishes, used, bound = [], np.zeros_like(free), -float(usd @ free)
-        for paces, penalty in zip(needs, penalties, strict=True):
-            choice, least = priced(sites, paces, free, usd)
+        for job, (paces, penalty) in enumerate(zip(needs, penalties, strict=True)):
+            choice, least = priced(sites, paces, free, usd, known=last[job])
+            last[job] = choice
             if choice is not None and choice.priced_usd >= penalty:
                 choice = None
             wishes.append(choice)

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scheduler.placement._cheapest import Choice, cheapest
+from scheduler.placement._cheapest import cheapest
+from scheduler.placement._choice import Choice
 from scheduler.placement._sites import Floats, Need, Sites
 
 MOST_LEAVING = 4

@@ -48,6 +48,18 @@ class Sites:
         return self.egress + self.egress.T
 
     @cached_property
+    def least_both_ways(self) -> float:
+        """The least of them between two regions that are not the same; 0 where there is one region."""
+        pairs = self.both_ways[~np.eye(len(self.egress), dtype=bool)]
+        return float(pairs.min()) if np.isfinite(pairs).any() else 0.0
+
+    @cached_property
+    def slowest_mbps(self) -> float:
+        """Of all links; 0 where there is none."""
+        rates = self.mbps[np.isfinite(self.mbps) & (self.mbps > 0)]
+        return float(rates.min()) if rates.size else 0.0
+
+    @cached_property
     def slower_way(self) -> Floats:
         """Mbit/s of the slower direction between two regions."""
         return np.minimum(self.mbps, self.mbps.T)
@@ -176,11 +188,10 @@ def need_of(sites: Sites, job: Job, seconds: float | None = None) -> Need | None
 
 def _carried(sites: Sites, job: Job) -> float:
     """Seconds that the slowest link takes for what a job may have to send on one."""
-    rates = sites.mbps[np.isfinite(sites.mbps) & (sites.mbps > 0)]
-    if rates.size == 0:
+    if sites.slowest_mbps == 0:
         return 0.0
     largest = max(shard.bytes for shard in job.shards) * max(1.0, job.passes)
-    return float(max(job.rounds * job.model_bytes, largest) * 8 / 1e6 / rates.min())
+    return float(max(job.rounds * job.model_bytes, largest) * 8 / 1e6 / sites.slowest_mbps)
 
 
 def paces_of(sites: Sites, job: Job) -> tuple[Need, ...]:

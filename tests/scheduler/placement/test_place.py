@@ -24,6 +24,7 @@ from scheduler.placement import (
     Region,
     Shard,
     UnknownPriceError,
+    _narrow,
     audit,
     cheapest_single_region,
     federation,
@@ -32,8 +33,8 @@ from scheduler.placement import (
     place,
     place_fastest,
 )
-from scheduler.placement import _cheapest as cheapest_module
-from scheduler.placement._cheapest import cheapest, placement_of, priced
+from scheduler.placement._cheapest import cheapest, priced
+from scheduler.placement._choice import placement_of
 from scheduler.placement._prices import scarcity_of
 from scheduler.placement._sites import MOST_FREE, need_of, paces_of, sites_of
 
@@ -137,6 +138,10 @@ def test_the_cheapest_is_what_trying_everything_finds(world: World, data: st.Dat
     assert (found is None) == math.isinf(best)
     if found is not None:
         assert found.priced_usd == pytest.approx(best, rel=1e-9, abs=1e-9)
+        known = cheapest(sites, [need], sites.units)
+        again, least = priced(sites, [need], sites.units, scarcity, known=known)
+        assert again is not None
+        assert (again.priced_usd, least) == pytest.approx((found.priced_usd, bound), rel=1e-9, abs=1e-9)
         assert bound <= best * (1 + 1e-9) + 1e-9
 
 
@@ -259,14 +264,15 @@ def test_leaving_regions_out_loses_nothing(where: Federation, data: st.DataObjec
     need = need_of(sites, job)
     if need is None:
         return
-    whole, _ = priced(sites, [need], sites.units)
+    whole, least = priced(sites, [need], sites.units)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cheapest_module, "WIDE", 8)
+        patch.setattr(_narrow, "WIDE", 8)
         narrow, bound = priced(sites, [need], sites.units)
     if whole is not None and narrow is not None:
-        assert bound <= whole.priced_usd * (1 + 1e-9) + 1e-9 <= narrow.priced_usd * (1 + 1e-8) + 1e-8
+        assert narrow.priced_usd == pytest.approx(whole.priced_usd, rel=1e-9)
+        assert bound == pytest.approx(least, rel=1e-9, abs=1e-9)
     else:
-        assert whole is None or bound <= whole.priced_usd
+        assert whole is narrow is None
 
 
 # --- by hand
