@@ -23,7 +23,9 @@ PENALTY = 10.0
 FEW = 500
 """Up to so many jobs the search takes its time."""
 STEPS, STEPS_OF_MANY = 40, 12
-"""Towards the prices of scarce capacity."""
+"""Towards the prices of scarce capacity, at most."""
+ENOUGH, ENOUGH_OF_MANY = 1e-4, 3e-3
+"""Steps end where the bound can rise by this share at most."""
 MOVES, MOVES_OF_MANY = 10, 1
 """Of the search, for each job."""
 ONLINE = Effort(nodes=6, regions=64)
@@ -73,7 +75,8 @@ def place(
         choices, bound, proven = list(exact.choices), exact.bound_usd, exact.proven
     elif needs:
         few = len(needs) <= FEW
-        scarcity = scarcity_of(sites, needs, free, penalties, steps=STEPS if few else STEPS_OF_MANY)
+        steps, enough = (STEPS, ENOUGH) if few else (STEPS_OF_MANY, ENOUGH_OF_MANY)
+        scarcity = scarcity_of(sites, needs, free, penalties, alone, steps=steps, enough=enough)
         search = Search(sites, needs, free, penalties)
         search.insert(by_weight(needs), scarcity.usd, scarcity.wishes)
         moves = len(needs) * (MOVES if few else MOVES_OF_MANY)

@@ -5,8 +5,13 @@ At any prices pi >= 0 of a unit, no placement costs less than
     sum_j min(penalty_j, cheapest_j(pi)) - sum_k pi_k C_k
 
 since every job pays its cheapest at best, and what is paid for capacity comes back. As jobs are priced in whole
-placements, with whole units, this is at least the bound of the program's linear relaxation. The prices follow the
-subgradient (what is used above capacity) with Polyak's step: M. L. Fisher, Management Science 27(1), 1981.
+placements, with whole units, this is at least the bound of the program's linear relaxation.
+
+To price all jobs is what takes time, so that each time should teach much: column generation (G. B. Dantzig and
+P. Wolfe, Operations Research 8(1), 1960) keeps all placements that were once a job's cheapest. The next prices are
+those that are best for these, not too far from the best that are proven (the boxes of R. E. Marsten, W. W. Hogan and
+J. W. Blankenship, Operations Research 23(3), 1975), found by the subgradient with Polyak's step (M. L. Fisher,
+Management Science 27(1), 1981), where a step costs next to nothing.
 """
 
 from __future__ import annotations
@@ -19,10 +24,13 @@ import numpy as np
 
 from scheduler.placement._cheapest import priced
 from scheduler.placement._choice import Choice
+from scheduler.placement._pool import Pool
 from scheduler.placement._sites import Floats, Need, Sites
 
-PATIENCE = 4
-"""Steps without a better bound until steps become half as long."""
+WIDTH = 0.5
+"""How far prices may be from the best at first, in what a unit costs on average."""
+WIDER, NARROWER = 1.5, 0.5
+"""After a better bound, and after one that is not."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,37 +50,41 @@ def scarcity_of(
     needs: Sequence[Sequence[Need]],
     free: Floats,
     penalties: Sequence[float],
+    alone: Sequence[Choice],
     *,
     steps: int,
+    enough: float,
 ) -> Scarcity:
-    """Walk towards the prices that prove most, in at most so many steps; each prices all jobs at all their paces."""
+    """The prices that prove most, after at most so many steps; each prices all jobs at all their paces.
+
+    `alone` are the cheapest choices of the jobs without scarcity. It ends once no prices can prove more than `enough`
+    (a share) above what is proven, as far as is known.
+    """
+    pool = Pool(free, penalties)
     usd = np.zeros_like(free)
     best = Scarcity(usd, -math.inf, ())
-    stride, idle = 1.0, 0
-    last: list[Choice | None] = [None] * len(needs)
-    for _ in range(steps):
-        wishes, used, bound = [], np.zeros_like(free), -float(usd @ free)
+    last = list(alone)
+    units = sum(sum(choice.units) for choice in alone)
+    widest = width = WIDTH * sum(choice.usd for choice in alone) / units
+    for step in range(steps):
+        wishes: list[Choice | None] = []
+        bound = -float(usd @ free)
         for job, (paces, penalty) in enumerate(zip(needs, penalties, strict=True)):
             choice, least = priced(sites, paces, free, usd, known=last[job])
-            last[job] = choice
-            if choice is not None and choice.priced_usd >= penalty:
-                choice = None
-            wishes.append(choice)
             bound += min(penalty, least)
+            wishes.append(choice if choice is not None and choice.priced_usd < penalty else None)
             if choice is not None:
-                used[choice.sites] += choice.units
+                last[job] = choice
+                pool.add(job, choice)
+        if step > 0:
+            width *= WIDER if bound > best.bound_usd else NARROWER
         if bound > best.bound_usd:
-            best, idle = Scarcity(usd, bound, tuple(wishes)), 0
-        else:
-            idle += 1
-            if idle == PATIENCE:
-                stride, idle, usd = stride / 2, 0, best.usd
-        over = used - free
-        over[(usd <= 0) & (over < 0)] = 0.0
-        length = float(over @ over)
-        if length == 0:
+            best = Scarcity(usd, bound, tuple(wishes))
+        enough_usd = best.bound_usd + enough * abs(best.bound_usd)
+        usd, hoped = pool.climb(best.usd, width)
+        if hoped <= enough_usd and width < widest:  # nothing near; what of farther away?
+            width = widest
+            usd, hoped = pool.climb(best.usd, width)
+        if hoped <= enough_usd:
             break
-        # The cost to be reached is not known yet; it is taken to be a twentieth above what is proven.
-        target = best.bound_usd + max(abs(best.bound_usd), 1e-9) / 20
-        usd = np.maximum(0.0, usd + stride * (target - bound) / length * over)
     return best

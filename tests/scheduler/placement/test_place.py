@@ -34,9 +34,7 @@ from scheduler.placement import (
     place_fastest,
 )
 from scheduler.placement._cheapest import cheapest, priced
-from scheduler.placement._choice import placement_of
-from scheduler.placement._prices import scarcity_of
-from scheduler.placement._sites import MOST_FREE, need_of, paces_of, sites_of
+from scheduler.placement._sites import MOST_FREE, need_of, sites_of
 
 from .strategies import GB, federations, jobs_over, worlds
 
@@ -452,17 +450,3 @@ def test_a_refusal_under_a_budget_names_the_budget() -> None:
     quick = place_fastest(where, wanted, float(told[1]) + 1e-3)
     assert isinstance(quick, Placement)
     assert quick.seconds == pytest.approx(3600, rel=0.02), "ten units cost what one does, for a tenth of the time"
-
-
-def test_the_bound_is_that_of_the_prices() -> None:
-    """One unit, two jobs that each want it: the price settles between what the two would pay to stay."""
-    where = mesh(region("a", 1.0, 1), region("b", 3.0, 1), usd=0.0)
-    sites = sites_of(where)
-    both = [replace(job(shard("s", "a", 1, 0, "anywhere")), name=name) for name in ("one", "two")]
-    needs = [paces_of(sites, each) for each in both]
-    scarcity = scarcity_of(sites, needs, sites.units, [100.0, 100.0], steps=60)
-    assert scarcity.bound_usd == pytest.approx(4.0, rel=0.02)
-    assert scarcity.bound_usd <= 4.0 + 1e-9
-    choice = cheapest(sites, needs[0], sites.units, scarcity.usd)
-    assert choice is not None
-    assert placement_of(sites, choice).usd == choice.usd
