@@ -28,6 +28,8 @@ ENOUGH, ENOUGH_OF_MANY = 1e-4, 3e-3
 """Steps end where the bound can rise by this share at most."""
 MOVES, MOVES_OF_MANY = 10, 1
 """Of the search, for each job."""
+EXCHANGES = 600
+"""Tries to refuse others, where jobs are refused."""
 ONLINE = Effort(nodes=6, regions=64)
 """For a job that is waiting for an answer."""
 FINER = 1.01
@@ -80,7 +82,9 @@ def place(
         search = Search(sites, needs, free, penalties)
         search.insert(by_weight(needs), scarcity.usd, scarcity.wishes)
         moves = len(needs) * (MOVES if few else MOVES_OF_MANY)
-        search.improve(moves, scarcity.usd, alone, random.Random(seed))
+        draw = random.Random(seed)
+        search.improve(moves, scarcity.usd, alone, draw)
+        search.exchange(EXCHANGES, scarcity.usd, alone, draw)
         choices, bound, proven = search.choices, scarcity.bound_usd, False
     return _outcome(sites, jobs, [paces[0].job.name for paces in needs], free, choices, penalties, bound, proven)
 

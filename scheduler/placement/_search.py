@@ -18,7 +18,7 @@ from scheduler.placement._choice import Choice
 from scheduler.placement._sites import Floats, Need, Sites
 
 MOST_LEAVING = 4
-"""Jobs that make room for one, at most."""
+"""Jobs that make room for one, at most; twice as many for one that is refused."""
 
 
 class Search:
@@ -51,38 +51,64 @@ class Search:
             else:
                 self._place(job, scarcity)
 
-    def improve(self, moves: int, scarcity: Floats, wishes: Sequence[Choice | None], draw: random.Random) -> None:
+    def improve(self, moves: int, scarcity: Floats, alone: Sequence[Choice], draw: random.Random) -> None:
         """Try so many moves; the cost only ever falls."""
         if not self.choices:
             return
         for _ in range(moves):
-            refused = [job for job, choice in enumerate(self.choices) if choice is None and wishes[job] is not None]
+            refused = [job for job, choice in enumerate(self.choices) if choice is None]
             job = draw.choice(refused) if refused and draw.random() < 0.3 else draw.randrange(len(self.choices))
-            self._move(job, wishes[job], scarcity, draw)
+            self._move(job, alone[job], scarcity, draw)
 
-    def _move(self, job: int, wish: Choice | None, scarcity: Floats, draw: random.Random) -> None:
+    def exchange(self, moves: int, scarcity: Floats, alone: Sequence[Choice], draw: random.Random) -> None:
+        """Try so many times to refuse another job instead: it leaves, some refused ones come, it comes back if it can.
+
+        To make room for several, one may have to go that costs more than each of them; no step on the way there pays.
+        """
+        for _ in range(moves):
+            refused = [job for job, choice in enumerate(self.choices) if choice is None]
+            if not refused:
+                return
+            coming = draw.sample(refused, draw.randint(1, min(MOST_LEAVING, len(refused))))
+            near = self._near([site for job in coming for site in alone[job].sites])
+            out = draw.choice(near) if near and draw.random() < 0.5 else draw.randrange(len(self.choices))
+            leaving = self.choices[out]
+            if leaving is None:
+                continue
+            near = sorted({*near, *self._near(leaving.sites)} - {out})
+            others = draw.sample(near, min(len(near), draw.randint(0, 2 * MOST_LEAVING)))
+            weight = draw.choice((0.0, 0.5, 1.0))
+            self._replace([*coming, *others, out], scarcity * weight, slow=draw.random() < 0.7)
+
+    def _move(self, job: int, wish: Choice, scarcity: Floats, draw: random.Random) -> None:
         current = self.choices[job]
-        sites = (wish.sites if wish is not None else []) + (current.sites if current is not None else [])
-        others = sorted({other for site in sites for other in self._there[site]} - {job})
+        others = sorted({*self._near(wish.sites + (current.sites if current is not None else []))} - {job})
         most = MOST_LEAVING if current is not None else 2 * MOST_LEAVING
         leaving = [job, *draw.sample(others, min(len(others), draw.randint(1, most)))]
-        before = {member: self.choices[member] for member in leaving}
-        usd = sum(self._usd(member) for member in leaving)
-        for member in leaving:
-            self._take(member)
         if draw.random() < 0.5:
             draw.shuffle(leaving)
         weight = draw.choice((0.0, 0.5, 1.0))
         # Who is slow takes less room, which a job that found none may need.
-        slow = current is None and draw.random() < 0.7
-        for member in leaving:
-            self._place(member, scarcity * weight, slow=slow)
-        if sum(self._usd(member) for member in leaving) > usd * (1 + 1e-12):
-            for member in leaving:
-                self._take(member)
-            for member, choice in before.items():
+        self._replace(leaving, scarcity * weight, slow=current is None and draw.random() < 0.7)
+
+    def _near(self, sites: Sequence[int]) -> list[int]:
+        """The jobs that some of these sites have, ascending."""
+        return sorted(set().union(*(self._there[site] for site in sites)))
+
+    def _replace(self, jobs: Sequence[int], scarcity: Floats, slow: bool) -> None:
+        """Take jobs out and put them back in this order; what costs more in the end is undone."""
+        before = {job: self.choices[job] for job in jobs}
+        usd = sum(self._usd(job) for job in jobs)
+        for job in jobs:
+            self._take(job)
+        for job in jobs:
+            self._place(job, scarcity, slow=slow)
+        if sum(self._usd(job) for job in jobs) > usd * (1 + 1e-12):
+            for job in jobs:
+                self._take(job)
+            for job, choice in before.items():
                 if choice is not None:
-                    self._put(member, choice)
+                    self._put(job, choice)
 
     def _place(self, job: int, scarcity: Floats, slow: bool = False) -> None:
         paces = self._needs[job][:1] if slow else self._needs[job]
