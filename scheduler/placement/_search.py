@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scheduler.placement._cheapest import cheapest
+from scheduler.placement._cheapest import priced
 from scheduler.placement._choice import Choice
 from scheduler.placement._sites import Floats, Need, Sites
 
@@ -46,7 +46,7 @@ class Search:
         """Place the jobs that are not placed: as they wish if that fits, otherwise where they are cheapest then."""
         for job in order:
             wish = wishes[job] if wishes else None
-            if wish is not None and all(units <= self.left[site] for site, units, _ in wish.parts):
+            if wish is not None and self._fits(wish):
                 self._put(job, wish)
             else:
                 self._place(job, scarcity)
@@ -102,7 +102,7 @@ class Search:
         for job in jobs:
             self._take(job)
         for job in jobs:
-            self._place(job, scarcity, slow=slow)
+            self._place(job, scarcity, slow=slow, known=before[job])
         if sum(self._usd(job) for job in jobs) > usd * (1 + 1e-12):
             for job in jobs:
                 self._take(job)
@@ -110,11 +110,16 @@ class Search:
                 if choice is not None:
                     self._put(job, choice)
 
-    def _place(self, job: int, scarcity: Floats, slow: bool = False) -> None:
+    def _place(self, job: int, scarcity: Floats, slow: bool = False, known: Choice | None = None) -> None:
         paces = self._needs[job][:1] if slow else self._needs[job]
-        choice = cheapest(self._sites, paces, self.left, scarcity)
+        if known is not None and not (known.need in paces and self._fits(known)):
+            known = None
+        choice = priced(self._sites, paces, self.left, scarcity, known=known)[0]
         if choice is not None and choice.usd <= self._penalties[job]:
             self._put(job, choice)
+
+    def _fits(self, choice: Choice) -> bool:
+        return all(units <= self.left[site] for site, units, _ in choice.parts)
 
     def _put(self, job: int, choice: Choice) -> None:
         self.choices[job] = choice
