@@ -29,6 +29,7 @@ class Pool:
         self._penalties = np.array(penalties, dtype=float)
         self._choices: list[list[Choice]] = [[] for _ in penalties]
         self._known: set[tuple[object, ...]] = set()
+        self._columns: _Columns | None = None
 
     def add(self, job: int, choice: Choice) -> None:
         """Take one more choice of a job, unless it is there already."""
@@ -36,13 +37,19 @@ class Pool:
         if key not in self._known:
             self._known.add(key)
             self._choices[job].append(choice)
+            self._columns = None
+
+    def cheapest(self, prices: Floats) -> list[Choice]:
+        """Each job's cheapest choice."""
+        columns = self._arranged()
+        return [columns.choices[at] for at in columns.cheapest(prices)[0]]
 
     def climb(self, prices: Floats, width: float) -> tuple[Floats, float]:
         """The best prices that differ from the given ones by `width` at most, or nearly, and their value.
 
         The value is the Lagrangian of the pool's choices alone: at least that of all choices.
         """
-        columns = _Columns(self._choices, self._free, self._penalties)
+        columns = self._arranged()
         low, high = np.maximum(0.0, prices - width), prices + width
         best, value = prices, -math.inf
         at, direction, stride, idle = prices, np.zeros_like(prices), 1.0, 0
@@ -63,31 +70,40 @@ class Pool:
             at = np.clip(at + stride * missing / length * direction, low, high)
         return best, value
 
+    def _arranged(self) -> _Columns:
+        if self._columns is None:
+            self._columns = _Columns(self._choices, self._free, self._penalties)
+        return self._columns
+
 
 class _Columns:
     """The choices of a pool, job by job; what they use, choice by choice."""
 
     def __init__(self, choices: Sequence[Sequence[Choice]], free: Floats, penalties: Floats) -> None:
         self._free, self._penalties = free, penalties
-        everything = [choice for own in choices for choice in own]
-        parts = [part for choice in everything for part in choice.parts]
-        self._usd = np.array([choice.usd for choice in everything])
+        self.choices = [choice for own in choices for choice in own]
+        parts = [part for choice in self.choices for part in choice.parts]
+        self._usd = np.array([choice.usd for choice in self.choices])
         self._first = _starts([len(own) for own in choices])
         self._job = np.repeat(np.arange(len(choices)), [len(own) for own in choices])
-        lengths = [len(choice.parts) for choice in everything]
+        lengths = [len(choice.parts) for choice in self.choices]
         self._first_part = _starts(lengths)
-        self._column = np.repeat(np.arange(len(everything)), lengths)
+        self._column = np.repeat(np.arange(len(self.choices)), lengths)
         self._site = np.array([site for site, _, _ in parts], dtype=np.intp)
         self._units = np.array([float(units) for _, units, _ in parts])
 
-    def value(self, prices: Floats) -> tuple[float, Floats]:
-        """The Lagrangian at some prices, and by how much its choices exceed each site's capacity."""
+    def cheapest(self, prices: Floats) -> tuple[Ints, Floats]:
+        """[job] The cheapest choice at some prices, the first of several, and its USD."""
         usd = self._usd + np.add.reduceat(prices[self._site] * self._units, self._first_part)
         least = np.minimum.reduceat(usd, self._first)
-        placed = least < self._penalties
-        chosen = np.zeros(len(usd), dtype=bool)
-        ties = np.flatnonzero((usd <= least[self._job]) & placed[self._job])
-        chosen[ties[np.unique(self._job[ties], return_index=True)[1]]] = True
+        ties = np.flatnonzero(usd <= least[self._job])
+        return ties[np.unique(self._job[ties], return_index=True)[1]], least
+
+    def value(self, prices: Floats) -> tuple[float, Floats]:
+        """The Lagrangian at some prices, and by how much its choices exceed each site's capacity."""
+        columns, least = self.cheapest(prices)
+        chosen = np.zeros(len(self.choices), dtype=bool)
+        chosen[columns[least < self._penalties]] = True
         part = chosen[self._column]
         used = np.bincount(self._site[part], self._units[part], minlength=len(prices))
         total = float(np.minimum(least, self._penalties).sum()) - float(prices @ self._free)

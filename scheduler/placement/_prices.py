@@ -24,9 +24,12 @@ import numpy as np
 
 from scheduler.placement._cheapest import priced
 from scheduler.placement._choice import Choice
+from scheduler.placement._elsewhere import elsewhere
 from scheduler.placement._pool import Pool
 from scheduler.placement._sites import Floats, Need, Sites
 
+ELSEWHERE = 12
+"""Other regions that are kept for each partition of a job's cheapest placement."""
 WIDTH = 0.5
 """How far prices may be from the best at first, in what a unit costs on average."""
 WIDER, NARROWER = 1.5, 0.5
@@ -74,8 +77,9 @@ def scarcity_of(
             bound += min(penalty, least)
             wishes.append(choice if choice is not None and choice.priced_usd < penalty else None)
             if choice is not None:
-                last[job] = choice
                 pool.add(job, choice)
+                for other in elsewhere(sites, choice, free, usd, ELSEWHERE):
+                    pool.add(job, other)
         if step > 0:
             width *= WIDER if bound > best.bound_usd else NARROWER
         if bound > best.bound_usd:
@@ -87,4 +91,5 @@ def scarcity_of(
             usd, hoped = pool.climb(best.usd, width)
         if hoped <= enough_usd:
             break
+        last = pool.cheapest(usd)
     return best
