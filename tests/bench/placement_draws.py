@@ -43,10 +43,24 @@ class Kind:
     hours_per_gb: float
     """That a machine of 16 cores takes for a GB, all passes together."""
     model_mb: float
+    size_spread: float = 0.8
+    """Standard deviation of the logarithm of a shard's GB."""
+    work_spread: float = 0.5
+    """And of the hours per GB."""
 
 
-KINDS = {"compute-heavy": Kind(20, 0.5, 200), "data-heavy": Kind(100, 0.1, 100)}
-"""Both need about the same machines: 10 hours of 16 cores for a shard."""
+KINDS = {
+    "compute-heavy": Kind(20, 0.5, 200),
+    "data-heavy": Kind(100, 0.1, 100),
+    "mixed": Kind(22, 0.224, 141, size_spread=1.3, work_spread=0.8),
+}
+"""All need about the same machines: on average 16 hours of 16 cores for a shard, 10 for the median of the first two.
+
+Of the mix, the hours per GB have the two kinds one standard deviation to either side of their median (ln(0.5 / 0.1) / 2
+= 0.8), and models are between theirs. Hours and sizes together spread as the GPU time of the jobs of Philly does in
+traces/chronus/trace_job_Philly_MIX2.csv: a standard deviation of the logarithm of 1.53 over its 30,746 jobs, which
+leaves sqrt(1.53^2 - 0.8^2) = 1.3 for the sizes.
+"""
 
 
 @dataclass(frozen=True)
@@ -152,17 +166,17 @@ def drawn_jobs(
 def _job(name: str, names: Sequence[str], draw: random.Random, kind: Kind) -> Job:
     shards = []
     for region in draw.sample(list(names), draw.randint(1, min(4, len(names)))):
-        size = int(draw.lognormvariate(math.log(kind.shard_gb * 1e9), 0.8))
+        size = int(draw.lognormvariate(math.log(kind.shard_gb * 1e9), kind.size_spread))
         rule = "region" if draw.random() < LOCKED else "anywhere"
         shards.append(Shard(f"{name}/{region}", region, size // BYTES_PER_SAMPLE + 1, size, rule))
-    work = draw.lognormvariate(math.log(kind.hours_per_gb), 0.5) * 3600 * SPEEDS[0] * BYTES_PER_SAMPLE / 1e9
+    hours = draw.lognormvariate(math.log(kind.hours_per_gb), kind.work_spread)
     return Job(
         name=name,
         shards=tuple(shards),
         deadline_seconds=3600 * draw.uniform(2, 12),
         model_bytes=int(draw.lognormvariate(math.log(kind.model_mb * 1e6), 0.8)),
         rounds=draw.randint(50, 300),
-        work_per_sample=work,
+        work_per_sample=hours * 3600 * SPEEDS[0] * BYTES_PER_SAMPLE / 1e9,
         memory_bytes=draw.choice([8, 16, 64]) * 10**9,
         start_seconds=60.0,
     )
