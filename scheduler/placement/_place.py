@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from scheduler._model import Reason
-from scheduler.placement._cheapest import Effort, cheapest
+from scheduler.placement._cheapest import Effort, cheapest, priced
 from scheduler.placement._choice import Choice, placement_of
 from scheduler.placement._milp import solve_exactly
 from scheduler.placement._model import Federation, Job, Outcome, Placement, Refusal
@@ -65,11 +65,11 @@ def place(
     needs, alone = [], []
     for job in jobs:
         paces = paces_of(sites, job)
-        choice = cheapest(sites, paces, free)
+        choice, least = priced(sites, paces, free)
         if choice is not None:
             needs.append(paces)
-            alone.append(choice)
-    penalties = [penalty * choice.usd for choice in alone]
+            alone.append((choice, least))
+    penalties = [penalty * choice.usd for choice, _ in alone]
     bound, proven = 0.0, True
     choices: list[Choice | None] = []
     if needs and method == "exact":
@@ -83,8 +83,9 @@ def place(
         search.insert(by_weight(needs), scarcity.usd, scarcity.wishes)
         moves = len(needs) * (MOVES if few else MOVES_OF_MANY)
         draw = random.Random(seed)
-        search.improve(moves, scarcity.usd, alone, draw)
-        search.exchange(EXCHANGES, scarcity.usd, alone, draw)
+        likes = [choice for choice, _ in alone]
+        search.improve(moves, scarcity.usd, likes, draw)
+        search.exchange(EXCHANGES, scarcity.usd, likes, draw)
         choices, bound, proven = search.choices, scarcity.bound_usd, False
     return _outcome(sites, jobs, [paces[0].job.name for paces in needs], free, choices, penalties, bound, proven)
 

@@ -53,29 +53,29 @@ def scarcity_of(
     needs: Sequence[Sequence[Need]],
     free: Floats,
     penalties: Sequence[float],
-    alone: Sequence[Choice],
+    alone: Sequence[tuple[Choice, float]],
     *,
     steps: int,
     enough: float,
 ) -> Scarcity:
     """The prices that prove most, after at most so many steps; each prices all jobs at all their paces.
 
-    `alone` are the cheapest choices of the jobs without scarcity. It ends once no prices can prove more than `enough`
-    (a share) above what is proven, as far as is known.
+    `alone` is what `priced` says of the jobs without scarcity. It ends once no prices can prove more than `enough` (a
+    share) above what is proven, as far as is known.
     """
     pool = Pool(free, penalties)
     usd = np.zeros_like(free)
     best = Scarcity(usd, -math.inf, ())
-    last = list(alone)
-    units = sum(sum(choice.units) for choice in alone)
-    widest = width = WIDTH * sum(choice.usd for choice in alone) / units
+    units = sum(sum(choice.units) for choice, _ in alone)
+    widest = width = WIDTH * sum(choice.usd for choice, _ in alone) / units
+    answers: list[tuple[Choice | None, float]] = list(alone)
     for step in range(steps):
-        wishes: list[Choice | None] = []
-        bound = -float(usd @ free)
-        for job, (paces, penalty) in enumerate(zip(needs, penalties, strict=True)):
-            choice, least = priced(sites, paces, free, usd, known=last[job])
-            bound += min(penalty, least)
-            wishes.append(choice if choice is not None and choice.priced_usd < penalty else None)
+        if step > 0:
+            known = pool.cheapest(usd)
+            answers = [priced(sites, paces, free, usd, known=last) for paces, last in zip(needs, known, strict=True)]
+        bound = sum(min(penalty, least) for penalty, (_, least) in zip(penalties, answers, strict=True))
+        bound -= float(usd @ free)
+        for job, (choice, _) in enumerate(answers):
             if choice is not None:
                 pool.add(job, choice)
                 for other in elsewhere(sites, choice, free, usd, ELSEWHERE):
@@ -83,7 +83,7 @@ def scarcity_of(
         if step > 0:
             width *= WIDER if bound > best.bound_usd else NARROWER
         if bound > best.bound_usd:
-            best = Scarcity(usd, bound, tuple(wishes))
+            best = Scarcity(usd, bound, _wishes(answers, penalties))
         enough_usd = best.bound_usd + enough * abs(best.bound_usd)
         usd, hoped = pool.climb(best.usd, width)
         if hoped <= enough_usd and width < widest:  # nothing near; what of farther away?
@@ -91,5 +91,11 @@ def scarcity_of(
             usd, hoped = pool.climb(best.usd, width)
         if hoped <= enough_usd:
             break
-        last = pool.cheapest(usd)
     return best
+
+
+def _wishes(answers: Sequence[tuple[Choice | None, float]], penalties: Sequence[float]) -> tuple[Choice | None, ...]:
+    return tuple(
+        choice if choice is not None and choice.priced_usd < penalty else None
+        for (choice, _), penalty in zip(answers, penalties, strict=True)
+    )

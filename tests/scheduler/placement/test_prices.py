@@ -11,7 +11,7 @@ import pytest
 
 from scheduler import Path
 from scheduler.placement import Device, Federation, Job, Region, Shard, federation, place
-from scheduler.placement._cheapest import cheapest
+from scheduler.placement._cheapest import cheapest, priced
 from scheduler.placement._choice import Choice, placement_of
 from scheduler.placement._pool import Pool
 from scheduler.placement._prices import Scarcity, scarcity_of
@@ -52,8 +52,9 @@ def crowd() -> tuple[Federation, tuple[Job, ...]]:
 def prices(where: Federation, jobs: Sequence[Job], steps: int) -> tuple[Scarcity, list[tuple[Need, ...]]]:
     sites = sites_of(where)
     needs = [paces_of(sites, each) for each in jobs]
-    alone = [choice for paces in needs if (choice := cheapest(sites, paces, sites.units)) is not None]
-    penalties = [10 * choice.usd for choice in alone]
+    answers = [priced(sites, paces, sites.units) for paces in needs]
+    alone = [(choice, least) for choice, least in answers if choice is not None]
+    penalties = [10 * choice.usd for choice, _ in alone]
     return scarcity_of(sites, needs, sites.units, penalties, alone, steps=steps, enough=1e-4), needs
 
 
