@@ -61,7 +61,8 @@ def scarcity_of(
     """The prices that prove most, after at most so many steps; each prices all jobs at all their paces.
 
     `alone` is what `priced` says of the jobs without scarcity. It ends once no prices can prove more than `enough` (a
-    share) above what is proven, as far as is known.
+    share) above what the jobs' choices cost there, as far as is known. Where the effort for each job was not enough to
+    prove its choice the cheapest, the bound stays below that, and no step would raise it.
     """
     pool = Pool(free, penalties)
     usd = np.zeros_like(free)
@@ -69,12 +70,13 @@ def scarcity_of(
     units = sum(sum(choice.units) for choice, _ in alone)
     widest = width = WIDTH * sum(choice.usd for choice, _ in alone) / units
     answers: list[tuple[Choice | None, float]] = list(alone)
+    enough_usd = math.inf
     for step in range(steps):
         if step > 0:
             known = pool.cheapest(usd)
             answers = [priced(sites, paces, free, usd, known=last) for paces, last in zip(needs, known, strict=True)]
-        bound = sum(min(penalty, least) for penalty, (_, least) in zip(penalties, answers, strict=True))
-        bound -= float(usd @ free)
+        paid = float(usd @ free)
+        bound = sum(min(penalty, least) for penalty, (_, least) in zip(penalties, answers, strict=True)) - paid
         for job, (choice, _) in enumerate(answers):
             if choice is not None:
                 pool.add(job, choice)
@@ -84,7 +86,7 @@ def scarcity_of(
             width *= WIDER if bound > best.bound_usd else NARROWER
         if bound > best.bound_usd:
             best = Scarcity(usd, bound, _wishes(answers, penalties))
-        enough_usd = best.bound_usd + enough * abs(best.bound_usd)
+            enough_usd = _value(best.wishes, penalties) - paid + enough * abs(bound)
         usd, hoped = pool.climb(best.usd, width)
         if hoped <= enough_usd and width < widest:  # nothing near; what of farther away?
             width = widest
@@ -98,4 +100,10 @@ def _wishes(answers: Sequence[tuple[Choice | None, float]], penalties: Sequence[
     return tuple(
         choice if choice is not None and choice.priced_usd < penalty else None
         for (choice, _), penalty in zip(answers, penalties, strict=True)
+    )
+
+
+def _value(wishes: Sequence[Choice | None], penalties: Sequence[float]) -> float:
+    return sum(
+        wish.priced_usd if wish is not None else penalty for wish, penalty in zip(wishes, penalties, strict=True)
     )
