@@ -36,6 +36,9 @@ class Settings:
     """``isp``: v of the filter |change / weight| > v / sqrt(t + 1); 0 lets every change through."""
     timeout_seconds: float = 300.0
     """How long a worker waits for the others in one exchange before it gives up with ``CHANNEL_TIMEOUT``."""
+    in_parts: bool = False
+    """Vectors of means are handed in part by part, the last elements first, as a backward pass gives gradients. The
+    first chunk, which is whole last, is then shorter than the others: nothing hides its way."""
     asked: ChannelCosts | None = None
     """The constants of a channel that tells nobody what has come, such as an object store. Whoever waits then looks for
     one value at once, again when it can be there, and for all others only once it is: looks that find nothing are

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -17,12 +17,14 @@ from geofed_pb.errors import GeofedError
 from sync.channel import Channel
 from sync.collective._exchange import Arrived, Event, Fetch, Part, Pieces, Put, Request, Stored
 
-__all__ = ["Driver", "Events", "Failed", "InPlace", "OneByOne", "Threads"]
+__all__ = ["Driver", "Events", "Failed", "InPlace", "OneByOne", "Patience", "Threads"]
 
 _UPLOADS = 2
 """At once, so that a merged chunk need not wait for the parts before it."""
 _DOWNLOADS = 3
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, _PAUSE_FACTOR = 0.02, 0.5, 1.5
+_PART_WAITED = 0.05
+"""Of what has been waited: who waits long for one that is away looks less often, as every look is billed."""
 _LOOK_SECONDS = 2.0
 """How long a wait goes on before it looks whether anybody still needs it."""
 
@@ -37,6 +39,8 @@ class Failed:
 
 
 Events = queue.SimpleQueue[Event | Failed]
+Patience = Callable[[], float]
+"""Seconds that an exchange which begins now may take."""
 
 
 class Driver(Protocol):
@@ -58,15 +62,21 @@ class Threads:
     """Uploads, downloads and deletes go on beside each other. Puts that queue up are sent together."""
 
     def __init__(
-        self, channel: Channel, timeout_seconds: float, parallel: int = 1, uploads_at_once: int | None = None
+        self,
+        channel: Channel,
+        patience: Patience,
+        parallel: int = 1,
+        uploads_at_once: int | None = None,
+        waits: int = _DOWNLOADS,
     ) -> None:
         """``parallel``: looks at once, into a channel that has to be asked; ``uploads_at_once``: each put then goes by
-        itself, in the order given, so many at once."""
-        self._channel, self._timeout = channel, timeout_seconds
+        itself, in the order given, so many at once; ``waits``: for so many values, or lists of them, apart from each
+        other at once."""
+        self._channel, self._patience = channel, patience
         self._gets = ThreadPoolExecutor(max(1, parallel), thread_name_prefix="look")
         self._each = uploads_at_once is not None
         self._up = ThreadPoolExecutor(uploads_at_once or _UPLOADS, thread_name_prefix="upload")
-        self._down = ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="download")
+        self._down = ThreadPoolExecutor(waits, thread_name_prefix="download")
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="delete")
         self._lock = threading.Lock()
         self._queued: dict[str, Pieces] = {}
@@ -76,11 +86,14 @@ class Threads:
     def run(self, part: Part[Result], events: Events | None = None) -> Result:
         self.drain()
         inbox: Events = queue.SimpleQueue() if events is None else events
-        over, deadline = threading.Event(), time.monotonic() + self._timeout
+        over, patience = threading.Event(), self._patience()
+        deadline = time.monotonic() + patience
         try:
             self._ask(part.start(), inbox, over, deadline)
             while not part.done:
-                event = _next(inbox, deadline, self._timeout)
+                event = _next(inbox, deadline)
+                if event is None:
+                    raise _late(part.awaited, patience)
                 if isinstance(event, Failed):
                     raise event.error
                 self._ask(part.handle(event), inbox, over, deadline)
@@ -147,9 +160,10 @@ class Threads:
         """Look for values when they are likely to be there, and again after pauses that grow."""
         first, *others = request.keys
         begun = time.monotonic()
-        due, pauses = [(begun, first)], dict.fromkeys(request.keys, _FIRST_PAUSE_SECONDS)
+        looked = not request.asked_at_once
+        due = [(begun + (after_seconds if looked else 0.0), first)]
+        pauses = dict.fromkeys(request.keys, _FIRST_PAUSE_SECONDS)
         looks: dict[Future[memoryview | None], str] = {}
-        looked = False
         while (due or looks) and not over.is_set() and not self._closed.is_set():
             now = time.monotonic()
             if now > deadline:
@@ -175,7 +189,8 @@ class Threads:
                     heapq.heappush(due, (begun + after_seconds, key))
                 else:
                     heapq.heappush(due, (now + pauses[key], key))
-                    pauses[key] = min(pauses[key] * _PAUSE_FACTOR, _LONGEST_PAUSE_SECONDS)
+                    longest = max(_LONGEST_PAUSE_SECONDS, _PART_WAITED * (now - begun))
+                    pauses[key] = min(pauses[key] * _PAUSE_FACTOR, longest)
 
     def _delete(self, keys: Sequence[str]) -> None:
         # What cannot be deleted now goes with the attempt's tree; nobody will read it.
@@ -195,14 +210,15 @@ class InPlace(Threads):
         if events is not None:
             return super().run(part, events)
         self.drain()
-        deadline = time.monotonic() + self._timeout
+        patience = self._patience()
+        deadline = time.monotonic() + patience
         requests, wanted = deque(part.start()), dict[str, None]()
         while not part.done:
             self._take(requests, wanted, part)
             if part.done:
                 break
             if self._closed.is_set() or time.monotonic() >= deadline:
-                raise _late(self._timeout)
+                raise _late(part.awaited, patience)
             until = min(deadline, time.monotonic() + _LOOK_SECONDS)
             for key, value in _arrivals(self._channel, tuple(wanted), until):
                 del wanted[key]
@@ -236,15 +252,17 @@ def _arrivals(channel: Channel, keys: Sequence[str], until: float) -> Iterator[t
             raise
 
 
-def _next(inbox: Events, deadline: float, timeout_seconds: float) -> Event | Failed:
+def _next(inbox: Events, deadline: float) -> Event | Failed | None:
+    """None: the time is over."""
     try:
         return inbox.get(timeout=max(0.0, deadline - time.monotonic()))
     except queue.Empty:
-        raise _late(timeout_seconds) from None
+        return None
 
 
-def _late(timeout_seconds: float) -> GeofedError:
-    return GeofedError("CHANNEL_TIMEOUT", f"the other workers' parts have not come within {timeout_seconds:g} s")
+def _late(awaited: Sequence[int], seconds: float) -> GeofedError:
+    which = f"worker {awaited[0]}" if len(awaited) == 1 else f"workers {', '.join(str(one) for one in awaited)}"
+    return GeofedError("CHANNEL_TIMEOUT", f"what {which} should merge or give has not come within {seconds:.3g} s")
 
 
 class OneByOne:
@@ -254,11 +272,11 @@ class OneByOne:
     it is what the others are measured against.
     """
 
-    def __init__(self, channel: Channel, timeout_seconds: float, poll_seconds: float) -> None:
-        self._channel, self._timeout, self._poll_seconds = channel, timeout_seconds, poll_seconds
+    def __init__(self, channel: Channel, patience: Patience, poll_seconds: float) -> None:
+        self._channel, self._patience, self._poll_seconds = channel, patience, poll_seconds
 
     def run(self, part: Part[Result], events: Events | None = None) -> Result:
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._patience()
         requests = deque(part.start())
         while requests:
             request = requests.popleft()
@@ -285,7 +303,7 @@ class OneByOne:
                     yield key, value
             if missing and not there:
                 if time.monotonic() > deadline:
-                    raise GeofedError("CHANNEL_TIMEOUT", f"{', '.join(missing)} not come within {self._timeout:g} s")
+                    raise GeofedError("CHANNEL_TIMEOUT", f"{', '.join(missing)} have not come in time")
                 time.sleep(self._poll_seconds)
 
     def drain(self) -> None:

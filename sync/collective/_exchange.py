@@ -31,6 +31,8 @@ class Fetch:
     """Of a channel that tells nobody: when the first, if it is not there at once, is likely to be."""
     asked_gap_seconds: float = 0.0
     """And how long after it each further one, in order."""
+    asked_at_once: bool = True
+    """Whether to look for the first at once, too: whoever is late finds it there. Otherwise nobody can be so late."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,10 @@ class Part(Protocol[Result]):
     @property
     def done(self) -> bool:
         """Whether the result is there. Puts and deletes may still be on their way."""
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """The workers whose values it still waits for, as far as it can tell."""
 
     @property
     def result(self) -> Result: ...

@@ -38,15 +38,17 @@ class Member:
         return tuple(worker for worker in range(self.workers) if worker not in self.lost)
 
 
-def chunk_bounds(size: int, chunks: int, align: int = 1) -> tuple[slice, ...]:
-    """Where ``size`` elements are cut into ``chunks`` of nearly equal length.
+def chunk_bounds(size: int, chunks: int, align: int = 1, *, half_first: bool = False) -> tuple[slice, ...]:
+    """Where ``size`` elements are cut into ``chunks`` of nearly equal length; ``half_first``: the first of half of it.
 
     Cuts lie on multiples of ``align``, chunks that would be empty are left out, and there is at least one.
     """
     if size < 0 or chunks < 1 or align < 1:
         raise GeofedError("CONFIG_INVALID", f"cannot cut {size} elements into {chunks} chunks of multiples of {align}")
-    rows = -(-size // align)
-    cuts = [min(size, align * (rows * number // chunks)) for number in range(chunks + 1)]
+    rows, less = -(-size // align), int(half_first)
+    cuts = [
+        min(size, align * (rows * max(0, 2 * number - less) // (2 * chunks - less))) for number in range(chunks + 1)
+    ]
     return tuple(slice(a, b) for a, b in itertools.pairwise(cuts) if b > a) or (slice(0, size),)
 
 

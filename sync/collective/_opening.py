@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from geofed_pb.errors import GeofedError
 from sync.channel import Channel
 from sync.collective._contract import Collective, Settings
@@ -14,16 +16,24 @@ __all__ = ["check", "open_collective"]
 _CODECS = {"isp": ("fp32", "bf16", "fp8")}
 
 
-def open_collective(settings: Settings, member: Member, channel: Channel, place: str, size: int) -> Collective:
+def open_collective(
+    settings: Settings,
+    member: Member,
+    channel: Channel,
+    place: str,
+    size: int,
+    patience: Callable[[], float] | None = None,
+) -> Collective:
     """A worker's side of the collective for vectors of ``size`` elements.
 
     ``place``: what its keys begin with, the same for all workers of the partition; whoever starts a new attempt deletes
-    ``place/<attempt>`` of the old one. Raises ``GeofedError("CONFIG_INVALID")`` for settings that do not fit together.
+    ``place/<attempt>`` of the old one. ``patience``: how many seconds an exchange that begins now may take; None:
+    always ``settings.timeout_seconds``. Raises ``GeofedError("CONFIG_INVALID")`` for settings that do not fit together.
     """
     check(settings, member.workers)
     if settings.pattern == "isp":
-        return Sharing(settings, member, channel, place, size)
-    return Reducing(settings, member, channel, place, size)
+        return Sharing(settings, member, channel, place, size, patience)
+    return Reducing(settings, member, channel, place, size, patience)
 
 
 def check(settings: Settings, workers: int) -> None:

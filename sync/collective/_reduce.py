@@ -92,6 +92,25 @@ class Plan:
         read = self.asked.get_seconds + rest * self.chunk_bytes / self.asked.down_bytes_per_second
         return _LATER * read + (self.stored_after() or 0.0)
 
+    def bytes_of(self, chunk: int) -> float:
+        return self.element_bytes * int(self.bounds[chunk].stop - self.bounds[chunk].start)
+
+    def given_after(self, ahead_bytes: float) -> float | None:
+        """Seconds until what workers begin to upload now is there, with so many bytes, its own among them, to go; of a
+        channel that has to be asked."""
+        if self.asked is None:
+            return None
+        return _LATER * (self.asked.put_seconds + ahead_bytes / self.asked.up_bytes_per_second)
+
+    def owner_takes(self, chunk: int) -> float | None:
+        """Seconds that a chunk's owner takes from when all parts of it are there until it is there merged; of a channel
+        that has to be asked."""
+        if self.asked is None:
+            return None
+        parts = (len(self.member.present) - 1) * self.bytes_of(chunk)
+        read = self.asked.get_seconds + parts / self.asked.down_bytes_per_second
+        return _LATER * (read + self.asked.put_seconds + self.bytes_of(chunk) / self.asked.up_bytes_per_second)
+
     @property
     def uploads_at_once(self) -> int | None:
         """Of a channel that has to be asked: as many as keep the link busy while others wait for their answers.
@@ -136,7 +155,7 @@ class Pull:
     """Reads the merged chunks of some steps."""
 
     def __init__(self, plan: Plan, call: Call, arithmetic: Arithmetic) -> None:
-        self._arithmetic, self._bounds = arithmetic, plan.bounds
+        self._arithmetic, self._bounds, self._owners = arithmetic, plan.bounds, plan.owners
         self._after = plan.merged_after() if plan.own is None else plan.stored_after()
         # They come together, but not faster than the link carries them.
         self._gap = 0.0 if plan.asked is None else plan.chunk_bytes / plan.asked.down_bytes_per_second
@@ -150,6 +169,15 @@ class Pull:
 
     def start(self) -> list[Request]:
         return [Fetch(tuple(self._missing), self._after, self._gap)] if self._missing else []
+
+    def all_but(self, key: str) -> list[Request]:
+        """Get them as they come, but for one; of a channel that tells."""
+        keys = tuple(missing for missing in self._missing if missing != key)
+        return [Fetch(keys)] if keys else []
+
+    def one(self, key: str, after_seconds: float | None) -> list[Request]:
+        """Get one of them, which will not be there before that."""
+        return [Fetch((key,), after_seconds, asked_at_once=False)] if key in self._missing else []
 
     def handle(self, event: Event) -> list[Request]:
         if isinstance(event, Arrived) and event.key in self._missing:
@@ -177,6 +205,10 @@ class Pull:
         return not self._missing
 
     @property
+    def awaited(self) -> tuple[int, ...]:
+        return tuple(sorted({self._owners[chunk] for _, chunk in self._missing.values()}))
+
+    @property
     def result(self) -> tuple[Merged, ...]:
         merged = []
         for step in self._weights:
@@ -201,6 +233,8 @@ class Reduce:
         me, present = plan.member.worker, plan.member.present
         self._uploads = {plan.part_key(self._where, chunk, me): chunk for chunk in plan.order if chunk != self._own}
         self._unstored = set(self._uploads)
+        self._ahead_bytes = 0.0
+        """Handed in chunk by chunk, and not stored yet."""
         self._parts: dict[str, int] = {}
         if self._own is not None:
             self._fold = arithmetic.fold(self._own, self._length(self._own), present)
@@ -208,26 +242,39 @@ class Reduce:
             givers = sorted((plan.turn(self._own, worker), worker) for worker in present if worker != me)
             self._parts = {plan.part_key(self._where, self._own, worker): worker for _, worker in givers}
         self._merged_key = plan.merged_key(self._where, self._own or 0)
-        self._pulling = self._merging = False
+        self._collecting = self._pulling = self._merging = False
         self._merged_stored = self._own is None
 
     def start(self) -> list[Request]:
-        requests: list[Request] = []
-        if self._whole:
-            # One request for all, so that the channel may send them together.
-            values = {key: self._part(chunk) for key, chunk in self._uploads.items()}
-            if values:
-                requests.append(Put(values))
-            if self._own is not None:
-                self._fold.add(self._plan.member.worker, self._own_values(self._own), self._call.weight)
         stale = self._call.step not in self._call.wanted
-        # A channel that has to be asked is not asked while chunks are still computed: so they are elsewhere.
-        if self._own is not None and (self._plan.overlapped or not self._unstored) and self._may_ask:
-            requests += self._fetch_parts()
+        if not self._whole:
+            return self._start_in_parts(stale)
+        requests: list[Request] = []
+        # One request for all, so that the channel may send them together.
+        values = {key: self._part(chunk) for key, chunk in self._uploads.items()}
+        if values:
+            requests.append(Put(values))
+        if self._own is not None:
+            self._fold.add(self._plan.member.worker, self._own_values(self._own), self._call.weight)
+            if self._plan.overlapped or not self._unstored:
+                requests += self._fetch_parts()
         if stale:
             # It is there by now, or nearly.
             requests += self._fetch_merged()
         return requests + self._merge_if_complete()
+
+    def _start_in_parts(self, stale: bool) -> list[Request]:
+        """Nothing of this worker's is there yet. What others give and merge comes as they get on with theirs."""
+        if stale:
+            return self._fetch_merged()
+        if not self._streams or self._plan.asked is not None:
+            return []
+        return [*self._fetch_parts(), *self._pull.all_but(self._merged_key if self._own is not None else "")]
+
+    @property
+    def _streams(self) -> bool:
+        """Whether each chunk goes its way by itself, while others are still computed."""
+        return not self._whole and self._plan.overlapped
 
     def handle(self, event: Event) -> list[Request]:
         if isinstance(event, Given):
@@ -248,6 +295,10 @@ class Reduce:
         return self._pull.done and self._merged_stored and not self._awaited
 
     @property
+    def awaited(self) -> tuple[int, ...]:
+        return self._pull.awaited if self._own is None or self._fold.complete else self._fold.missing
+
+    @property
     def result(self) -> tuple[Merged, ...]:
         return self._pull.result
 
@@ -262,18 +313,14 @@ class Reduce:
         return self._arithmetic.own(chunk, self._vector[self._plan.bounds[chunk]])
 
     def _given(self, chunk: int) -> list[Request]:
-        asks = self._plan.asked is not None and self._plan.overlapped and self._own is not None
         self._awaited -= 1
-        requests = self._fetch_parts() if asks and not self._awaited else []
-        if chunk == self._own:
-            self._fold.add(self._plan.member.worker, self._own_values(chunk), self._call.weight)
-            return [*requests, *self._merge_if_complete()]
-        key = self._plan.part_key(self._where, chunk, self._plan.member.worker)
-        return [Put({key: self._part(chunk)}), *requests]
-
-    @property
-    def _may_ask(self) -> bool:
-        return self._plan.asked is None or not self._awaited
+        if chunk != self._own:
+            key = self._plan.part_key(self._where, chunk, self._plan.member.worker)
+            self._ahead_bytes += self._plan.bytes_of(chunk)
+            return [Put({key: self._part(chunk)})]
+        self._fold.add(self._plan.member.worker, self._own_values(chunk), self._call.weight)
+        requests = self._fetch_parts() if self._streams or not self._unstored else []
+        return [*requests, *self._merge_if_complete()]
 
     def _stored(self, keys: Sequence[str]) -> list[Request]:
         requests: list[Request] = []
@@ -281,9 +328,17 @@ class Reduce:
             self._merged_stored = True
             expired = tuple(self._plan.merged_key(self._call.where(step), self._own) for step in self._call.expired)
             requests.append(Delete((*self._parts, *expired)))
-        before = len(self._unstored)
+        stored = [self._uploads[key] for key in keys if key in self._unstored]
         self._unstored.difference_update(keys)
-        if self._unstored or not before:
+        if self._streams:
+            for chunk in stored:
+                self._ahead_bytes -= self._plan.bytes_of(chunk)
+                if self._plan.asked is not None:
+                    # So is, or nearly, every other worker's part of it.
+                    merged = self._plan.merged_key(self._where, chunk)
+                    requests += self._pull.one(merged, self._plan.owner_takes(chunk))
+            return requests
+        if self._unstored or not stored:
             return requests
         if self._own is not None:
             return requests if self._plan.overlapped else [*requests, *self._fetch_parts()]
@@ -291,9 +346,15 @@ class Reduce:
         return [*requests, *self._fetch_merged()]
 
     def _fetch_parts(self) -> list[Request]:
-        if not self._parts:
+        if not self._parts or self._collecting:
             return []
+        self._collecting = True
         after, gap, asked = self._plan.stored_after(), 0.0, self._plan.asked
+        if asked is not None and self._streams:
+            # The others have given this chunk at about the same time, and had as much to upload before.
+            assert self._own is not None
+            after = self._plan.given_after(self._ahead_bytes + self._plan.bytes_of(self._own))
+            return [Fetch(tuple(self._parts), after, asked_at_once=False)]
         if asked is not None and self._plan.overlapped:
             # All have uploaded all their chunks when the last part comes.
             gap = self._plan.chunk_bytes * len(self._plan.bounds) / len(self._parts) / asked.up_bytes_per_second
@@ -314,7 +375,8 @@ class Reduce:
         self._merging = True
         tensors, values, weight = self._arithmetic.merged(self._own, self._fold)
         self._pull.place(self._merged_key, values, weight)
-        return [Put({self._merged_key: _framed(tensors, weight)}), *self._fetch_merged()]
+        pulled = [] if self._streams else self._fetch_merged()
+        return [Put({self._merged_key: _framed(tensors, weight)}), *pulled]
 
 
 def _framed(tensors: Mapping[str, framing.Array], weight: float) -> Sequence[memoryview]:

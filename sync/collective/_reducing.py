@@ -16,7 +16,7 @@ from geofed_pb.errors import GeofedError
 from sync.channel import Channel
 from sync.collective._arithmetic import MeanOf
 from sync.collective._contract import Merged, Settings, Settled, State
-from sync.collective._driver import Driver, Events, Failed, InPlace, OneByOne, Threads
+from sync.collective._driver import Driver, Events, Failed, InPlace, OneByOne, Patience, Threads
 from sync.collective._exchange import Event, Given
 from sync.collective._members import Member, chunk_bounds, owners
 from sync.collective._reduce import Call, Plan, Pull, Reduce
@@ -26,6 +26,8 @@ __all__ = ["Buckets", "Reducing", "driver_of", "plan_of", "weighed"]
 
 _ALIGN = 256
 """Chunks begin on multiples of a codec's block, and of a cache line."""
+_LEAST_PARTS = 3
+"""Of one chunk nothing leaves before all is there; of two, one worker would have to read most of both."""
 _ELEMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.004}
 
 
@@ -33,8 +35,10 @@ def plan_of(member: Member, size: int, settings: Settings, place: str) -> Plan:
     """Chunks and owners of a vector of ``size`` elements; the same for all members."""
     present = member.present
     chunks = 1 if settings.pattern == "all-reduce" else min(settings.chunks or len(present), len(present))
+    half_first = settings.in_parts and chunks >= _LEAST_PARTS
     # Small vectors are cut finer than the alignment, so that there is a chunk for each.
-    bounds = chunk_bounds(size, chunks, _ALIGN if size >= _ALIGN * chunks else 1)
+    least = _ALIGN * (2 * chunks - 1 if half_first else chunks)
+    bounds = chunk_bounds(size, chunks, _ALIGN if size >= least else 1, half_first=half_first)
     ranked = present[: len(bounds)] if settings.faithful else owners(len(bounds), present, str(member.attempt))
     without = "-".join(str(worker) for worker in member.lost)
     place = f"{place}/{member.attempt}" + (f"-without-{without}" if without else "")
@@ -43,13 +47,17 @@ def plan_of(member: Member, size: int, settings: Settings, place: str) -> Plan:
     return Plan(member, bounds, tuple(ranked), place, overlapped, asked, _ELEMENT_BYTES[settings.codec])
 
 
-def driver_of(channel: Channel, settings: Settings, uploads_at_once: int | None = None) -> Driver:
+def driver_of(channel: Channel, settings: Settings, patience: Patience | None, plan: Plan | None = None) -> Driver:
+    patience = patience or (lambda: settings.timeout_seconds)
     if settings.faithful:
-        return OneByOne(channel, settings.timeout_seconds, settings.poll_seconds)
+        return OneByOne(channel, patience, settings.poll_seconds)
     if channel.in_memory:
-        return InPlace(channel, settings.timeout_seconds)
+        return InPlace(channel, patience)
     looks = 1 if settings.asked is None else settings.asked.parallel
-    return Threads(channel, settings.timeout_seconds, looks, uploads_at_once)
+    if plan is None:
+        return Threads(channel, patience, looks)
+    # Of chunks that go their ways each by itself, each is waited for by itself.
+    return Threads(channel, patience, looks, plan.uploads_at_once, waits=2 + len(plan.bounds))
 
 
 class Buckets:
@@ -96,12 +104,21 @@ class Reducing:
 
     shares: Literal["mean"] = "mean"
 
-    def __init__(self, settings: Settings, member: Member, channel: Channel, place: str, size: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        member: Member,
+        channel: Channel,
+        place: str,
+        size: int,
+        patience: Patience | None = None,
+    ) -> None:
+        """``patience``: as in `open_collective`."""
         self._settings, self._member, self._size, self._place = settings, member, size, place
         self.plan = plan_of(member, size, settings, place)
         """Chunks and owners."""
         self._arithmetic = MeanOf(settings.codec, self.plan.bounds, settings.trained)
-        self._driver = driver_of(channel, settings, self.plan.uploads_at_once)
+        self._driver = driver_of(channel, settings, patience, self.plan)
         self._lag = settings.staleness if self.plan.own is None else 0
         self._pending: deque[int] = deque()
         """Merges that this worker has given its part of and not taken up."""
@@ -111,6 +128,12 @@ class Reducing:
         self._open: Events | None = None
         """Where the buckets of the exchange that runs come in."""
         self._copy: Vector | None = None
+        """What is on its way, of a vector that is the caller's again or came in parts."""
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether `begin` is worth its while: chunks leave, and come back merged, before the last one is there."""
+        return self._settings.in_parts and len(self.plan.bounds) >= _LEAST_PARTS
 
     def merge(self, step: int, vector: Vector, weight: float, model: Vector | None = None) -> tuple[Merged, ...]:
         if vector.shape != (self._size,) or vector.dtype != np.float32:
@@ -118,18 +141,24 @@ class Reducing:
         if self._lag:
             # Its upload goes on while the caller writes the next one.
             self._driver.drain()
-            self._copy = np.empty_like(vector) if self._copy is None else self._copy
-            self._copy[:] = vector
-            vector = self._copy
+            room = self._room()
+            room[:] = vector
+            vector = room
         return self._run(step, vector, weight, None)
 
     def begin(self, step: int, weight: float) -> Buckets:
         """`merge` of a vector that is handed in part by part; nothing else may be called until its result is there."""
-        vector, events = np.zeros(self._size, np.float32), queue.SimpleQueue[Event | Failed]()
+        self._driver.drain()
+        vector, events = self._room(), queue.SimpleQueue[Event | Failed]()
         if self._size == 0:
             events.put(Given(0))
         self._open = events
         return Buckets(self.plan, vector, events, self._beside.submit(self._run, step, vector, weight, events))
+
+    def _room(self) -> Vector:
+        if self._copy is None:
+            self._copy = np.empty(self._size, np.float32)
+        return self._copy
 
     def settle(self, step: int, model: Vector) -> Settled:
         return Settled(weighed(self._driver.run(self.settling(step))), None)

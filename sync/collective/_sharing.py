@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -189,6 +189,10 @@ class AllToAll:
         return self._fold.complete
 
     @property
+    def awaited(self) -> tuple[int, ...]:
+        return self._fold.missing
+
+    @property
     def result(self) -> tuple[Merged, ...]:
         sums, weight = self._fold.sum()
         return (Merged(self._step, _read_only(sums.astype(np.float32)), weight + self._weight),)
@@ -199,7 +203,16 @@ class Sharing:
 
     shares: Literal["changes"] = "changes"
 
-    def __init__(self, settings: Settings, member: Member, channel: Channel, place: str, size: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        member: Member,
+        channel: Channel,
+        place: str,
+        size: int,
+        patience: Callable[[], float] | None = None,
+    ) -> None:
+        """``patience``: as in `open_collective`."""
         if settings.codec not in ("fp32", "bf16", "fp8"):
             raise GeofedError("CONFIG_INVALID", f"isp sends its values in fp32, bf16 or fp8, not in {settings.codec}")
         self._member, self._size = member, size
@@ -217,7 +230,7 @@ class Sharing:
         self._given: deque[int] = deque()
         """Steps whose lists or merged ranges of this worker are in the channel."""
         self._settled: deque[int] = deque()
-        self._driver = driver_of(channel, settings)
+        self._driver = driver_of(channel, settings, patience)
 
     def merge(self, step: int, vector: Vector, weight: float, model: Vector | None = None) -> tuple[Merged, ...]:
         if model is None or not vector.shape == model.shape == (self._size,):

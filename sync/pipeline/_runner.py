@@ -209,7 +209,7 @@ class StageRunner:
             value, _ = self.decoded(self._lanes.take(self._key(step, "g", stage, number), keep=self._logs))
             given = () if value is None else as_tuple(value, "the gradient of a stage's output")
         if last is not None:
-            self._merge.arm(step, last[0], counted=not (self.is_last and self.shape.rematerialises(stage)))
+            self._merge.arm(step, last[0])
         begun = time.monotonic()
         with self._computing("the backward pass"):
             passed = self._stage.backward(number, given, share)

@@ -182,12 +182,11 @@ def _program(
             yield compute
             yield reducing.part(step, vector, 1.0)
             continue
-        # A third of it is the forward pass; then chunks come one by one.
+        # A third of it is the forward pass; then chunks come one by one, the last one first.
         yield compute / 3
         one = buckets.workers[worker]
-        chunks = len(reducing.plan.bounds)
-        for number in range(chunks):
-            when = buckets.now + compute * 2 / 3 * (number + 1) / chunks
+        for number, part in enumerate(reducing.plan.bounds):
+            when = buckets.now + compute * 2 / 3 * (1 - part.start / size)
             buckets.at(when, lambda number=number, one=one: buckets.tell(one, Given(number)))
         yield reducing.part(step, vector, 1.0, whole=False)
     if case.settings.staleness:
@@ -331,8 +330,8 @@ def _mechanisms() -> list[dict[str, object]]:
         ("... with its staleness and batches", replace(faithful, staleness=1), True, False),
         ("side by side, nothing listed (K = W)", Settings("scatter-reduce"), False, False),
         ("+ uploads overlap downloads (K = W)", Settings("pipelined-scatter-reduce"), False, False),
-        ("+ buckets during the backward pass", Settings("pipelined-scatter-reduce"), False, True),
-        ("+ bf16", Settings("pipelined-scatter-reduce", codec="bf16"), False, True),
+        ("+ buckets during the backward pass", Settings("pipelined-scatter-reduce", in_parts=True), False, True),
+        ("+ bf16", Settings("pipelined-scatter-reduce", codec="bf16", in_parts=True), False, True),
         ("+ K = 4, without buckets", ours, False, False),
         ("+ staleness and batches", replace(ours, staleness=1), True, False),
         ("+ bf16", replace(ours, staleness=1, codec="bf16"), True, False),

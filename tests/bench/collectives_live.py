@@ -84,11 +84,11 @@ class AsPublished(OneByOne):
     """Lists the bucket to find values, and deletes when the merge is over: only until then does it count."""
 
     def __init__(self, channel: Any, kind: str, settings: Settings, prefix: str) -> None:
-        super().__init__(channel, settings.timeout_seconds, settings.poll_seconds)
+        super().__init__(channel, lambda: settings.timeout_seconds, settings.poll_seconds)
         self._kind, self._prefix, self.over = kind, prefix, 0.0
 
     def run(self, part: Part[Any], events: Any = None) -> Any:
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._patience()
         requests, deletes = list(part.start()), list[str]()
         while requests:
             request = requests.pop(0)

@@ -165,7 +165,7 @@ class Virtual:
                 for key, pieces in request.values.items():
                     self._upload(worker, key, b"".join(pieces))
             elif isinstance(request, Fetch):
-                self._fetch(worker, request.keys, request.asked_after_seconds, request.asked_gap_seconds)
+                self._fetch(worker, request)
             else:
                 self._delete(worker, request.keys)
 
@@ -228,7 +228,8 @@ class Virtual:
         for found in self._watchers.pop(key, []):
             found()
 
-    def _fetch(self, worker: Worker, keys: Sequence[str], after: float | None, gap: float) -> None:
+    def _fetch(self, worker: Worker, request: Fetch) -> None:
+        keys, after, gap = request.keys, request.asked_after_seconds, request.asked_gap_seconds
         issued, run, left = self.now, worker.run, set(keys)
 
         def found(key: str) -> None:
@@ -244,7 +245,7 @@ class Virtual:
             looks, at = self._looks(since, first)
             worker.meter.polls += looks
             self.at(at, lambda: self._download(worker, key, run))
-            apart = gap if looks else 0.0
+            apart = gap if looks or not request.asked_at_once else 0.0
             for number, other in enumerate(others, 1):
                 turn = at + number * apart
                 self.at(at, lambda o=other, t=turn: self._when_there(o, lambda: seen(o, t, 0.0, ())))
@@ -253,8 +254,10 @@ class Virtual:
             if after is None:
                 for key in keys:
                     self._when_there(key, lambda key=key: seen(key, issued, 0.0, ()))
-            else:
+            elif request.asked_at_once:
                 self._when_there(keys[0], lambda: seen(keys[0], issued, after, keys[1:]))
+            else:
+                self._when_there(keys[0], lambda: seen(keys[0], issued + after, 0.0, keys[1:]))
             return
         for key in keys:
             self._when_there(key, lambda key=key: found(key))

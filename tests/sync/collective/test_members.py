@@ -27,6 +27,19 @@ def test_chunks_cover_the_vector_once(size: int, chunks: int, align: int) -> Non
     assert size == 0 or min(lengths) > 0
 
 
+@given(st.integers(0, 10_000), st.integers(2, 64), st.sampled_from([1, 64, 256]))
+def test_the_first_chunk_may_be_half_as_long_as_the_others(size: int, chunks: int, align: int) -> None:
+    bounds = chunk_bounds(size, chunks, align, half_first=True)
+    lengths = [part.stop - part.start for part in bounds]
+    assert sum(lengths) == size
+    assert bounds[0].start == 0
+    if size >= align * (2 * chunks - 1):
+        assert len(bounds) == chunks
+        assert all(before.stop == after.start for before, after in itertools.pairwise(bounds))
+        assert max(lengths[1:]) - min(lengths[1:]) <= 2 * align
+        assert abs(2 * lengths[0] - max(lengths)) <= 4 * align
+
+
 @given(st.integers(1, 64), st.data())
 def test_every_owner_has_one_chunk(workers: int, data: st.DataObject) -> None:
     chunks = data.draw(st.integers(1, workers))

@@ -185,9 +185,10 @@ def test_the_first_bucket_leaves_before_the_last_is_there(opened: Callable[..., 
 
 def test_who_waits_in_vain_is_told(opened: Callable[..., list[Any]]) -> None:
     one = opened(Settings("k-reduce", chunks=2, timeout_seconds=0.2), MemoryChannel().another)[0]
-    with pytest.raises(GeofedError) as raised:
+    with pytest.raises(GeofedError, match=r"what workers? .*[012].* has not come within 0.2 s") as raised:
         one.merge(1, np.ones(SIZE, np.float32), 1.0)
     assert raised.value.code == "CHANNEL_TIMEOUT"
+    assert f"worker {one._member.worker}" not in raised.value.message
     slow = opened(Settings("k-reduce", faithful=True, poll_seconds=0.01, timeout_seconds=0.1), MemoryChannel().another)
     with pytest.raises(GeofedError) as raised:
         slow[0].merge(1, np.ones(SIZE, np.float32), 1.0)
