@@ -22,7 +22,6 @@ from region_agent.gateway import FunctionSpec, GatewayClient, fixed_scale_labels
 from region_agent.gateway.functions import SHARE_ANNOTATION
 from region_agent.identity import Identity
 from region_agent.partition_calls import (
-    CALL_GRACE,
     Told,
     batches_of,
     bundle_key,
@@ -75,7 +74,7 @@ from region_agent.ps_process import PsProcess
 from region_agent.region_channel import RegionChannel
 from region_agent.shards import SIGNATURE_LIFE
 from region_agent.store import AgentStore
-from region_agent.worker.invocation import Outcome, ShardFile
+from region_agent.worker.invocation import CALL_GRACE, Outcome, ShardFile
 from sync.channel import fence_key
 from sync.ps.config import PsConfig
 
@@ -375,8 +374,10 @@ class Partition:
             self.meter.channel_used(channel.usage)
             channel.close()
         plan = self.start.plan
-        open_choice = plan.collective in ("auto", "k-reduce", "isp")
-        if plan.workers > 1 and self._around.channel.kind != "file" and open_choice and not self._costs:
+        kind = self._around.channel.kind
+        # Workers that are told nothing must know how long a request takes, whatever they were told to do.
+        asks = plan.collective in ("auto", "k-reduce", "isp") or (kind == "s3" and plan.collective != "server-reduce")
+        if plan.workers > 1 and kind != "file" and asks and not self._costs:
             costs, usage = self._around.channel.costs(self.job)
             self._costs = {name: float(value) for name, value in asdict(costs).items()}
             if (prices := self._around.config.channel.prices) is not None:

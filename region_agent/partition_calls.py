@@ -25,7 +25,6 @@ from sync.ps.config import PsConfig
 from sync.ps.tokens import WorkerIdentity, sign
 
 __all__ = [
-    "CALL_GRACE",
     "Told",
     "batches_of",
     "bundle_key",
@@ -36,8 +35,6 @@ __all__ = [
     "whole_pipelines",
 ]
 
-CALL_GRACE = timedelta(seconds=120)
-"""Beyond its slice an invocation may finish the step it is in, and wait for the parameter server."""
 _STRETCHES = TypeAdapter(tuple[Stretch, ...])
 _TOKEN_GRACE = timedelta(seconds=300)
 _PART_ELEMENTS = 1 << 22

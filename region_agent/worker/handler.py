@@ -83,12 +83,12 @@ def _run(invocation: Invocation, begun: float) -> Outcome:
     _make_ready()
     channel = open_channel(invocation.channel, invocation.channel_address)
     task = _task(channel, invocation)
-    return WorkerLoop(invocation, _holding(invocation, task, channel), channel, begun).run()
+    return WorkerLoop(invocation, _holding(invocation, task, channel, begun), channel, begun).run()
 
 
-def _holding(invocation: Invocation, task: Task, channel: Channel) -> Holding:
+def _holding(invocation: Invocation, task: Task, channel: Channel, begun: float) -> Holding:
     if not invocation.stages:
-        return WholeModel(invocation, task, _data(invocation, task), channel)
+        return WholeModel(invocation, task, _data(invocation, task), channel, begun)
     stage = pipeline_of(invocation).position(invocation.worker).stage
     # Only the ends of a pipeline look at samples: the first stage at inputs, the last at labels.
     reads = stage in (0, len(invocation.stages) - 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -154,7 +153,8 @@ class WholeModel:
     in_stages = False
     may_not_measure = True
 
-    def __init__(self, call: Invocation, task: Task, data: dict[str, Any], channel: Channel) -> None:
+    def __init__(self, call: Invocation, task: Task, data: dict[str, Any], channel: Channel, begun: float) -> None:
+        """``begun``: when the invocation was, on the monotonic clock."""
         self._call, self._task, self._data, self._channel = call, task, data, channel
         self._device = device()
         # Seeded alike everywhere: all workers of the partition make the same model.
@@ -169,7 +169,7 @@ class WholeModel:
         with task_errors(task.folder, "dataset"):
             self._stream = BatchStream(data["train"], call.seed, call.region, call.worker, call.workers, batches)
         self.counted = self.share(1)
-        self._merging = merging_for(call, task, self._optimizer, self.flat, channel)
+        self._merging = merging_for(call, task, self._optimizer, self.flat, channel, begun)
         self.name, self.server_knows = self._merging.name, self._merging.server_knows
         self.alone = call.workers == 1
         self.leads = self.tells = call.worker == 0
@@ -184,15 +184,14 @@ class WholeModel:
         reseed(self._call.seed, zlib.crc32(self._call.region.encode()), self._call.worker, step)
         self._module.train()
         self._optimizer.zero_grad(set_to_none=True)
-        value = sum(self._pass(step))
+        value = self._pass(step)
         seconds = time.monotonic() - begun
-        checked_loss(value, step)
         self._rate.set(step)
         self._merging.step(server, step, self.counted, value)
         return value, seconds
 
-    def _pass(self, step: int) -> Iterator[float]:
-        """Forward and backward; what the samples add to the mean loss.
+    def _pass(self, step: int) -> float:
+        """Forward and backward; the mean loss of the samples. Gradients may leave while the last part gives them.
 
         A worker that stands in for others has more samples than its memory was chosen for: they go through the model
         in parts, whose gradients are summed up to those of all.
@@ -202,13 +201,18 @@ class WholeModel:
         sizes = [len(share_of(part, parts, samples)) for part in range(parts)]
         with task_errors(self._task.folder, "dataset"):
             batches = self._stream.micro_batches(step, sizes)
-        for size, batch in zip(sizes, batches, strict=True):
+        value = 0.0
+        for left, (size, batch) in zip(reversed(range(len(sizes))), zip(sizes, batches, strict=True), strict=True):
             loss = self._task.loss(self._module, move(batch, self._device))
             if len(sizes) > 1:
                 loss = loss * (size / samples)
+            value += float(loss.detach())
+            if not left:
+                checked_loss(value, step)
+                self._merging.arm(step, samples)
             with task_errors(self._task.folder, "the backward pass"):
                 loss.backward()  # type: ignore[no-untyped-call]
-            yield float(loss.detach())
+        return value
 
     def settle(self, step: int) -> None:
         self._merging.settle(step)

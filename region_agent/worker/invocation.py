@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from geofed_pb.errors import GeofedError
 
-__all__ = ["Invocation", "Outcome", "Schedule", "ShardFile", "Stretch", "read_invocation"]
+__all__ = ["CALL_GRACE", "Invocation", "Outcome", "Schedule", "ShardFile", "Stretch", "read_invocation"]
+
+CALL_GRACE = timedelta(seconds=120)
+"""Beyond its slice an invocation may finish the step it is in, and wait for the other workers or for the parameter
+server."""
 
 
 class ShardFile(BaseModel):

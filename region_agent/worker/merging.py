@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -11,20 +12,38 @@ import torch
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import worker_pb2
-from region_agent.worker.invocation import Invocation
+from region_agent.worker.invocation import CALL_GRACE, Invocation
 from region_agent.worker.ps_client import PsClient
 from region_agent.worker.task import Task, task_errors
 from sync import framing
 from sync.channel import Channel, fence_key
-from sync.collective import ChannelCosts, Collective, Member, Merge, Settings, State, choose, open_collective
+from sync.collective import (
+    ChannelCosts,
+    Collective,
+    Member,
+    Merge,
+    Reducing,
+    Settings,
+    State,
+    choose,
+    open_collective,
+)
 from sync.flat import FlatModel
+from sync.gradients import GradientMerge
 
-__all__ = ["Fenced", "Merging", "group_settings", "merging_for"]
+__all__ = ["Fenced", "Merging", "Patience", "group_settings", "merging_for"]
 
 _PLACE = "c"
 """What the keys of collectives begin with; the attempt follows."""
 _TIMEOUT_SECONDS = 120.0
-"""A worker that gives its part of a step later than this is taken for lost, and a new attempt begins."""
+"""A replica of a pipeline's stage that gives its part of a step later than this is taken for lost."""
+_LEAST_PATIENCE_SECONDS, _PATIENCE_STEPS = 120.0, 20.0
+"""A worker that gives its part of a step later than this, and than so many of the longest steps so far, is taken for
+lost, and a new attempt begins."""
+_LEAVE_SECONDS = 20.0
+"""What an invocation needs at its end, to leave what it holds in the channel."""
+_FENCE_SECONDS = 5.0
+"""Between two looks for the sign that the attempt is over, where the channel tells nobody: each is billed."""
 _SLACK = 0.1
 """What takes a tenth longer than the fastest is as good, if it costs less."""
 _LEAST_USD = 1e-9
@@ -39,6 +58,9 @@ class Merging(Protocol):
     """For people."""
     server_knows: bool
     """Whether the parameter server hears of every step."""
+
+    def arm(self, step: int, samples: int) -> None:
+        """The next backward pass is the last of the step, after all of its forward passes: gradients may leave."""
 
     def step(self, server: PsClient, step: int, samples: int, loss: float) -> None:
         """After the backward pass: merge, and make the optimiser's step."""
@@ -63,6 +85,9 @@ class Alone:
 
     def __init__(self, optimizer: torch.optim.Optimizer, task: Task) -> None:
         self._optimizer, self._task = optimizer, task
+
+    def arm(self, step: int, samples: int) -> None:
+        """Nothing leaves before the pass is over."""
 
     def step(self, server: PsClient, step: int, samples: int, loss: float) -> None:
         self._make_step()
@@ -108,6 +133,32 @@ class AtServer(Alone):
         self._make_step()
 
 
+class Patience:
+    """How long a worker waits for the others in one exchange, in seconds.
+
+    So many of the longest steps so far, the waits for the others among them, and at least two minutes. Until it has
+    made one nothing is known of how long the others need (they start, or fetch their data): then, and at most, as long
+    as its invocation lives, which must be able to leave what it holds.
+    """
+
+    def __init__(self, ends: float) -> None:
+        """``ends``: when the invocation must have stopped waiting, on the monotonic clock."""
+        self._ends, self._longest, self._begun = ends, 0.0, 0.0
+
+    def begin(self) -> None:
+        """This worker's own part of a step is begun."""
+        self._begun = time.monotonic()
+
+    def made(self) -> None:
+        """The step is made."""
+        if self._begun:
+            self._longest = max(self._longest, time.monotonic() - self._begun)
+
+    def __call__(self) -> float:
+        left = max(1.0, self._ends - time.monotonic())
+        return min(left, max(_LEAST_PATIENCE_SECONDS, _PATIENCE_STEPS * self._longest)) if self._longest else left
+
+
 class ThroughChannel(Alone):
     """A collective: the workers merge among themselves."""
 
@@ -118,18 +169,26 @@ class ThroughChannel(Alone):
         flat: FlatModel,
         collective: Collective,
         name: str,
+        patience: Patience,
     ) -> None:
         super().__init__(optimizer, task)
-        self._flat, self._collective, self.name = flat, collective, name
+        self._flat, self._collective, self.name, self._patience = flat, collective, name, patience
         self._before = flat.vector() if collective.shares == "changes" else None
+        overlap = isinstance(collective, Reducing) and collective.in_parts
+        self._gradients = GradientMerge(flat, collective, overlap=overlap)
+
+    def arm(self, step: int, samples: int) -> None:
+        self._patience.begin()
+        self._gradients.arm(step, samples)
 
     def step(self, server: PsClient, step: int, samples: int, loss: float) -> None:
         if self._before is not None:
             self._share(step, samples)
-            return
-        for merged in self._collective.merge(step, self._flat.gradient(), samples):
-            self._flat.load_gradient(merged.vector)
-            self._make_step()
+        else:
+            for merged in self._gradients.merged(step, samples):
+                self._flat.load_gradient(merged.vector)
+                self._make_step()
+        self._patience.made()
 
     def _share(self, step: int, samples: int) -> None:
         """The own change first; then what the others tell of theirs."""
@@ -159,10 +218,26 @@ class ThroughChannel(Alone):
 
 
 class Fenced:
-    """A channel whose waits end when the attempt is over, so that nobody waits for workers that are gone."""
+    """A channel whose waits end when the attempt is over, so that nobody waits for workers that are gone.
+
+    Whoever looks in vain for a value, again and again, looks now and then for the sign, too.
+    """
 
     def __init__(self, channel: Channel, attempt: int) -> None:
         self._channel, self._fence = channel, fence_key(attempt)
+        self._look_at = 0.0
+        """When to look for the sign; 0: nobody has looked in vain since something was found."""
+
+    def get(self, key: str) -> memoryview | None:
+        value = self._channel.get(key)
+        now = time.monotonic()
+        if value is not None or not self._look_at:
+            self._look_at = 0.0 if value is not None else now + _FENCE_SECONDS
+        elif now > self._look_at:
+            self._look_at = now + _FENCE_SECONDS
+            if self._channel.get(self._fence) is not None:
+                raise GeofedError("FENCED", "a newer attempt has taken over")
+        return value
 
     def wait(self, keys: Collection[str], timeout_seconds: float) -> Iterator[tuple[str, memoryview]]:
         left = set(keys)
@@ -179,11 +254,12 @@ class Fenced:
 
 
 def merging_for(
-    call: Invocation, task: Task, optimizer: torch.optim.Optimizer, flat: FlatModel, channel: Channel
+    call: Invocation, task: Task, optimizer: torch.optim.Optimizer, flat: FlatModel, channel: Channel, begun: float
 ) -> Merging:
     """What the plan says; where it leaves it open, what is fastest by the channel's measured constants.
 
-    All workers of a partition choose alike, since all are told the same constants.
+    All workers of a partition choose alike, since all are told the same constants. ``begun``: when the invocation was,
+    on the monotonic clock.
     """
     if call.workers == 1:
         return Alone(optimizer, task)
@@ -191,10 +267,16 @@ def merging_for(
     if settings is None:
         return AtServer(optimizer, task, flat, channel, call)
     member = Member(call.worker, call.workers, call.attempt)
-    told = channel if settings.asked is not None else Fenced(channel, call.attempt)
-    collective = open_collective(settings, member, told, _PLACE, flat.layout.size)
+    # In the memory of one machine the cores are at work either way. A store that has to be asked is only asked in time
+    # where it is known how long it takes.
+    told = call.channel != "s3" or settings.asked is not None
+    in_parts = settings.pattern != "isp" and not settings.staleness and not channel.in_memory and told
+    settings = replace(settings, in_parts=in_parts)
+    patience = Patience(begun + call.slice_seconds + CALL_GRACE.total_seconds() - _LEAVE_SECONDS)
+    fenced: Any = Fenced(channel, call.attempt)
+    collective = open_collective(settings, member, fenced, _PLACE, flat.layout.size, patience)
     name = settings.pattern if settings.chunks is None else f"{settings.pattern} with K = {settings.chunks}"
-    return ThroughChannel(optimizer, task, flat, collective, name)
+    return ThroughChannel(optimizer, task, flat, collective, name, patience)
 
 
 def group_settings(call: Invocation, flat: FlatModel) -> Settings:

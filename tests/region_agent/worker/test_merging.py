@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
+from support.memory_channel import MemoryChannel
 
 from geofed_pb.errors import GeofedError
+from region_agent.worker import merging
 from region_agent.worker.invocation import Invocation
-from region_agent.worker.merging import Merging, merging_for
+from region_agent.worker.merging import Fenced, Merging, Patience, merging_for
 from region_agent.worker.task import Task
-from sync.channel import FileChannel
+from sync.channel import FileChannel, fence_key
 from sync.collective import ChannelCosts
 from sync.flat import FlatModel
 
@@ -28,7 +31,9 @@ def _merging(tmp_path: Any, size: int = 10, **more: Any) -> Merging:
     )  # fmt: skip
     module = torch.nn.Linear(size, 1)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    made = merging_for(call, Task(tmp_path, {}, {}), optimizer, FlatModel(module), FileChannel(tmp_path))
+    made = merging_for(
+        call, Task(tmp_path, {}, {}), optimizer, FlatModel(module), FileChannel(tmp_path), time.monotonic()
+    )
     made.close()
     return made
 
@@ -59,3 +64,42 @@ def test_there_are_never_more_parts_than_workers(tmp_path: Any) -> None:
 def test_settings_that_do_not_fit_are_refused(tmp_path: Any) -> None:
     with pytest.raises(GeofedError, match="isp does not send in 'int8'"):
         _merging(tmp_path, collective="isp", merging_codec="int8")
+
+
+def test_who_looks_in_vain_sees_that_the_attempt_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, store = [100.0], MemoryChannel()
+    monkeypatch.setattr(merging.time, "monotonic", lambda: clock[0])
+    fenced = Fenced(store, 1)  # type: ignore[arg-type]
+    store.put(fence_key(1), [b"over"])
+    # Not where a value has only just been missed: every look is billed.
+    for _ in range(3):
+        assert fenced.get("k") is None
+        clock[0] += 1
+    store.put("there", [b"1"])
+    assert fenced.get("there") is not None
+    assert fenced.get("k") is None
+    clock[0] += 4
+    assert fenced.get("k") is None
+    clock[0] += 4
+    with pytest.raises(GeofedError) as raised:
+        fenced.get("k")
+    assert raised.value.code == "FENCED"
+
+
+def test_a_wait_ends_with_the_invocation_or_after_many_of_the_longest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(merging.time, "monotonic", lambda: clock[0])
+    patience = Patience(ends=2000.0)
+    assert patience() == 1000.0
+    for seconds in (30.0, 2.0):
+        patience.begin()
+        clock[0] += seconds
+        patience.made()
+    assert patience() == 600.0
+    clock[0] = 1500.0
+    assert patience() == 500.0
+    quick = Patience(ends=9000.0)
+    quick.begin()
+    clock[0] += 1.0
+    quick.made()
+    assert quick() == 120.0
