@@ -23,6 +23,7 @@ from region_agent.worker.invocation import Invocation, Outcome, read_invocation
 from region_agent.worker.loop import WorkerLoop
 from region_agent.worker.profile_call import ProfileCall, Profiled, is_profile_call, read_profile_call
 from region_agent.worker.profiling import profile, weigh
+from region_agent.worker.scratch import scratch_folder
 from region_agent.worker.stage import ModelStage, pipeline_of
 from region_agent.worker.task import Task, load_task, unpack
 from sync.channel import Channel, open_channel
@@ -138,4 +139,4 @@ def _check_samples(invocation: Invocation | ProfileCall, found: int) -> None:
 
 @lru_cache(maxsize=1)
 def _scratch() -> Path:
-    return Path(tempfile.mkdtemp(prefix="geofed-worker-"))
+    return scratch_folder(Path(tempfile.gettempdir()))

@@ -13,6 +13,7 @@ import os
 import random
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -60,6 +61,8 @@ def main(control: socket.socket, parent_pid: int) -> int:
     spec = ReplicaSpec(**json.loads(_read_all(control)))
     os.environ.clear()
     os.environ.update(spec.env)
+    # The warm parent has looked for a folder for temporary files already, and remembers its own.
+    tempfile.tempdir = None
     os.chdir(spec.directory)
     listener = _listen()
     isolation = _isolate(spec, parent_pid)

@@ -308,6 +308,19 @@ async def test_environment_is_scrubbed(launch, monkeypatch: pytest.MonkeyPatch) 
         assert seen["cwd"] == seen["environ"]["HOME"]
 
 
+async def test_temporary_files_end_with_their_replica(launch) -> None:
+    """Although the warm parent has found a folder for its own before it forks."""
+    embedded = launch(preload=["torch"])
+    async with open_target(embedded) as target:
+        probe = await target.deploy()
+        scratch = Path((await probe("scratch")).body.decode())
+        home = Path(json.loads((await probe("env")).body)["environ"]["HOME"])
+        assert scratch.parent == home / "tmp"
+        assert scratch.exists()
+        await target.client.delete(probe.name)
+        until(lambda: not home.exists())
+
+
 async def test_hidden_paths_stay_hidden(launch, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.mkdir()

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -132,6 +133,10 @@ def do_touch(event: Any, context: Any, given: Any) -> Any:
     Path("here").write_text("x")
     (Path(os.environ["TMPDIR"]) / "there").write_text("y")
     return "written"
+
+
+def do_scratch(event: Any, context: Any, given: Any) -> Any:
+    return tempfile.mkdtemp(prefix="scratch-")
 
 
 def do_random(event: Any, context: Any, given: Any) -> Any:
