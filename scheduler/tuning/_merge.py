@@ -22,7 +22,10 @@ from scheduler.tuning._model import COLLECTIVES, TERMS, Channel, Correction
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 _SERVER, _ALL, _SCATTER = (COLLECTIVES.index(name) for name in ("server-reduce", "all-reduce", "scatter-reduce"))
+_K_REDUCE = COLLECTIVES.index("k-reduce")
 _LATENCY, _LATE, _TRANSFER, _WORK, _ADDING, _HIDDEN, _DUPLEX, _REQUESTS, _MERGE = range(len(TERMS))
+_LOOKS_LATE, _LEAST_GAIN = 0.1, 0.1
+"""Of time: by how much later workers look where groups are joined, and what makes groups worth it."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +69,15 @@ class Merged:
         return self.puts * channel.put_usd + self.gets * channel.get_usd + self.polls * look
 
 
-def merged(merges: Merges, size_bytes: float, channel: Channel, *, faithful: bool = False) -> Merged:
-    """Terms and requests of merges of vectors of so many bytes; zeros for a worker alone."""
+def merged(
+    merges: Merges, size_bytes: float, channel: Channel, *, faithful: bool = False, grouped: bool = True
+) -> Merged:
+    """Terms and requests of merges of vectors of so many bytes; zeros for a worker alone.
+
+    ``grouped``: workers make a K-REDUCE in groups where that is faster, as they do without staleness.
+    """
     form = _Form(merges, size_bytes, channel)
-    told = form.as_published() if faithful else form.overlapped()
+    told = form.as_published() if faithful else form.grouped() if grouped else form.overlapped()
     at_server = merges.collective == _SERVER
     if at_server.any():
         told = _either(at_server, form.at_server(), told)
@@ -109,39 +117,67 @@ class _Form:
         self._uploads = np.where(self._chunks < self._workers, self._chunks, self._chunks - 1)
         """Of the slowest worker: one that owns no chunk, where there are such."""
 
-    def overlapped(self) -> Merged:
-        """Requests side by side; an owner reads others' parts of its chunk while it uploads its parts of theirs."""
+    def grouped(self) -> Merged:
+        """In as many groups as `sync.collective.best_groups` says."""
+        workers, chunks = self._workers, self._chunks
+        groups = np.minimum(workers // chunks, np.round(workers / np.maximum(chunks, np.sqrt(workers))))
+        may = (self._merges.collective == _K_REDUCE) & (groups > 1) & (not self._channel.cores)
+        told = self.overlapped()
+        if not may.any():
+            return told
+        apart = self.overlapped(np.where(may, groups, 1.0))
+        faster = _total(apart.terms) < (1 - _LEAST_GAIN) * _total(self.overlapped(chained=False).terms)
+        return _either(may & faster, apart, told)
+
+    def overlapped(self, groups: Floats | None = None, *, chained: bool = True) -> Merged:
+        """Requests side by side; an owner reads others' parts of its chunk while it uploads its parts of theirs.
+
+        ``groups``: in how many workers merge first; None: one. ``chained``: other iterations come before and after.
+        """
         channel, workers, chunks = self._channel, self._workers, self._chunks
-        giving, reading = self._pace(workers, self._uploads * workers), self._pace(chunks, chunks * (workers - 1))
+        groups = np.ones_like(workers) if groups is None else groups
+        group, uploads = np.ceil(workers / groups), chunks - (chunks * groups >= workers)
+        giving, reading = self._pace(workers, uploads * workers), self._pace(chunks, chunks * (workers - 1))
         storing, pulling = self._pace(chunks, chunks), self._pace(workers, chunks * (workers - 1))
         look = self._span(_LATENCY, channel.poll_seconds / 2)
-        given = self._lane(self._uploads, giving.put, self._part / giving.up, giving.cpu)
-        parts = self._lane(workers - 1, reading.get, self._part / reading.down, reading.cpu)
+        given = self._lane(uploads, giving.put, self._part / giving.up, giving.cpu)
+        parts = self._lane(group - 1, reading.get, self._part / reading.down, reading.cpu)
         apart = given + parts
         last = given + self._request(reading.get, self._part / reading.down)
         first = self._request(giving.put, self._part / giving.up) + parts
         overlaps = (self._merges.collective != _SCATTER) & (not channel.cores)
         # In a chain of iterations an owner is ahead of the others: it has a merged chunk less to get. Meanwhile it has
         # read another owner's part, so that it need not do so while the others wait for it.
-        ahead = np.where((chunks > 1) & (chunks < workers), self._part / reading.down, 0.0)
-        longest = np.maximum(_total(last), _total(first) - ahead)
+        before = (chunks > 1) & (chunks < workers) & (groups == 1) & chained
+        longest = np.maximum(_total(last), _total(first) - np.where(before, self._part / reading.down, 0.0))
         hidden = np.where(overlaps, np.maximum(0.0, _total(apart) - longest), 0.0)
-        collected = apart + look + self._adding(workers, reading)
+        collected = apart + look + self._adding(group, reading)
         all_own = chunks == workers
         collected[:, _HIDDEN] += np.where(all_own, 0.0, hidden)
         collected[:, _DUPLEX] += np.where(all_own, hidden, 0.0)
         up_one = self._request(storing.put, self._part / storing.up)
+        joint = up_one + look + self._lane(groups - 1, reading.get, self._part / reading.down, reading.cpu)
+        joint += self._adding(groups, reading) + _LOOKS_LATE * (joint + up_one)
+        collected += np.where(groups > 1, 1.0, 0.0)[:, None] * joint
         pulled = self._lane(np.maximum(1, self._uploads), pulling.get, self._part / pulling.down, pulling.cpu)
         if channel.cores:
             # The only merged chunk is the vector: where it lies in memory it is not copied.
             pulled = np.where((chunks == 1)[:, None], self._request(pulling.get, 0.0), pulled)
         spans = collected + up_one + look + pulled
-        spans[:, _REQUESTS] = self._uploads + (workers - 1) + 1 + np.maximum(1, self._uploads)
+        spans[:, _REQUESTS] = uploads + (group - 1) + 1 + np.maximum(1, self._uploads) + (groups > 1) * groups
         spans[:, _MERGE] = 1.0
-        stored = _total(collected + up_one - given)
-        waited = (workers - chunks) * stored + chunks * _total(look + up_one)
-        polls = waited / channel.poll_seconds if channel.poll_seconds else np.zeros_like(workers)
-        return Merged(spans, chunks * workers, 2 * chunks * (workers - 1), polls)
+        return Merged(
+            spans, chunks * workers, 2 * chunks * (workers - 1), self._polls(given, collected, up_one, groups)
+        )
+
+    def _polls(self, given: Floats, collected: Floats, up_one: Floats, groups: Floats) -> Floats:
+        """Workers look when a value is likely to be there: about once too early in each of their waits, at most."""
+        channel, workers, chunks = self._channel, self._workers, self._chunks
+        if not channel.poll_seconds:
+            return np.zeros_like(workers)
+        waited = (workers - chunks) * _total(collected + up_one - given)
+        waited += chunks * (_total(up_one) + channel.poll_seconds / 2)
+        return np.minimum(waited / channel.poll_seconds, workers * np.where(groups > 1, 3.0, 2.0))
 
     def as_published(self) -> Merged:
         """One request after the other, whose latenesses even out, and values that are found by listing."""

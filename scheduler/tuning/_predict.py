@@ -84,7 +84,7 @@ class MergeCosts:
 def merge_costs(task: Task, name: str, merges: Merges) -> MergeCosts:
     """What merges take over one of the task's channels."""
     channel = next(one for one in task.channels if one.name == name)
-    told = merged(merges, task.model_bytes, channel, faithful=task.faithful)
+    told = merged(merges, task.model_bytes, channel, faithful=task.faithful, grouped=not task.progress.staleness)
     seconds = told.seconds(task.corrections.get(name, Correction()))
     return MergeCosts(seconds, told.usd(channel, faithful=task.faithful))
 

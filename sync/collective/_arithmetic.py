@@ -52,6 +52,8 @@ class MeanOf:
         """By chunk: what this worker's parts hold back."""
         self.published = {number: ErrorFeedback(codec) for number, codec in enumerate(self._codecs)}
         """By chunk: what the merged chunks of this owner hold back."""
+        self.joined = {number: ErrorFeedback(codec) for number, codec in enumerate(self._codecs)}
+        """By chunk: what this worker's merges of its group's parts hold back."""
         self._bounds = bounds
         self.before: npt.NDArray[np.float64] | None = None
         """What this worker's parts held back before the exchange of now, shape (n,)."""
@@ -87,6 +89,11 @@ class MeanOf:
         tensors, values = self.published[chunk].encode(mean)
         return tensors, values, weight
 
+    def joint(self, chunk: int, fold: Fold) -> tuple[Tensors, float]:
+        """What is sent to the owner of what a group has; the mean is rounded to float32, and coded."""
+        mean, weight = fold.mean()
+        return self.joined[chunk].encode(mean)[0], weight
+
     def read_merged(self, chunk: int, tensors: Tensors, size: int) -> Vector:
         return self._codecs[chunk].decode(tensors, size)
 
@@ -94,13 +101,15 @@ class MeanOf:
         """What is held back, by names that `restore` knows."""
         return {
             f"{name}.{chunk}": feedback.residual
-            for name, streams in (("given", self.given), ("published", self.published))
+            for name, streams in self._streams()
             for chunk, feedback in streams.items()
             if feedback.residual is not None
         }
 
+    def _streams(self) -> tuple[tuple[str, dict[int, ErrorFeedback]], ...]:
+        return ("given", self.given), ("joined", self.joined), ("published", self.published)
+
     def restore(self, name: str, residual: npt.NDArray[np.generic]) -> None:
         """Take up one of the `residuals`."""
         kind, _, chunk = name.partition(".")
-        streams = {"given": self.given, "published": self.published}[kind]
-        streams[int(chunk)].residual = np.array(residual, np.float64)
+        dict(self._streams())[kind][int(chunk)].residual = np.array(residual, np.float64)

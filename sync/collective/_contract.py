@@ -25,6 +25,9 @@ class Settings:
     chunks: int | None = None
     """K, in how many chunks the vector is merged, each by one worker; None: 1 for all-reduce, else one a worker. For
     ``isp`` None means that every worker reads every other's changes (as published)."""
+    groups: int = 1
+    """``k-reduce``: workers merge in so many groups, and owners what the groups have; as many as have K workers each.
+    Means are then rounded once more."""
     staleness: int = 0
     """``k-reduce``: workers that own no chunk go on with the mean of so many steps before (FasDL: 1)."""
     codec: str = "fp32"

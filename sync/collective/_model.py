@@ -19,12 +19,17 @@ __all__ = [
     "Estimate",
     "Merge",
     "best_chunks",
+    "best_groups",
     "choose",
     "estimate",
     "least_seconds",
     "unequal_batches",
 ]
 
+_LATE = 0.1
+"""Workers look so much later than a value is likely to be there; where groups are joined, for two more in a row."""
+_LEAST_GAIN = 0.1
+"""Of time, for which means are rounded once more, and more looks come too early."""
 PATTERNS = ("all-reduce", "scatter-reduce", "pipelined-scatter-reduce", "k-reduce")
 
 
@@ -72,8 +77,15 @@ class Merge:
     """K; None: 1 for all-reduce, else a chunk for each worker. ``isp``: None for lists from all to all."""
     faithful: bool = False
     """One request after the other, and discovery by listing."""
+    groups: int = 1
+    """As in `Settings`."""
     merged_bytes: float | None = None
     """Of the whole merged vector, where that differs from ``size_bytes``. ``isp``: the union of all lists."""
+
+    @property
+    def in_groups(self) -> int:
+        """Groups, within their bounds."""
+        return max(1, min(self.groups, self.workers // self.owners))
 
     @property
     def owners(self) -> int:
@@ -112,8 +124,11 @@ class Choice:
     usd: float
 
 
-def estimate(merge: Merge, costs: ChannelCosts) -> Estimate:
-    """Time, requests and bytes of one merge; zeros for a worker alone."""
+def estimate(merge: Merge, costs: ChannelCosts, *, late: float = _LATE) -> Estimate:
+    """Time, requests and bytes of one merge; zeros for a worker alone.
+
+    ``late``: how much later than a value is likely to be there workers look for it, as a part of that time.
+    """
     workers = merge.workers
     if workers < 2:
         return Estimate(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0)
@@ -121,10 +136,14 @@ def estimate(merge: Merge, costs: ChannelCosts) -> Estimate:
         return _all_to_all(merge, costs)
     if merge.pattern == "server-reduce":
         return _at_server(merge, costs)
-    chunks = merge.owners
+    chunks, groups = merge.owners, merge.in_groups
+    group = -(-workers // groups)
+    """Workers of the largest."""
     part, merged = merge.size_bytes / chunks, (merge.merged_bytes or merge.size_bytes) / chunks
-    uploads = chunks if chunks < workers else chunks - 1
-    """Of the slowest worker: one that owns no chunk, where there are such."""
+    uploads = chunks if chunks * groups < workers else chunks - 1
+    """Of the slowest worker: one that merges no chunk, where there are such."""
+    others = chunks if chunks < workers else chunks - 1
+    """Merged chunks that the slowest worker reads."""
     read = chunks * (workers - 1)
     # As published there is one request after the other, whose latenesses even out.
     even = replace(costs, jitter=0.0) if merge.faithful else costs
@@ -134,11 +153,11 @@ def estimate(merge: Merge, costs: ChannelCosts) -> Estimate:
     up_one = storing.put_seconds + merged / storing.up_bytes_per_second
     if merge.faithful:
         given = uploads * (giving.put_seconds + part / giving.up_bytes_per_second)
-        collected = given + look + (workers - 1) * (reading.get_seconds + part / reading.down_bytes_per_second)
+        collected = given + look + (group - 1) * (reading.get_seconds + part / reading.down_bytes_per_second)
         pulled = max(1, chunks - 1) * (pulling.get_seconds + merged / pulling.down_bytes_per_second)
     else:
         given = _puts(uploads, part, giving)
-        all_parts = _gets(workers - 1, part, reading)
+        all_parts = _gets(group - 1, part, reading)
         if merge.pattern == "scatter-reduce" or costs.cores:
             collected = given + look + all_parts
         else:
@@ -146,8 +165,11 @@ def estimate(merge: Merge, costs: ChannelCosts) -> Estimate:
             last = reading.get_seconds + part / costs.down_bytes_per_second
             collected = look + max(given + last, first + all_parts)
         # The only merged chunk is the vector: where it lies in memory it is not copied.
-        pulled = pulling.get_seconds if costs.cores and chunks == 1 else _gets(max(1, uploads), merged, pulling)
-    collected += _adding(workers, part, reading)
+        pulled = pulling.get_seconds if costs.cores and chunks == 1 else _gets(max(1, others), merged, pulling)
+    collected += _adding(group, part, reading)
+    if groups > 1:
+        joint = storing.put_seconds + part / storing.up_bytes_per_second + look + _gets(groups - 1, part, reading)
+        collected += joint + _adding(groups, part, reading) + late * (joint + up_one)
     seconds = collected + up_one + look + pulled
     puts, gets = chunks * workers, 2 * chunks * (workers - 1)
     waited = (workers - chunks) * (collected + up_one - given) + chunks * (look + up_one)
@@ -156,8 +178,11 @@ def estimate(merge: Merge, costs: ChannelCosts) -> Estimate:
     least = 2 * chunks + (workers - chunks) if merge.faithful else 0
     every = pause if merge.faithful else costs.poll_seconds
     polls = least + (waited / every if every > 0 else 0.0)
+    if not merge.faithful:
+        # Workers look when a value is likely to be there: about once too early in each of their waits.
+        polls = min(polls, workers * (2.0 if groups == 1 else 3.0))
     usd = puts * costs.put_usd + gets * costs.get_usd + polls * (costs.list_usd if merge.faithful else costs.get_usd)
-    down = (workers - 1) * part + (chunks - 1) * merged
+    down = (group - 1 + groups - 1) * part + (chunks - 1) * merged
     return Estimate(seconds, puts, gets, polls, (chunks - 1) * part + merged, max(down, chunks * merged), usd)
 
 
@@ -291,6 +316,8 @@ def choose(
     for pattern in patterns:
         for chunks in range(1, workers + 1) if pattern == "k-reduce" else (None,):
             merge = Merge(pattern, workers, size_bytes, chunks)
+            if pattern == "k-reduce":
+                merge = replace(merge, groups=best_groups(merge, costs))
             cost = estimate(merge, costs)
             weighed.append(Choice(merge, cost, cost.usd(workers, usd_per_worker_second)))
     first, then = (_seconds, _usd) if minimise == "time" else (_usd, _seconds)
@@ -298,6 +325,20 @@ def choose(
     return min(
         (choice for choice in weighed if first(choice) <= limit), key=lambda choice: (then(choice), first(choice))
     )
+
+
+def best_groups(merge: Merge, costs: ChannelCosts) -> int:
+    """In how many groups a K-REDUCE of this K is made, where that is faster and worth it; the requests are the same.
+
+    An owner reads W / G parts and then G - 1: least for G = sqrt(W). With more groups than W / K it would wait for its
+    own uploads, of K chunks, instead.
+    """
+    workers, owners = merge.workers, merge.owners
+    if costs.cores or 2 * owners > workers:
+        return 1
+    groups = min(workers // owners, round(workers / max(owners, math.sqrt(workers))))
+    alone, grouped = (estimate(replace(merge, groups=count), costs).seconds for count in (1, groups))
+    return groups if grouped < (1 - _LEAST_GAIN) * alone else 1
 
 
 def _seconds(choice: Choice) -> float:

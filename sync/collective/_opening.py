@@ -48,6 +48,9 @@ def check(settings: Settings, workers: int) -> None:
         raise GeofedError("CONFIG_INVALID", f"{settings.pattern} takes no number of chunks")
     if settings.chunks is not None and not 1 <= settings.chunks <= workers:
         raise GeofedError("CONFIG_INVALID", f"{settings.chunks} chunks for {workers} workers")
+    if settings.groups < 1 or (settings.groups > 1 and (settings.pattern != "k-reduce" or settings.staleness)):
+        text = f"{settings.pattern} in {settings.groups} groups with a staleness of {settings.staleness}"
+        raise GeofedError("CONFIG_INVALID", text, hint="k-reduce merges in groups, without staleness")
     if settings.staleness < 0 or (settings.staleness and settings.pattern != "k-reduce"):
         raise GeofedError("CONFIG_INVALID", f"{settings.pattern} with a staleness of {settings.staleness}")
     if not settings.significance >= 0:

@@ -3,7 +3,9 @@
 One scheme serves four published ones. With one chunk it is LambdaML's AllReduce, with a chunk for every worker its
 ScatterReduce (arXiv 2105.07806 §4.3); where the upload of further chunks overlaps the download of others' parts of
 the own one, FuncPipe's pipelined scatter-reduce (10.1145/3570607 §4); with K chunks for W workers, FasDL's K-REDUCE
-(10.1109/TC.2024.3485202).
+(10.1109/TC.2024.3485202). Ours is K-REDUCE in groups: workers of each of G groups merge the chunks of their group, and
+owners what the groups have. It makes the same requests, and an owner reads less: (2 K + G - 3) / K of a vector, instead
+of (W + K - 2) / K, as in the reductions by halves of Rabenseifner (2004).
 
 Who deletes what: an owner deletes the parts it has merged, once the merged chunk is stored, and its own merged chunks
 of steps that everybody has left behind.
@@ -11,144 +13,22 @@ of steps that everybody has left behind.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
 from sync import framing
+from sync.codec import Tensors
 from sync.collective._arithmetic import Arithmetic
 from sync.collective._contract import Merged
 from sync.collective._exchange import Arrived, Delete, Event, Fetch, Given, Put, Request, Stored
-from sync.collective._members import Member
-from sync.collective._model import ChannelCosts
+from sync.collective._fold import Fold
+from sync.collective._plan import Call, Plan
 from sync.layout import Vector
 
-__all__ = ["Call", "Plan", "Pull", "Reduce"]
-
-_LATER = 1.1
-"""A look that comes a moment too early costs a pause, one that comes a moment late only that moment."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What stays the same from exchange to exchange."""
-
-    member: Member
-    bounds: tuple[slice, ...]
-    """The chunks."""
-    owners: tuple[int, ...]
-    """Which worker merges each."""
-    place: str
-    """What all keys begin with."""
-    overlapped: bool = True
-    """Whether an owner reads others' parts of its chunk while it still uploads its own of theirs."""
-
-    asked: ChannelCosts | None = None
-    """As in `Settings`."""
-    element_bytes: float = 4.0
-    """As it travels."""
-
-    @property
-    def size(self) -> int:
-        return int(self.bounds[-1].stop)
-
-    @property
-    def own(self) -> int | None:
-        """The chunk that this worker merges."""
-        me = self.member.worker
-        return self.owners.index(me) if me in self.owners else None
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The chunks in the order in which this worker uploads them: from the one after its own on, so that every
-        owner is sent its first part at once (FuncPipe §4). Workers without a chunk begin at different ones."""
-        return tuple(sorted(range(len(self.bounds)), key=lambda chunk: self.turn(chunk, self.member.worker)))
-
-    def turn(self, chunk: int, worker: int) -> int:
-        """As which of its chunks, from 0, a worker uploads this one."""
-        first = self.owners.index(worker) + 1 if worker in self.owners else worker
-        return (chunk - first) % len(self.bounds)
-
-    def stored_after(self) -> float | None:
-        """Seconds until a chunk that another worker begins to put now is there, of a channel that has to be asked."""
-        if self.asked is None:
-            return None
-        return _LATER * (self.asked.put_seconds + self.chunk_bytes / self.asked.up_bytes_per_second)
-
-    def merged_after(self) -> float | None:
-        """The same of a merged chunk, by a worker that owns none and has put its parts of all.
-
-        Owners have read meanwhile as many parts as there are chunks, and have the rest to read.
-        """
-        if self.asked is None:
-            return None
-        rest = (
-            max(1, len(self.member.present) - 1 - len(self.bounds)) if self.overlapped else len(self.member.present) - 1
-        )
-        read = self.asked.get_seconds + rest * self.chunk_bytes / self.asked.down_bytes_per_second
-        return _LATER * read + (self.stored_after() or 0.0)
-
-    def bytes_of(self, chunk: int) -> float:
-        return self.element_bytes * int(self.bounds[chunk].stop - self.bounds[chunk].start)
-
-    def given_after(self, ahead_bytes: float) -> float | None:
-        """Seconds until what workers begin to upload now is there, with so many bytes, its own among them, to go; of a
-        channel that has to be asked."""
-        if self.asked is None:
-            return None
-        return _LATER * (self.asked.put_seconds + ahead_bytes / self.asked.up_bytes_per_second)
-
-    def owner_takes(self, chunk: int) -> float | None:
-        """Seconds that a chunk's owner takes from when all parts of it are there until it is there merged; of a channel
-        that has to be asked."""
-        if self.asked is None:
-            return None
-        parts = (len(self.member.present) - 1) * self.bytes_of(chunk)
-        read = self.asked.get_seconds + parts / self.asked.down_bytes_per_second
-        return _LATER * (read + self.asked.put_seconds + self.bytes_of(chunk) / self.asked.up_bytes_per_second)
-
-    @property
-    def uploads_at_once(self) -> int | None:
-        """Of a channel that has to be asked: as many as keep the link busy while others wait for their answers.
-
-        More would only overtake each other, and the order in which owners look for them. None: all, in one call.
-        """
-        if self.asked is None or not self.overlapped:
-            return None
-        busy = self.asked.put_seconds * self.asked.up_bytes_per_second / max(1.0, self.chunk_bytes)
-        return max(2, min(self.asked.parallel, 1 + math.ceil(min(busy, 1e6))))
-
-    @property
-    def chunk_bytes(self) -> float:
-        """On average."""
-        return self.element_bytes * self.size / len(self.bounds)
-
-    def part_key(self, where: str, chunk: int, worker: int) -> str:
-        return f"{self.place}/{where}/p/{chunk}.{worker}"
-
-    def merged_key(self, where: str, chunk: int) -> str:
-        return f"{self.place}/{where}/m/{chunk}"
-
-
-@dataclass(frozen=True)
-class Call:
-    """One exchange."""
-
-    kind: str
-    """Keeps kinds of exchange in one step apart: a letter."""
-    step: int
-    weight: float
-    wanted: tuple[int, ...]
-    """The steps whose merged vectors this worker takes up now; of an owner its own step is among them."""
-    expired: tuple[int, ...] = ()
-    """Steps whose merged chunks this owner may delete once all have given their part of this one."""
-
-    def where(self, step: int) -> str:
-        return f"{self.kind}{step}"
+__all__ = ["Pull", "Reduce"]
 
 
 class Pull:
@@ -156,7 +36,9 @@ class Pull:
 
     def __init__(self, plan: Plan, call: Call, arithmetic: Arithmetic) -> None:
         self._arithmetic, self._bounds, self._owners = arithmetic, plan.bounds, plan.owners
-        self._after = plan.merged_after() if plan.own is None else plan.stored_after()
+        self._after = plan.merged_after() if plan.merges is None else plan.stored_after()
+        if plan.merges is not None and plan.own is None:
+            self._after = (plan.stored_after() or 0.0) + (plan.owned_after() or 0.0)
         # They come together, but not faster than the link carries them.
         self._gap = 0.0 if plan.asked is None else plan.chunk_bytes / plan.asked.down_bytes_per_second
         self._vectors: dict[int, Vector] = {}
@@ -221,28 +103,45 @@ class Pull:
 class Reduce:
     """One worker's part in one exchange."""
 
-    def __init__(self, plan: Plan, call: Call, arithmetic: Arithmetic, vector: Vector, *, whole: bool = True) -> None:
-        """``whole``: all of the vector is there; otherwise `Given` tells of each chunk."""
+    def __init__(
+        self,
+        plan: Plan,
+        call: Call,
+        arithmetic: Arithmetic,
+        vector: Vector,
+        *,
+        whole: bool = True,
+        joint: Callable[[int, Fold], tuple[Tensors, float]] | None = None,
+    ) -> None:
+        """``whole``: all of the vector is there; otherwise `Given` tells of each chunk. ``joint``: what is made of a
+        chunk that a group has, with the sum of its weights; where there are several."""
+        self._joint_of = joint
         self._plan, self._call, self._arithmetic, self._vector = plan, call, arithmetic, vector
         self._whole = whole
         self._awaited = 0 if whole else len(plan.bounds)
         """Chunks that the caller has not handed in."""
         self._where = call.where(call.step)
         self._pull = Pull(plan, call, arithmetic)
-        self._own = plan.own
-        me, present = plan.member.worker, plan.member.present
+        self._own, self._owns = plan.merges, plan.own is not None
+        me, group = plan.member.worker, plan.group
         self._uploads = {plan.part_key(self._where, chunk, me): chunk for chunk in plan.order if chunk != self._own}
         self._unstored = set(self._uploads)
         self._ahead_bytes = 0.0
         """Handed in chunk by chunk, and not stored yet."""
         self._parts: dict[str, int] = {}
+        self._joint: dict[str, int] = {}
+        """What the other groups have of the chunk that this worker owns."""
         if self._own is not None:
-            self._fold = arithmetic.fold(self._own, self._length(self._own), present)
+            helpers = plan.helpers(self._own) if self._owns else ()
+            self._fold = arithmetic.fold(self._own, self._length(self._own), (*group, *helpers))
             # Begun with those that upload this chunk first.
-            givers = sorted((plan.turn(self._own, worker), worker) for worker in present if worker != me)
+            givers = sorted((plan.turn(self._own, worker), worker) for worker in group if worker != me)
             self._parts = {plan.part_key(self._where, self._own, worker): worker for _, worker in givers}
+            self._joint = {plan.joint_key(self._where, self._own, worker): worker for worker in helpers}
         self._merged_key = plan.merged_key(self._where, self._own or 0)
-        self._collecting = self._pulling = self._merging = False
+        if self._own is not None and not self._owns:
+            self._merged_key = plan.joint_key(self._where, self._own, me)
+        self._collecting = self._joining = self._pulling = self._merging = False
         self._merged_stored = self._own is None
 
     def start(self) -> list[Request]:
@@ -258,6 +157,7 @@ class Reduce:
             self._fold.add(self._plan.member.worker, self._own_values(self._own), self._call.weight)
             if self._plan.overlapped or not self._unstored:
                 requests += self._fetch_parts()
+            requests += self._fetch_joint()
         if stale:
             # It is there by now, or nearly.
             requests += self._fetch_merged()
@@ -269,7 +169,7 @@ class Reduce:
             return self._fetch_merged()
         if not self._streams or self._plan.asked is not None:
             return []
-        return [*self._fetch_parts(), *self._pull.all_but(self._merged_key if self._own is not None else "")]
+        return [*self._fetch_parts(), *self._fetch_joint(), *self._pull.all_but(self._merged_key if self._owns else "")]
 
     @property
     def _streams(self) -> bool:
@@ -281,12 +181,13 @@ class Reduce:
             return self._given(event.chunk)
         if isinstance(event, Stored):
             return self._stored(event.keys)
-        if isinstance(event, Arrived) and event.key in self._parts:
+        if isinstance(event, Arrived) and event.key in (self._parts.keys() | self._joint.keys()):
             frame = framing.decode(event.value)
             assert self._own is not None
             values = self._arithmetic.read_part(self._own, frame.tensors, self._length(self._own))
-            self._fold.add(self._parts[event.key], values, weight_of(frame))
-            return self._merge_if_complete()
+            worker = self._parts[event.key] if event.key in self._parts else self._joint[event.key]
+            self._fold.add(worker, values, weight_of(frame))
+            return [*self._fetch_joint(), *self._merge_if_complete()]
         return self._pull.handle(event)
 
     @property
@@ -320,14 +221,17 @@ class Reduce:
             return [Put({key: self._part(chunk)})]
         self._fold.add(self._plan.member.worker, self._own_values(chunk), self._call.weight)
         requests = self._fetch_parts() if self._streams or not self._unstored else []
-        return [*requests, *self._merge_if_complete()]
+        return [*requests, *self._fetch_joint(), *self._merge_if_complete()]
 
     def _stored(self, keys: Sequence[str]) -> list[Request]:
         requests: list[Request] = []
         if self._own is not None and self._merged_key in keys:
             self._merged_stored = True
             expired = tuple(self._plan.merged_key(self._call.where(step), self._own) for step in self._call.expired)
-            requests.append(Delete((*self._parts, *expired)))
+            requests.append(Delete((*self._parts, *self._joint, *expired)))
+            if not self._owns and self._streams and self._plan.asked is not None:
+                own = self._plan.merged_key(self._where, self._own)
+                requests += self._pull.one(own, self._plan.owned_after())
         stored = [self._uploads[key] for key in keys if key in self._unstored]
         self._unstored.difference_update(keys)
         if self._streams:
@@ -363,6 +267,14 @@ class Reduce:
             after = 0.0
         return [Fetch(tuple(self._parts), after, gap)]
 
+    def _fetch_joint(self) -> list[Request]:
+        """What other groups have is there about when this worker has what its own group has."""
+        told = self._plan.asked is None
+        if not self._joint or self._joining or not (told or set(self._fold.missing) <= set(self._joint.values())):
+            return []
+        self._joining = True
+        return [Fetch(tuple(self._joint), self._plan.stored_after())]
+
     def _fetch_merged(self) -> list[Request]:
         if self._pulling:
             return []
@@ -373,8 +285,12 @@ class Reduce:
         if self._own is None or self._merging or not self._fold.complete:
             return []
         self._merging = True
-        tensors, values, weight = self._arithmetic.merged(self._own, self._fold)
-        self._pull.place(self._merged_key, values, weight)
+        if self._owns:
+            tensors, values, weight = self._arithmetic.merged(self._own, self._fold)
+            self._pull.place(self._merged_key, values, weight)
+        else:
+            assert self._joint_of is not None
+            tensors, weight = self._joint_of(self._own, self._fold)
         pulled = [] if self._streams else self._fetch_merged()
         return [Put({self._merged_key: _framed(tensors, weight)}), *pulled]
 

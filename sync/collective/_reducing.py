@@ -19,7 +19,8 @@ from sync.collective._contract import Merged, Settings, Settled, State
 from sync.collective._driver import Driver, Events, Failed, InPlace, OneByOne, Patience, Threads
 from sync.collective._exchange import Event, Given
 from sync.collective._members import Member, chunk_bounds, owners
-from sync.collective._reduce import Call, Plan, Pull, Reduce
+from sync.collective._plan import Call, Plan
+from sync.collective._reduce import Pull, Reduce
 from sync.layout import Vector
 
 __all__ = ["Buckets", "Reducing", "driver_of", "plan_of", "weighed"]
@@ -39,12 +40,20 @@ def plan_of(member: Member, size: int, settings: Settings, place: str) -> Plan:
     # Small vectors are cut finer than the alignment, so that there is a chunk for each.
     least = _ALIGN * (2 * chunks - 1 if half_first else chunks)
     bounds = chunk_bounds(size, chunks, _ALIGN if size >= least else 1, half_first=half_first)
-    ranked = present[: len(bounds)] if settings.faithful else owners(len(bounds), present, str(member.attempt))
+    groups = _groups(present, len(bounds), settings, str(member.attempt))
     without = "-".join(str(worker) for worker in member.lost)
     place = f"{place}/{member.attempt}" + (f"-without-{without}" if without else "")
     overlapped = settings.pattern != "scatter-reduce" and not settings.faithful
     asked = None if settings.faithful else settings.asked
-    return Plan(member, bounds, tuple(ranked), place, overlapped, asked, _ELEMENT_BYTES[settings.codec])
+    return Plan(member, bounds, groups, place, overlapped, asked, _ELEMENT_BYTES[settings.codec])
+
+
+def _groups(present: Sequence[int], chunks: int, settings: Settings, salt: str) -> tuple[tuple[int, ...], ...]:
+    """Those who merge a chunk first, in the order of the chunks; then the rest, in turn."""
+    count = max(1, min(settings.groups, len(present) // chunks))
+    merging = tuple(present[:chunks]) if settings.faithful else owners(chunks * count, present, salt)
+    rest = [worker for worker in present if worker not in merging]
+    return tuple((*merging[g * chunks : (g + 1) * chunks], *rest[g::count]) for g in range(count))
 
 
 def driver_of(channel: Channel, settings: Settings, patience: Patience | None, plan: Plan | None = None) -> Driver:
@@ -233,7 +242,7 @@ class Reducing:
             # for a worker that makes its last step again after its invocation was cut short.
             expired = [self._published.popleft() for _ in range(len(self._published) - 2 - self._settings.staleness)]
         call = Call("g", step, weight, tuple(wanted), tuple(expired))
-        return Reduce(self.plan, call, self._arithmetic, vector, whole=whole)
+        return Reduce(self.plan, call, self._arithmetic, vector, whole=whole, joint=self._arithmetic.joint)
 
 
 def _await_all(events: Events, chunks: int) -> None:

@@ -25,7 +25,8 @@ from sync.collective._exchange import Arrived, Delete, Event, Fetch, Put, Reques
 from sync.collective._fold import Fold, Numbers
 from sync.collective._lists import AsPublished, ListCodec, Lists
 from sync.collective._members import Member
-from sync.collective._reduce import Call, Plan, Reduce, weight_of
+from sync.collective._plan import Call, Plan
+from sync.collective._reduce import Reduce, weight_of
 from sync.collective._reducing import driver_of, plan_of
 from sync.collective._significance import SignificanceFilter, significant
 from sync.layout import Vector

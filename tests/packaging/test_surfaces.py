@@ -301,6 +301,7 @@ SURFACES = {
         "SignificanceFilter",
         "State",
         "best_chunks",
+        "best_groups",
         "choose",
         "chunk_bounds",
         "estimate",
