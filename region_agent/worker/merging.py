@@ -25,6 +25,7 @@ from sync.collective import (
     Reducing,
     Settings,
     State,
+    best_groups,
     choose,
     open_collective,
 )
@@ -276,6 +277,7 @@ def merging_for(
     fenced: Any = Fenced(channel, call.attempt)
     collective = open_collective(settings, member, fenced, _PLACE, flat.layout.size, patience)
     name = settings.pattern if settings.chunks is None else f"{settings.pattern} with K = {settings.chunks}"
+    name += f" in {settings.groups} groups" if settings.groups > 1 else ""
     return ThroughChannel(optimizer, task, flat, collective, name, patience)
 
 
@@ -312,10 +314,15 @@ def _settings(call: Invocation, flat: FlatModel, costs: ChannelCosts | None) -> 
         return None
     if pattern in ("k-reduce", "isp") and k is None:
         k = _chosen(call.workers, size, costs, ("k-reduce",)).owners if costs else call.workers
+    staleness = int(call.merging.get("staleness", 0))
+    groups = 1
+    if pattern == "k-reduce" and costs is not None and not staleness:
+        groups = best_groups(Merge(pattern, call.workers, size, k), costs)
     return Settings(
         pattern=pattern,  # type: ignore[arg-type]  # checked by `open_collective`
         chunks=min(k, call.workers) if k is not None else None,
-        staleness=int(call.merging.get("staleness", 0)),
+        groups=groups,
+        staleness=staleness,
         codec=call.merging_codec,
         significance=call.merging.get("significance", Settings.significance),
         trained=flat.layout.trainable_size,

@@ -57,6 +57,13 @@ def test_large_models_are_merged_in_parts(tmp_path: Any) -> None:
     assert name in ("pipelined-scatter-reduce", "k-reduce with K = 4")
 
 
+def test_many_workers_merge_in_groups_where_an_owner_would_read_long(tmp_path: Any) -> None:
+    asked = {"workers": 16, "collective": "k-reduce", "channel_costs": SLOW}
+    assert _merging(tmp_path, 4_000_000, merging={"k": 4}, **asked).name == "k-reduce with K = 4 in 4 groups"
+    assert _merging(tmp_path, 4_000_000, merging={"k": 4, "staleness": 1}, **asked).name == "k-reduce with K = 4"
+    assert _merging(tmp_path, **asked).name == "k-reduce with K = 1"
+
+
 def test_there_are_never_more_parts_than_workers(tmp_path: Any) -> None:
     assert _merging(tmp_path, collective="isp", merging={"k": 9}).name == "isp with K = 4"
 
