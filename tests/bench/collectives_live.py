@@ -64,8 +64,9 @@ class Contender:
     settings: Settings
 
     @property
-    def combination(self) -> tuple[str, int | None, bool, str]:
-        return self.settings.pattern, self.settings.chunks, self.settings.faithful, self.settings.codec
+    def combination(self) -> tuple[str, int | None, int, bool, str]:
+        one = self.settings
+        return one.pattern, one.chunks, one.groups, one.faithful, one.codec
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,9 @@ def _group(report: Report, group: Group, size_mb: float, rate: float, repeats: i
         group.open(str(number), row.contender, costs)
     # In turn; the first turn, in which memory and threads are made, is checked and not counted.
     for step, (number, row) in itertools.product(range(repeats + 1), list(enumerate(rows))):
-        exact = expected if row.contender.settings.codec == "fp32" else 0
+        settings = row.contender.settings
+        # What is coded, or rounded once more in groups, is the same for all and not the mean bit for bit.
+        exact = expected if settings.codec == "fp32" and settings.groups == 1 else 0
         run, usage = group.merge(str(number), step + 1, None if step else exact)
         report.runs.append(
             {
@@ -165,7 +167,7 @@ def _settings(choice: Choice, kind: str) -> Settings:
         return Settings("all-reduce")
     if merge.pattern == "k-reduce" and merge.owners == merge.workers:
         return Settings("pipelined-scatter-reduce")
-    return Settings(merge.pattern, chunks=merge.chunks)  # type: ignore[arg-type]
+    return Settings(merge.pattern, chunks=merge.chunks, groups=merge.in_groups)  # type: ignore[arg-type]
 
 
 def _bound(group: Group, costs: ChannelCosts) -> float:
