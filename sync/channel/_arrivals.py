@@ -73,6 +73,9 @@ class Arrivals:
                     self._watched.clear()
                     self.begin()
                     return set(self._left)
+                if arrival.name.startswith("."):
+                    # No part of a key begins so: it is being written, and will be told again under its own name.
+                    continue
                 came |= self._concerned(arrival.folder / arrival.name)
             if came:
                 return came

@@ -55,7 +55,7 @@ class _Hop:
         self._lanes.send(self._key("a", into, number), self._runner.encoded(value, {_COUNT: count}))
 
     def _key(self, kind: str, into: int, number: int) -> str:
-        return f"{self._place}/{kind}{into}-{self._runner.position.replica}-{number}"
+        return f"{self._place}/s{into}-{self._runner.position.replica}/{kind}{number}"
 
 
 def evaluate(

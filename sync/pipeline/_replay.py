@@ -42,8 +42,9 @@ class Logged:
 
 def value_key(place: str, step: int, kind: str, into: int, replica: int, number: int) -> str:
     """``kind``: "a" for activations, "g" for gradients; ``into``: the stage that they are for; ``number``: the
-    micro-batch."""
-    return f"{place}/{step}/{kind}{into}-{replica}-{number}"
+    micro-batch. Each replica of a stage has a tree of its own, since where a channel is a folder, whoever waits for a
+    value hears of all that comes beside it."""
+    return f"{place}/s{into}-{replica}/{step}-{kind}{number}"
 
 
 def logged_keys(logged: Logged, stage: int, step: int) -> list[str]:

@@ -89,3 +89,14 @@ def test_what_nobody_logs_is_deleted() -> None:
         crew.step(1, batch)
     logged = Logged("p/1", shape, (12,))
     assert not [key for stage in range(2) for key in logged_keys(logged, stage, 1) if channel.has(key)]
+
+
+def test_every_replica_of_every_stage_receives_in_a_folder_of_its_own() -> None:
+    # Where a channel is a folder, each value that comes into it wakes all who wait for one there.
+    shape = Pipeline(((0, 1), (2, 2), (3, 3)), 2, 3, "1f1b")
+    logged = Logged("p/1", shape, (6, 6))
+    by_stage = [
+        {key.rpartition("/")[0] for step in (1, 2) for key in logged_keys(logged, stage, step)} for stage in range(3)
+    ]
+    assert [len(folders) for folders in by_stage] == [2, 2, 2]
+    assert len(set().union(*by_stage)) == 6

@@ -126,7 +126,7 @@ def test_a_stage_that_gives_nothing_is_waited_for_so_long_and_no_longer() -> Non
 
 def test_what_the_channel_raises_in_a_lane_reaches_the_step() -> None:
     def broken(what: str, key: str) -> None:
-        if what == "put" and "/a1-" in key:
+        if what == "put" and "/s1-0/" in key and "-a" in key:
             raise GeofedError("DISK_FULL", "no room")
 
     store = MemoryChannel(before=broken)
