@@ -44,6 +44,12 @@ class Staged:
     plan: Pipeline
     problem: Problem
     """Which the plan solves; for another number of replicas the same cuts are evaluated."""
+    minimise: str
+    """What the job minimises, time or cost."""
+
+    def worth(self, plan: Pipeline) -> float:
+        """Of pipelines with these stages or others, the least is the best."""
+        return _worth(plan, self.minimise)
 
     @property
     def stages(self) -> int:
@@ -56,26 +62,35 @@ class Staged:
 
     def shape(self, degree: int) -> PipelineShape:
         """With so many replicas of each stage, each of which takes the job's batch in a step."""
-        from scheduler.partition import Way, cuts_of, evaluate, explain
+        return _shape(self, degree)
 
-        one = self.problem.batch // self.plan.way.degree
-        problem = replace(self.problem, batch=one * degree, degrees=(degree,))
-        way = Way(degree, self.plan.way.micro_batch, self.plan.way.order)
-        own = evaluate(problem, way, cuts_of(self.problem, self.plan))
-        if own is None:
-            raise ValueError("stages that fit with replicas fit with any number of them")
-        return PipelineShape(
-            stages=tuple(
-                PipelineStage(s.first, s.last, self.memory_mb, s.needed_mb * (1 + SPARE), s.rematerialise)
-                for s in own.stages
-            ),
-            degree=degree,
-            micro_batch=way.micro_batch,
-            order=way.order,
-            step_seconds=own.seconds,
-            activation_codec="bf16" if problem.sent_share < 1.0 else "fp32",
-            why=explain(problem, own),
-        )
+
+@lru_cache(maxsize=1024)
+def _shape(cut: Staged, degree: int) -> PipelineShape:
+    """The same cuts, with the micro-batch and order that suit so many replicas: the more there are, the less has to be
+    under way at once to keep cores busy that they share."""
+    from scheduler.partition import cuts_of, evaluate, explain, played, ways_of
+
+    one = cut.problem.batch // cut.plan.way.degree
+    problem = replace(cut.problem, batch=one * degree, degrees=(degree,))
+    cuts = cuts_of(cut.problem, cut.plan)
+    tried = (evaluate(problem, way, cuts) for way in ways_of(problem))
+    fitting = [played(problem, plan) for plan in tried if plan is not None]
+    if not fitting:
+        raise ValueError("stages that fit with replicas fit with any number of them")
+    own = min(fitting, key=cut.worth)
+    return PipelineShape(
+        stages=tuple(
+            PipelineStage(s.first, s.last, cut.memory_mb, s.needed_mb * (1 + SPARE), s.rematerialise)
+            for s in own.stages
+        ),
+        degree=degree,
+        micro_batch=own.way.micro_batch,
+        order=own.way.order,
+        step_seconds=own.seconds,
+        activation_codec="bf16" if problem.sent_share < 1.0 else "fp32",
+        why=explain(problem, own),
+    )
 
 
 def staged(region: Region, snapshot: Snapshot, demand: Demand) -> Staged | None:
@@ -121,6 +136,11 @@ def unstaged(region: Region, snapshot: Snapshot, demand: Demand) -> Reason | Non
             text = f"gives a function at most {most_mb} MB, too little for the model, and {text}"
         remedy += "; `parallelism: data` tries it all the same"
     return Reason("INADMISSIBLE", f"region {region.name} {text}", remedy)
+
+
+def _worth(plan: Pipeline, minimise: str) -> float:
+    # With so many workers as there are, the fewer stages, the more replicas.
+    return plan.seconds * len(plan.stages) if minimise == "time" else plan.usd
 
 
 def _measured(profile: Profile) -> bool:
@@ -170,12 +190,11 @@ def _staged(
     from scheduler.partition import NothingFitsError, front
 
     def worth(plan: Pipeline) -> float:
-        # With so many workers as there are, the fewer stages, the more replicas.
-        return plan.seconds * len(plan.stages) if minimise == "time" else plan.usd
+        return _worth(plan, minimise)
 
     def solved(size_mb: int, problem: Problem) -> list[Staged]:
         try:
-            return [Staged(size_mb, min(front(problem, WITHIN), key=worth), problem)]
+            return [Staged(size_mb, min(front(problem, WITHIN), key=worth), problem, minimise)]
         except NothingFitsError:
             return []
 

@@ -2,7 +2,7 @@
 
 from scheduler.partition._evaluate import evaluate
 from scheduler.partition._explain import cuts_of, explain
-from scheduler.partition._front import cheapest, fastest, front, uniform
+from scheduler.partition._front import cheapest, fastest, front, uniform, ways_of
 from scheduler.partition._model import (
     Channel,
     Cut,
@@ -19,6 +19,7 @@ from scheduler.partition._model import (
     Stage,
     Way,
 )
+from scheduler.partition._play import played
 
 __all__ = [
     "Channel",
@@ -41,5 +42,7 @@ __all__ = [
     "explain",
     "fastest",
     "front",
+    "played",
     "uniform",
+    "ways_of",
 ]

@@ -24,17 +24,30 @@ step. Where the functions of a place share its cores, an iteration also takes no
     T >= sum_g d core_g / cores
 
 That is a bound from below. Schedules of 8 and 16 alike stages, played with cores shared evenly, took 1 to 9 % more than
-the larger of both on 2 cores, up to 16 % on 4: the first stage begins and ends alone.
+the larger of both on 2 cores, up to 16 % on 4: the first stage begins and ends alone. So what a chosen pipeline is
+said to take is its schedule's, played (`_play`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from scheduler.partition._model import MIB, Cut, Hop, Pipeline, Place, Problem, Stage, Way
 
-__all__ = ["core_seconds", "evaluate", "exposed_seconds", "held_bytes", "hop_between", "merge_seconds"]
+__all__ = [
+    "Transfers",
+    "core_seconds",
+    "evaluate",
+    "exposed_seconds",
+    "held_bytes",
+    "hop_between",
+    "merge_core_seconds",
+    "merge_seconds",
+    "message_core_seconds",
+    "transfers",
+]
 
 
 def evaluate(problem: Problem, way: Way, cuts: Sequence[Cut]) -> Pipeline | None:
@@ -144,18 +157,35 @@ def core_seconds(problem: Problem, way: Way, cut: Cut, sides: int) -> float:
 
     Its layers at a whole core's speed, the optimiser's step, and what goes through the channel.
     """
-    held, channel = problem.profile.layers[cut.first : cut.last + 1], problem.places[cut.place].channel
-    count, micro, d = way.micro_batches(problem.batch), way.micro_batch, way.degree
+    held = problem.profile.layers[cut.first : cut.last + 1]
+    count, micro = way.micro_batches(problem.batch), way.micro_batch
     forward = sum(layer.forward.seconds(micro) for layer in held)
     backward = sum(layer.backward.seconds(micro) for layer in held)
-    passed = (input_bytes(problem, cut.first) if cut.first else 0) + held[-1].output_bytes * (sides > (cut.first > 0))
-    requests, sent = 2.0 * count * sides, 2.0 * count * micro * problem.sent_share * passed
-    if d > 1:
-        merged = problem.merged_share * sum(layer.parameter_bytes for layer in held)
-        # As many as are paid for: one put of each part, and of all but the own one two gets.
-        requests, sent = requests + d + 2 * (d - 1), sent + merged * (1 + 2 * (d - 1) / d)
-    moved = requests * channel.request_core_s + sent * channel.byte_core_s
+    entering, leaving = message_core_seconds(problem, way, cut)
+    moved = 2 * count * ((entering if cut.first else 0.0) + (leaving if sides > (cut.first > 0) else 0.0))
+    moved += merge_core_seconds(problem, way, cut)
     return count * (forward * (2 if cut.rematerialise else 1) + backward) + sum(one.update_s for one in held) + moved
+
+
+def message_core_seconds(problem: Problem, way: Way, cut: Cut) -> tuple[float, float]:
+    """What one request for a micro-batch's input keeps a core busy, and one for its output; either way."""
+    channel, share = problem.places[cut.place].channel, problem.sent_share * way.micro_batch
+    entering = share * (input_bytes(problem, cut.first) if cut.first else 0)
+    leaving = share * problem.profile.layers[cut.last].output_bytes
+    each, byte = channel.request_core_s, channel.byte_core_s
+    return each + entering * byte, each + leaving * byte
+
+
+def merge_core_seconds(problem: Problem, way: Way, cut: Cut) -> float:
+    """The same of a replica's merge: as many requests as are paid for, one put of each part, and of all but the own one
+    two gets."""
+    channel, d = problem.places[cut.place].channel, way.degree
+    if d == 1:
+        return 0.0
+    held = problem.profile.layers[cut.first : cut.last + 1]
+    merged = problem.merged_share * sum(layer.parameter_bytes for layer in held)
+    requests, sent = d + 2 * (d - 1), merged * (1 + 2 * (d - 1) / d)
+    return requests * channel.request_core_s + sent * channel.byte_core_s
 
 
 def _check(problem: Problem, cuts: Sequence[Cut]) -> None:
@@ -195,23 +225,55 @@ def _stage(problem: Problem, way: Way, cut: Cut, needed: float, entered: bool, l
     )
 
 
-def _lanes(problem: Problem, way: Way, cut: Cut, after: Cut | None, stage: Stage) -> tuple[list[float], list[float]]:
-    """Seconds of one micro-batch in each lane that a stage uses, and in the hop after it: forward, backward."""
+@dataclass(frozen=True)
+class Transfers:
+    """Seconds of one micro-batch's messages on both sides of a stage; 0 where there is no other stage."""
+
+    get: float
+    """Of its input."""
+    give: float
+    """Of the input's gradient, to the stage before."""
+    put: float
+    """Of its output."""
+    back: float
+    """Of the output's gradient, from the stage behind."""
+    there: float
+    """On the way between regions, after the put; 0 within one."""
+    away: float
+    """The same of the gradient, from the stage behind."""
+
+
+def transfers(problem: Problem, way: Way, cut: Cut, after: Cut | None) -> Transfers:
+    """``after``: the stage behind it; None: it is the last."""
     channel, width = problem.places[cut.place].channel, problem.places[cut.place].sizes[cut.size].bandwidth
     up, down = channel.up_bytes_per_s * width, channel.down_bytes_per_s * width
-    forward, backward = [stage.forward_s], [stage.backward_s]
+    get = give = put = back = over = away = 0.0
     if cut.first:
         entering = problem.sent_share * input_bytes(problem, cut.first) * way.micro_batch
-        forward.append(channel.get_s + entering / down)
-        backward.append(channel.put_s + entering / up)
+        get, give = channel.get_s + entering / down, channel.put_s + entering / up
     if after is not None:
         leaving = problem.sent_share * problem.profile.layers[cut.last].output_bytes * way.micro_batch
-        forward.append(channel.put_s + leaving / up)
-        backward.append(channel.get_s + leaving / down)
-        there, back = hop_between(problem, cut.place, after.place), hop_between(problem, after.place, cut.place)
-        if there is not None and back is not None and there is not _HERE:
-            forward.append(there.latency_s + way.degree * leaving / there.bytes_per_s)
-            backward.append(back.latency_s + way.degree * leaving / back.bytes_per_s)
+        put, back = channel.put_s + leaving / up, channel.get_s + leaving / down
+        hops = hop_between(problem, cut.place, after.place), hop_between(problem, after.place, cut.place)
+        over, away = (
+            hop.latency_s + way.degree * leaving / hop.bytes_per_s if hop is not None else 0.0 for hop in hops
+        )
+    return Transfers(get, give, put, back, over, away)
+
+
+def _lanes(problem: Problem, way: Way, cut: Cut, after: Cut | None, stage: Stage) -> tuple[list[float], list[float]]:
+    """Seconds of one micro-batch in each lane that a stage uses, and in the hop after it: forward, backward."""
+    takes = transfers(problem, way, cut, after)
+    forward, backward = [stage.forward_s], [stage.backward_s]
+    if cut.first:
+        forward.append(takes.get)
+        backward.append(takes.give)
+    if after is not None:
+        forward.append(takes.put)
+        backward.append(takes.back)
+        if hop_between(problem, cut.place, after.place) is not _HERE:
+            forward.append(takes.there)
+            backward.append(takes.away)
     return forward, backward
 
 

@@ -13,6 +13,8 @@ NEIGHBOURS = 2
 """Cuts to either side that a cut is compared with."""
 CLEARLY = 0.8
 """What a cut sends of what its neighbours would, to be worth saying."""
+BUSY = 0.5
+"""Of an iteration, what cores that functions share must have to do for that to be worth saying."""
 
 
 def explain(problem: Problem, plan: Pipeline) -> tuple[str, ...]:
@@ -29,7 +31,7 @@ def explain(problem: Problem, plan: Pipeline) -> tuple[str, ...]:
     cuts = cuts_of(problem, plan)
     for place in problem.places:
         busy = sum(way.degree * stage.core_s for stage in plan.stages if stage.place == place.name)
-        if place.cores and busy / place.cores >= plan.seconds * (1 - 1e-9):
+        if place.cores and busy / place.cores >= BUSY * plan.seconds:
             said[0] += f"; the functions share {_count_cores(place.cores)}, which have {busy:.2f} s of work in it"
     for number, stage in enumerate(plan.stages):
         again = ", computing its forward pass twice" if stage.rematerialise else ""

@@ -108,7 +108,9 @@ SURFACES = {
         "explain",
         "fastest",
         "front",
+        "played",
         "uniform",
+        "ways_of",
     },
     "scheduler.placement": {
         "Bill",

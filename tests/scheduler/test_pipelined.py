@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from scheduler import Capacity, Declined, Partition, Plan, Snapshot, plan
+from scheduler._pipelined import staged
+from scheduler.partition import cuts_of, evaluate, played, ways_of
 from scheduler.tuning import Profile, StepPoint
 from tests.scheduler.test_plan import demand, planned
 from tests.scheduler.test_tuned import profile, there
@@ -81,9 +83,11 @@ def test_stages_that_share_cores_take_as_long_as_these_have_to_do(replicas: int)
         assert ("share" in shape.why[0]) == (cores == 1.0)
         return shape.step_seconds
 
-    # Forward and backward pass of all layers, of each replica's batch; messages come on top.
+    # Forward and backward pass of all layers, of each replica's batch; messages come on top, and where there are two
+    # replicas what they put and get of a stage's gradient.
     compute = replicas * LAYERS * asked.batch * 0.006
-    assert compute < seconds(1.0) < 1.6 * compute
+    merge = (replicas - 1) * 2 * (LAYERS / 3 * 40e6) / 1e8
+    assert compute < seconds(1.0) < 1.6 * compute + merge
     assert seconds(64.0) == seconds(0.0) < seconds(1.0)
 
 
@@ -198,3 +202,18 @@ def test_who_asks_for_too_small_functions_is_told_so_and_not_that_the_region_has
     assert "in functions of 64 MB, as function.memoryMb asks for" in reason.text
     assert "gives a function at most" not in reason.text
     assert "raise function.memoryMb: the region gives 10240 MB" in reason.remedy
+
+
+def test_micro_batches_suit_the_replicas_that_there_are() -> None:
+    """One replica needs small ones to keep shared cores busy; several may do with larger ones, which cost less."""
+    there_is = snapshot(900.0, memory_mb=3072)
+    regions = tuple(replace(r, capacity=replace(r.capacity, cores=2.0, workers=8)) for r in there_is.regions)
+    found = staged(regions[0], replace(there_is, regions=regions), demand(parallelism="pipeline", stages=4))
+    assert found is not None
+    one, two = found.shape(1), found.shape(2)
+    assert one.micro_batch < demand().batch
+    for shape in (one, two):
+        problem = replace(found.problem, batch=demand().batch * shape.degree, degrees=(shape.degree,))
+        cuts = cuts_of(found.problem, found.plan)
+        others = [evaluate(problem, way, cuts) for way in ways_of(problem)]
+        assert shape.step_seconds == min(played(problem, plan).seconds for plan in others if plan is not None)

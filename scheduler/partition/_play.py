@@ -1,0 +1,144 @@
+"""What an iteration of one pipeline takes, by its schedule played event by event.
+
+The planner searches by closed forms (`_evaluate`): bounds of what 1F1B takes, and of what stages take that share cores.
+Of the one pipeline that is chosen, this tells what lies between. As in the runtime, a stage computes, puts and gets in
+three lanes, in the order of its schedule; cores are shared evenly among all that want them (processor sharing).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from scheduler.partition._evaluate import merge_core_seconds, message_core_seconds, transfers
+from scheduler.partition._explain import cuts_of
+from scheduler.partition._model import Pipeline, Problem, Way
+
+__all__ = ["played"]
+
+ROUNDING = 1e-11
+"""Share of the work so far that a sum of parts may be off by."""
+_Name = tuple[str, int, int]
+"""What is done, in which stage, with which micro-batch."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    """It keeps a core busy first, and then only takes time."""
+
+    lane: tuple[str, int]
+    needs: _Name | None
+    core_s: float
+    """With a function's whole share of a core."""
+    idle_s: float
+    place: int
+    cores: float
+    """That all replicas take together while it keeps one busy."""
+
+
+def played(problem: Problem, plan: Pipeline) -> Pipeline:
+    """The same pipeline with the seconds of its schedule, and what follows from them in USD.
+
+    All replicas of a stage run alike, and all micro-batches are equal. Without shared cores GPipe's seconds are those
+    of `evaluate`, and 1F1B's at most those.
+    """
+    cores = [place.cores or math.inf for place in problem.places]
+    seconds = _last(_tasks(problem, plan), cores)
+    function_usd = plan.function_usd * seconds / plan.seconds if plan.seconds else 0.0
+    return replace(plan, seconds=seconds, usd=plan.usd - plan.function_usd + function_usd, function_usd=function_usd)
+
+
+def _passes(way: Way, stage: int, stages: int, count: int) -> Iterator[tuple[str, int]]:
+    """Of one stage, in order: "F" and "B", each with its micro-batch."""
+    ahead = count if way.order == "gpipe" else min(count, stages - stage)
+    yield from (("F", number) for number in range(ahead))
+    for number in range(count):
+        yield "B", number
+        if ahead + number < count:
+            yield "F", ahead + number
+
+
+def _tasks(problem: Problem, plan: Pipeline) -> dict[_Name, _Task]:
+    """In each lane in its order. "get" and "put" are of activations, "back" and "return" of gradients."""
+    way, count, end = plan.way, plan.micro_batches, len(plan.stages) - 1
+    cuts, tasks = cuts_of(problem, plan), dict[_Name, _Task]()
+    for g, (cut, stage) in enumerate(zip(cuts, plan.stages, strict=True)):
+        place = problem.places[cut.place]
+        cores = way.degree * min(1.0, place.sizes[cut.size].speed)
+        takes = transfers(problem, way, cut, cuts[g + 1] if g < end else None)
+        entering, leaving = message_core_seconds(problem, way, cut)
+
+        def add(
+            name: _Name, lane: str, needs: _Name | None, seconds: float, core_s: float,
+            at: int = cut.place, cores: float = cores,
+        ) -> None:  # fmt: skip
+            tasks[name] = _Task((lane, name[1]), needs, core_s, max(0.0, seconds - core_s), at, cores)
+
+        for kind, m in _passes(way, g, end + 1, count):
+            if kind == "F":
+                if g > 0:
+                    add(("get", g, m), "down", ("there", g - 1, m), takes.get, entering)
+                add(("F", g, m), "compute", ("get", g, m) if g else None, stage.forward_s, stage.forward_s)
+                if g < end:
+                    add(("put", g, m), "up", ("F", g, m), takes.put, leaving)
+                    add(("there", g, m), "there", ("put", g, m), takes.there, 0.0)
+                continue
+            if g < end:
+                add(("back", g, m), "down", ("away", g + 1, m), takes.back, leaving)
+            needs = ("back", g, m) if g < end else ("F", g, m)
+            add(("B", g, m), "compute", needs, stage.backward_s, stage.backward_s)
+            if g > 0:
+                before = transfers(problem, way, cuts[g - 1], cut)
+                add(("return", g, m), "up", ("B", g, m), takes.give, entering)
+                add(("away", g, m), "away", ("return", g, m), before.away, 0.0)
+        sent = ("return", g, count - 1) if g else ("B", g, count - 1)
+        add(("merge", g, 0), "compute", sent, stage.merge_s, min(stage.merge_s, merge_core_seconds(problem, way, cut)))
+        add(("update", g, 0), "compute", ("merge", g, 0), stage.update_s, stage.update_s)
+    return tasks
+
+
+def _last(tasks: Mapping[_Name, _Task], cores: Sequence[float]) -> float:
+    """When all is done. In a place all that wants a core goes on at one rate: a task's part is over when the place has
+    come so far in the work of one that began at its start."""
+    followers: dict[_Name, list[_Name]] = {name: [] for name in tasks}
+    missing: dict[_Name, int] = {}
+    latest: dict[tuple[str, int], _Name] = {}
+    for name, task in tasks.items():
+        before = {need for need in (task.needs, latest.get(task.lane)) if need is not None}
+        missing[name], latest[task.lane] = len(before), name
+        for need in before:
+            followers[need].append(name)
+    now = 0.0
+    worked, wanted = [0.0] * len(cores), [0.0] * len(cores)
+    busy: list[list[tuple[float, _Name]]] = [[] for _ in cores]
+    idle: list[tuple[float, _Name]] = []
+
+    def begin(name: _Name) -> None:
+        task = tasks[name]
+        heapq.heappush(busy[task.place], (worked[task.place] + task.core_s, name))
+        wanted[task.place] += task.cores
+
+    for name, count in missing.items():
+        if not count:
+            begin(name)
+    while idle or any(busy):
+        rates = [min(1.0, has / wants) if wants > 0 else 1.0 for has, wants in zip(cores, wanted, strict=True)]
+        due = [now + (some[0][0] - worked[p]) / rates[p] for p, some in enumerate(busy) if some]
+        then = min([*due, idle[0][0]] if idle else due)
+        for p, rate in enumerate(rates):
+            worked[p] += (then - now) * rate
+        now = then
+        for p, some in enumerate(busy):
+            while some and some[0][0] <= worked[p] + ROUNDING * (1.0 + worked[p]):
+                _, name = heapq.heappop(some)
+                # What is left of many that came and went is no share of a core.
+                wanted[p] = wanted[p] - tasks[name].cores if some else 0.0
+                heapq.heappush(idle, (now + tasks[name].idle_s, name))
+        while idle and idle[0][0] <= now:
+            for follower in followers[heapq.heappop(idle)[1]]:
+                missing[follower] -= 1
+                if not missing[follower]:
+                    begin(follower)
+    return now
