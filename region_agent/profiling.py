@@ -306,6 +306,8 @@ class Profiler:
             "usd": self._usd(meters),
             "layers": [layer.model_dump() for layer in first.layers],
             "layers_note": first.layers_note,
+            "message_seconds": first.message_seconds,
+            "message_core_seconds": first.message_core_seconds,
         }
 
     def _usd(self, meters: _Meters) -> float:

@@ -29,9 +29,6 @@ WORTH = 0.95
 stages to send each other that. It rounds activations and their gradients to 8 bits of mantissa."""
 MERGED_SHARE = {"bf16": 0.5, "int8": 0.25, "fp8": 0.25}
 """Of a gradient, what merging sends by its codec."""
-MESSAGE_CORE_SECONDS = 0.001
-"""About what framing a message and handing it from one thread to another keeps a core busy, besides the request: seen
-in two stages of small layers, by what their processes used beyond the thread that computes."""
 SPARE = 0.2
 """Share of what a worker needs that is left free besides, as for workers that hold the whole model."""
 
@@ -245,9 +242,12 @@ def _problem(
     its = profile.channel
     # In the memory of one machine a transfer is a copy, which a core makes.
     copying = (1 / its.up_bytes_per_second + 1 / its.down_bytes_per_second) / 2 if its.cores else 0.0
+    # A message is a put and a get, and what it takes to hand it from thread to thread and to tell who waits for it.
+    handing = max(0.0, profile.message_seconds - its.put_seconds - its.get_seconds) / 2
+    request_core_s = max(its.request_cpu_seconds, profile.message_core_seconds / 2)
     channel = Channel(
-        its.put_seconds, its.get_seconds, its.up_bytes_per_second, its.down_bytes_per_second, its.parallel,
-        its.put_usd, its.get_usd, its.request_cpu_seconds + MESSAGE_CORE_SECONDS, copying,
+        its.put_seconds + handing, its.get_seconds + handing, its.up_bytes_per_second, its.down_bytes_per_second,
+        its.parallel, its.put_usd, its.get_usd, request_core_s, copying,
     )  # fmt: skip
     return Problem(
         chain, batch * degree, (Place(profile.region, (size,), channel, cores),), degrees=(degree,), stages=stages,

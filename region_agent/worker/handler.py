@@ -27,6 +27,7 @@ from region_agent.worker.scratch import scratch_folder
 from region_agent.worker.stage import ModelStage, pipeline_of
 from region_agent.worker.task import Task, load_task, unpack
 from sync.channel import Channel, open_channel
+from sync.pipeline import measure_messages
 
 __all__ = ["handle"]
 
@@ -72,6 +73,9 @@ def _profile(call: ProfileCall, begun: float) -> Profiled:
     channel = open_channel(call.channel, call.channel_address)
     task = _task(channel, call)
     told = weigh(call, task) if call.measure == "size" else profile(call, task, _data(call, task), begun)
+    if told.layers:
+        one = measure_messages(channel, "probe/messages")
+        told = told.model_copy(update={"message_seconds": one.seconds, "message_core_seconds": one.core_seconds})
     return told.model_copy(update={"seconds": time.monotonic() - begun, "channel": asdict(channel.usage)})
 
 

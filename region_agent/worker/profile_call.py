@@ -110,6 +110,9 @@ class Profiled(_Body):
     evaluation_peak_mb: float = 0.0
     """Of the process, while it evaluated one batch; 0: the system does not tell, or there is no test split."""
     layers: tuple[LayerNumbers, ...] = ()
+    message_seconds: float = 0.0
+    """Of a short message from stage to stage; 0: not measured, as there are no layers to make stages of."""
+    message_core_seconds: float = 0.0
     layers_note: str = ""
     """Why there are none."""
     channel: dict[str, int] = {}

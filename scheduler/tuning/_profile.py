@@ -48,6 +48,10 @@ class Profile:
     """By layer, as the room of pipelines measures them; empty where the model is not made of layers."""
     layers_note: str = ""
     """Why there are none."""
+    message_seconds: float = 0.0
+    """Of a short message from stage to stage, from the call that sends it until the other has it; 0: not measured."""
+    message_core_seconds: float = 0.0
+    """What it keeps cores busy, on both sides together."""
     stored_bytes_per_second: float = 0.0
     """That become durable where parameter servers keep them, with their digest; 0: not measured."""
     fresh_bytes_per_second: float = 0.0

@@ -4,6 +4,7 @@ from sync.pipeline._contract import Loss, model_input
 from sync.pipeline._layers import Layers
 from sync.pipeline._measure import LayerMeasure, measure_layers
 from sync.pipeline._merge import GroupMerge
+from sync.pipeline._messages import MessageMeasure, measure_messages
 from sync.pipeline._order import Operation, dependencies, live_micro_batches, operations
 from sync.pipeline._replay import Logged, logged_keys
 from sync.pipeline._runner import StageRunner, StepDone
@@ -15,6 +16,7 @@ __all__ = [
     "Layers",
     "Logged",
     "Loss",
+    "MessageMeasure",
     "Operation",
     "Pipeline",
     "Position",
@@ -24,6 +26,7 @@ __all__ = [
     "live_micro_batches",
     "logged_keys",
     "measure_layers",
+    "measure_messages",
     "model_input",
     "operations",
 ]

@@ -217,3 +217,18 @@ def test_micro_batches_suit_the_replicas_that_there_are() -> None:
         cuts = cuts_of(found.problem, found.plan)
         others = [evaluate(problem, way, cuts) for way in ways_of(problem)]
         assert shape.step_seconds == min(played(problem, plan).seconds for plan in others if plan is not None)
+
+
+def test_what_messages_take_counts_once_for_every_cut_and_way() -> None:
+    def seconds(message: float, stages: int) -> float:
+        there_is = snapshot(900.0, memory_mb=3072)
+        profiles = {name: replace(known, message_seconds=message) for name, known in there_is.profiles.items()}
+        asked = demand(parallelism="pipeline", stages=stages, workers=stages, activations="fp32")
+        shape = cut(planned(replace(there_is, profiles=profiles), asked))[0].pipeline
+        assert shape is not None
+        return shape.step_seconds
+
+    # One that takes no longer than its requests adds nothing; of a longer one all must pass there and back.
+    assert seconds(0.0, 3) == seconds(1e-6, 3)
+    assert seconds(0.5, 3) >= seconds(0.0, 3) + 4 * 0.3
+    assert seconds(0.5, 1) == seconds(0.0, 1)
