@@ -1,4 +1,4 @@
-"""Live pipelines: a thread for each worker, the real runtime, real tensors over a shaped store. `pipeline.py` runs it.
+"""Live pipelines: a process for each worker, the real runtime, real tensors over a shaped store. `pipeline.py` runs it.
 
 Layers compute by sleeping for as long as their profile says, so that timing does not depend on how many workers share
 the cores; their outputs and gradients are tensors of the profile's size, which the runtime frames, puts, gets, merges
@@ -31,8 +31,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from pipeline_processes import Made, Processes
 from report import Bar, Report
-from support.pipelines import Crew
 
 from scheduler import partition
 from sync.channel import Channel, FileChannel
@@ -52,8 +52,8 @@ SPEEDS = {51: 0.29, 77: 0.43, 102: 0.58, 128: 0.72, 177: 1.0, 246: 1.0, 307: 1.0
 it, and no more for one thread above it."""
 _AT_ONCE_SECONDS = 0.001
 DEGREES = (1, 2, 4, 8)
-"""Replicas that both planners try. Micro-batches of one sample are left out for both: each message takes the shared
-interpreter a millisecond or so, which no plan counts, so that what is planned with them is slower than without."""
+"""Replicas that both planners try. Micro-batches of one sample are left out for both: their messages keep the few cores
+of this machine busy, where functions have one each, and no plan for functions counts that."""
 
 
 class Link:
@@ -256,8 +256,8 @@ class Bench:
 
     def iterations(
         self, layers: tuple[partition.Layer, ...], batch: int, contender: Contender, count: int
-    ) -> tuple[list[float], list[float]]:
-        """Seconds of each iteration but the first, and what of each was exposed of the merge, in the slowest worker."""
+    ) -> list[Made]:
+        """Each iteration but the first."""
         self._number += 1
         folder = self._folder / str(self._number)
         plan = contender.plan
@@ -276,9 +276,8 @@ class Bench:
         ]
         settings = Settings(pattern=contender.pattern, codec=contender.codec, timeout_seconds=TIMEOUT_SECONDS)  # type: ignore[arg-type]
         samples = torch.zeros(batch, 40), torch.zeros(batch)
-        seconds, exposed = [], []
         opened: Callable[[], Any] = lambda: ShapedChannel(str(folder), PUT_SECONDS, GET_SECONDS, RATE * SCALE)  # noqa: E731
-        with Crew(
+        with Processes(
             shape,
             Layers.declared(factories, 0),
             opened,
@@ -288,13 +287,21 @@ class Bench:
             overlap=contender.overlap,
             timeout_seconds=TIMEOUT_SECONDS,
         ) as crew:
-            for step in range(1, count + 2):
-                begun = time.monotonic()
-                crew.step(step, samples)
-                seconds.append(time.monotonic() - begun)
-                exposed.append(max(worker.done[-1].exposed_seconds for worker in crew.workers))
+            made = [crew.step(step, samples) for step in range(1, count + 2)]
         shutil.rmtree(folder, ignore_errors=True)
-        return seconds[1:], exposed[1:]
+        return made[1:]
+
+
+def _exposed(made: Sequence[Made]) -> list[float]:
+    """Of each merge, what was not hidden in the slowest worker."""
+    return [max(worker.exposed_seconds for worker in one.done) for one in made]
+
+
+def _numbers(made: Sequence[Made]) -> dict[str, Any]:
+    return {
+        "seconds": [one.seconds for one in made], "core_s": [one.core_seconds for one in made],
+        "exposed": _exposed(made),
+    }  # fmt: skip
 
 
 def _merges(bench: Bench, report: Report, count: int) -> list[Bar]:
@@ -313,11 +320,9 @@ def _merges(bench: Bench, report: Report, count: int) -> list[Bar]:
     found: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for turn in range(count):
         for contender in contenders:
-            seconds, exposed = bench.iterations(layers, 16, contender, 1)
-            found[contender.name] += exposed
-            report.runs.append(
-                {"part": "merge", "turn": turn, "contender": contender.name, "seconds": seconds, "exposed": exposed}
-            )
+            made = bench.iterations(layers, 16, contender, 1)
+            found[contender.name] += _exposed(made)
+            report.runs.append({"part": "merge", "turn": turn, "contender": contender.name, **_numbers(made)})
     medians = {name: statistics.median(values) for name, values in found.items()}
     print(f"\nExposed merge of 4 MiB by 8 replicas, median of {count} (last backward pass 0.7 s)")
     for name, value in medians.items():
@@ -366,33 +371,38 @@ def _end_to_end(bench: Bench, report: Report, count: int, batch: int) -> list[Ba
             Contender("+ int8 merges", _ours(replace(early, sent_share=0.5, merged_share=0.25), theirs), True,
                       codec="int8"),
         ]  # fmt: skip
-        found: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+        found: dict[str, list[Made]] = {contender.name: [] for contender in contenders}
         for turn in range(count):
             for contender in contenders:
-                seconds, exposed = bench.iterations(layers, batch, contender, 1)
-                found[contender.name] += seconds
+                made = bench.iterations(layers, batch, contender, 1)
+                found[contender.name] += made
                 report.runs.append(
                     {
                         "part": "end to end", "model": name, "turn": turn, "contender": contender.name,
-                        "seconds": seconds, "exposed": exposed, "predicted": contender.plan.seconds,
+                        "predicted": contender.plan.seconds, **_numbers(made),
                     }
                 )  # fmt: skip
         print(f"\n{name}, batch {batch}, median of {count}")
-        print(f"  {'':<32} {'stages':>24} {'order':>6} {'mem MB':>14} {'s':>6} {'predicted':>9} {'1e-6 USD':>9}")
+        print(
+            f"  {'':<32} {'stages':>24} {'order':>6} {'mem MB':>14} {'s':>6} {'predicted':>9} {'1e-6 USD':>9}"
+            f" {'core s':>6}"
+        )
         usd = {}
+        medians = {name: statistics.median(made.seconds for made in runs) for name, runs in found.items()}
         for contender in contenders:
             plan = contender.plan
-            seconds = statistics.median(found[contender.name])
+            seconds = medians[contender.name]
+            busy = statistics.median(made.core_seconds for made in found[contender.name])
             usd[contender.name] = plan.usd - plan.function_usd + plan.function_usd * seconds / plan.seconds
             cuts = ",".join(f"{stage.first}-{stage.last}" for stage in plan.stages) + f" x{plan.way.degree}"
             memory = ",".join(str(stage.memory_mb) for stage in plan.stages)
             print(
                 f"  {contender.name:<32} {cuts:>24} {plan.way.order:>6} {memory:>14} {seconds:6.2f}"
-                f" {plan.seconds:9.2f} {1e6 * usd[contender.name]:9.2f}"
+                f" {plan.seconds:9.2f} {1e6 * usd[contender.name]:9.2f} {busy:6.2f}"
             )
             errors.append(abs(plan.seconds / seconds - 1))
         for mine, against in itertools.product(contenders[-2:], contenders[:2]):
-            times = statistics.median(found[against.name]) / statistics.median(found[mine.name])
+            times = medians[against.name] / medians[mine.name]
             saved = 100 * (1 - usd[mine.name] / usd[against.name])
             bars.append(Bar.at_least(f"{name}, {mine.name}: faster than {against.name}", times, "x", 1.3))
             bars.append(Bar.at_least(f"{name}, {mine.name}: cheaper than {against.name}", saved, "%", 20))
@@ -420,11 +430,11 @@ def _prediction(bench: Bench, report: Report, errors: list[float], count: int) -
         plan = partition.evaluate(asked, partition_way(*way), chosen)
         if plan is None:
             continue
-        seconds, _ = bench.iterations(layers, batch, Contender("", plan, False), max(1, count // 2))
-        measured = statistics.median(seconds)
+        made = bench.iterations(layers, batch, Contender("", plan, False), max(1, count // 2))
+        measured = statistics.median(one.seconds for one in made)
         errors.append(abs(plan.seconds / measured - 1))
         report.runs.append(
-            {"part": "prediction", "cuts": cuts, "way": way, "seconds": seconds, "predicted": plan.seconds}
+            {"part": "prediction", "cuts": cuts, "way": way, "predicted": plan.seconds, **_numbers(made)}
         )
         print(f"  {cuts!s:<34} {way!s:<18} predicted {plan.seconds:6.3f} s, measured {measured:6.3f} s")
     report.details["prediction errors"] = errors

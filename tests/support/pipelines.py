@@ -45,6 +45,41 @@ class Worker:
     channel: Channel
     done: list[StepDone] = field(default_factory=list)
 
+    @classmethod
+    def of(
+        cls,
+        shape: Pipeline,
+        number: int,
+        layers: Layers,
+        channel: Channel,
+        loss: Callable[[nn.Module, Any], Any] = mse,
+        *,
+        settings: Settings = Settings(pattern="pipelined-scatter-reduce", timeout_seconds=30),  # noqa: B008
+        codec: str = "fp32",
+        dtype: torch.dtype = torch.float32,
+        overlap: bool = True,
+        timeout_seconds: float = 30.0,
+        logs: bool = False,
+    ) -> Worker:
+        position = shape.position(number)
+        module = layers.stage(*shape.stages[position.stage]).to(dtype)
+        flat = FlatModel(module)
+        member = Member(position.replica, shape.degree, 1)
+        merge = GroupMerge(flat, settings, member, channel, f"p/1/c{position.stage}", overlap=overlap)
+        runner = StageRunner(
+            shape, number, module, loss, channel, "p/1", merge, codec=codec, timeout_seconds=timeout_seconds, logs=logs
+        )
+        return cls(runner, flat, module, merge, channel)
+
+    def step(self, step: int, batch: Any, *, then: bool = False) -> StepDone:
+        """This worker's part of a step of the whole batch."""
+        parts, replica = shares(len(batch[0]), self.runner.shape.degree), self.runner.position.replica
+        start = sum(parts[:replica])
+        own = tuple(part[start : start + parts[replica]] for part in batch)
+        micro = cut(own, self.runner.shape.sizes(parts[replica])) if self.runner.reads_data else []
+        self.done.append(self.runner.step(step, parts[replica], micro, then=parts[replica] if then else None))
+        return self.done[-1]
+
     def close(self) -> None:
         self.runner.close()
         self.merge.close()
@@ -60,27 +95,13 @@ class Crew:
         layers: Layers,
         open_channel: Callable[[], Channel],
         loss: Callable[[nn.Module, Any], Any] = mse,
-        *,
-        settings: Settings = Settings(pattern="pipelined-scatter-reduce", timeout_seconds=30),  # noqa: B008
-        codec: str = "fp32",
-        dtype: torch.dtype = torch.float32,
-        overlap: bool = True,
-        timeout_seconds: float = 30.0,
-        logs: bool = False,
+        **settings: Any,
     ) -> None:
+        """``settings``: as `Worker.of` takes them."""
         self.shape = shape
-        self.workers: list[Worker] = []
-        for number in range(shape.workers):
-            position, channel = shape.position(number), open_channel()
-            module = layers.stage(*shape.stages[position.stage]).to(dtype)
-            flat = FlatModel(module)
-            member = Member(position.replica, shape.degree, 1)
-            merge = GroupMerge(flat, settings, member, channel, f"p/1/c{position.stage}", overlap=overlap)
-            runner = StageRunner(
-                shape, number, module, loss, channel, "p/1", merge,
-                codec=codec, timeout_seconds=timeout_seconds, logs=logs,
-            )  # fmt: skip
-            self.workers.append(Worker(runner, flat, module, merge, channel))
+        self.workers = [
+            Worker.of(shape, number, layers, open_channel(), loss, **settings) for number in range(shape.workers)
+        ]
 
     def __enter__(self) -> Crew:
         return self
@@ -91,19 +112,11 @@ class Crew:
 
     def step(self, step: int, batch: Any, *, then: bool = False) -> float:
         """All workers make one step of the whole batch; the mean loss over its samples."""
-        total = len(batch[0])
-        parts = shares(total, self.shape.degree)
-        starts = [sum(parts[:replica]) for replica in range(self.shape.degree)]
-
-        def one(worker: Worker) -> None:
-            replica = worker.runner.position.replica
-            own = tuple(part[starts[replica] : starts[replica] + parts[replica]] for part in batch)
-            micro = cut(own, self.shape.sizes(parts[replica])) if worker.runner.reads_data else []
-            worker.done.append(worker.runner.step(step, parts[replica], micro, then=parts[replica] if then else None))
-
-        in_threads([lambda worker=worker: one(worker) for worker in self.workers])
+        parts = shares(len(batch[0]), self.shape.degree)
+        in_threads([lambda worker=worker: worker.step(step, batch, then=then) for worker in self.workers])
         losses = [worker.done[-1].loss for worker in self.workers]
-        return sum(loss * part for loss, part in zip(losses[-self.shape.degree :], parts, strict=True)) / total  # type: ignore[operator]
+        total = zip(losses[-self.shape.degree :], parts, strict=True)
+        return sum(loss * part for loss, part in total) / sum(parts)  # type: ignore[operator]
 
     def gradients(self, replica: int = 0) -> dict[str, torch.Tensor]:
         """Of the whole model, as one replica of each stage holds them."""
