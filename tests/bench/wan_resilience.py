@@ -4,9 +4,10 @@
 
 Each region is a real parameter server and a worker whose compute is sleep, 50 ms a step and 10 steps a round. A script
 of faults and the same time without any are run in turn, in the first three quarters of a job: in the last one all
-regions wait for each other (docs/wan.md), so that a fault there takes from all what it takes. What counts as lost, or as merged twice, is read from the
-servers' own logs and checkpoints, and from the model that every region ends with. A region has rejoined when it holds
-all that the others had made when the fault was over, and they all that it had.
+regions wait for each other (docs/wan.md), so that a fault there takes from all what it takes from one. What counts as
+lost, or as merged twice, is read from the servers' own logs and checkpoints, and from the model that every region ends
+with. A region has rejoined when it holds all that the others had made when the fault was over, and they all that it
+had.
 """
 
 from __future__ import annotations
