@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
@@ -31,7 +32,14 @@ def scratch_folder(parent: Path) -> Path:
         # Until it is locked another process may take it for one that was left.
         with contextlib.suppress(FileNotFoundError):
             if _locked(folder) is not None and folder.exists():
+                atexit.register(_remove, folder, os.getpid())
                 return folder
+
+
+def _remove(folder: Path, owner: int) -> None:
+    """Not at the end of a process that the owner has forked."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _locked(folder: Path) -> int | None:

@@ -10,11 +10,15 @@ from pathlib import Path
 from region_agent.worker.scratch import scratch_folder
 
 _MADE = """
+import os
 import sys
 from pathlib import Path
 from region_agent.worker.scratch import scratch_folder
 folder = scratch_folder(Path(sys.argv[1]))
 (folder / "data").write_bytes(bytes(1000))
+if os.fork() == 0:
+    sys.exit()
+os.wait()
 print(folder, flush=True)
 sys.stdin.read()
 """
@@ -35,7 +39,9 @@ def test_what_a_killed_worker_left_goes_when_the_next_one_starts(tmp_path: Path)
         assert left.exists()
         own = scratch_folder(tmp_path)
         assert {path.name for path in tmp_path.iterdir()} == {"another", in_use.name, own.name}
-        assert (in_use / "data").exists()
+        assert (in_use / "data").exists(), "although a process that it forked has ended"
+        lives.communicate()
+        assert not in_use.exists(), "one that ends by itself removes its own"
     finally:
         for process in (lives, killed):
             process.kill()
