@@ -29,6 +29,8 @@ WORTH = 0.95
 stages to send each other that. It rounds activations and their gradients to 8 bits of mantissa."""
 MERGED_SHARE = {"bf16": 0.5, "int8": 0.25, "fp8": 0.25}
 """Of a gradient, what merging sends by its codec."""
+ASKED = ("s3",)
+"""Channels that tell nobody what has come: there workers save requests, and merge all in one."""
 SPARE = 0.2
 """Share of what a worker needs that is left free besides, as for workers that hold the whole model."""
 
@@ -251,5 +253,5 @@ def _problem(
     )  # fmt: skip
     return Problem(
         chain, batch * degree, (Place(profile.region, (size,), channel, cores),), degrees=(degree,), stages=stages,
-        most_workers=workers, merges_early=True,
+        most_workers=workers, merges_early=True, merges_apart=its.name not in ASKED,
     )  # fmt: skip

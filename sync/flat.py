@@ -91,18 +91,23 @@ class FlatModel:
             self._copy_out(torch.from_numpy(out), 0, tensors)
         return out
 
-    def load_gradient(self, vector: Vector) -> None:
-        """Put merged gradients into ``.grad`` and the merged rest of the state into the module."""
-        flat = _as_tensor(vector)
-        at = 0
+    def load_gradient(self, vector: Vector, start: int = 0) -> None:
+        """Put merged gradients into ``.grad`` and the merged rest of the state into the module.
+
+        ``start``: the coordinate from which on the vector is; it and the vector's end must lie between two tensors.
+        """
+        flat, at, stop = _as_tensor(vector), 0, start + vector.size
         with torch.no_grad():
-            for parameter in self._trained:
-                part = flat[at : at + parameter.numel()].reshape(parameter.shape)
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(part)
-                at += parameter.numel()
-        self._copy_in(vector, at, self._all[len(self._trained) :])
+            for number, tensor in enumerate(self._all):
+                if start <= at and at + tensor.numel() <= stop:
+                    part = flat[at - start : at - start + tensor.numel()].reshape(tensor.shape)
+                    if number >= len(self._trained):
+                        tensor.copy_(part if tensor.is_floating_point() else part.round())
+                    else:
+                        if tensor.grad is None:
+                            tensor.grad = torch.empty_like(tensor)
+                        tensor.grad.copy_(part)
+                at += tensor.numel()
 
     @staticmethod
     def _copy_out(flat: torch.Tensor, at: int, tensors: list[torch.Tensor]) -> None:

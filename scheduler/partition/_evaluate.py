@@ -32,22 +32,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
-from scheduler.partition._model import MIB, Cut, Hop, Pipeline, Place, Problem, Stage, Way
+from scheduler.partition._model import MIB, Cut, Hop, Layer, Pipeline, Place, Problem, Stage, Way
 
 __all__ = [
     "Transfers",
     "core_seconds",
     "evaluate",
+    "exposed_apart_seconds",
     "exposed_seconds",
     "held_bytes",
     "hop_between",
+    "late_bytes",
     "merge_core_seconds",
     "merge_seconds",
     "message_core_seconds",
     "transfers",
 ]
+
+ROUNDING = 1e-9
+"""Of bytes: what a sum in another order may be off by."""
 
 
 def evaluate(problem: Problem, way: Way, cuts: Sequence[Cut]) -> Pipeline | None:
@@ -76,7 +81,7 @@ def evaluate(problem: Problem, way: Way, cuts: Sequence[Cut]) -> Pipeline | None
             beat_f = max(beat_f, sum(forward) + sum(backward))
         ends = max(ends, fill_b + (count - 1) * beat_b + stage.merge_s + stage.update_s)
         rate += way.degree * size.memory_mb / 1024 * size.usd_per_gb_second
-        other_usd += _requests_usd(place, way, count, cut, after) + _egress_usd(problem, cut, after)
+        other_usd += _requests_usd(problem, way, count, cut, after) + _egress_usd(problem, cut, after)
         stages.insert(0, stage)
     seconds = max(fill_f + (count - 1) * beat_f + ends, *busy)
     return Pipeline(tuple(stages), way, count, seconds, seconds * rate + other_usd, seconds * rate)
@@ -152,6 +157,35 @@ def exposed_seconds(
     return min(whole, max(whole - backward_s, last))
 
 
+def exposed_apart_seconds(
+    size_bytes: float, first_bytes: float, degree: int, place: Place, bandwidth: float, backward_s: float, late_s: float
+) -> float:
+    """The same where what the first layers give is merged as a vector of its own (``Problem.merges_apart``).
+
+    ``late_s``: of the last backward pass, what goes through layers that are whole in it. When that begins, all others'
+    parts of the rest's last chunk are still to come to its owner, and of the merged chunks those for which the pass had
+    no time after the first one of them was there.
+    """
+    if degree == 1:
+        return 0.0
+    late = late_bytes(size_bytes, first_bytes, degree)
+    channel, early = place.channel, (size_bytes - late) / degree
+    up, down = channel.up_bytes_per_s * bandwidth, channel.down_bytes_per_s * bandwidth
+    others = degree - 1
+    turns = -(-others // channel.parallel)
+    one_up, one_down = channel.put_s + early / up, channel.get_s + early / down
+    first = 2 * one_up + max(channel.get_s + others * early / down, turns * one_down)
+    rest = others * early / down - max(0.0, backward_s - late_s - first)
+    left = first + channel.get_s + max(early / down, rest) - late_s if late < size_bytes else 0.0
+    whole = merge_seconds(size_bytes, degree, place, bandwidth)
+    return min(whole, max(whole - backward_s, max(0.0, left) + merge_seconds(late, degree, place, bandwidth)))
+
+
+def late_bytes(size_bytes: float, first_bytes: float, degree: int) -> float:
+    """Of a gradient, what is merged apart: what the first layer gives, and a replica's share of all at least."""
+    return max(first_bytes, size_bytes / degree)
+
+
 def core_seconds(problem: Problem, way: Way, cut: Cut, sides: int) -> float:
     """What a replica of a stage keeps cores busy with in an iteration; ``sides``: on which it has another stage.
 
@@ -184,7 +218,7 @@ def merge_core_seconds(problem: Problem, way: Way, cut: Cut) -> float:
         return 0.0
     held = problem.profile.layers[cut.first : cut.last + 1]
     merged = problem.merged_share * sum(layer.parameter_bytes for layer in held)
-    requests, sent = d + 2 * (d - 1), merged * (1 + 2 * (d - 1) / d)
+    requests, sent = (d + 2 * (d - 1)) * (2 if problem.merges_apart else 1), merged * (1 + 2 * (d - 1) / d)
     return requests * channel.request_core_s + sent * channel.byte_core_s
 
 
@@ -209,7 +243,11 @@ def _stage(problem: Problem, way: Way, cut: Cut, needed: float, entered: bool, l
     merge_s = merge_seconds(merged, way.degree, place, size.bandwidth)
     if problem.merges_early:
         first = problem.merged_share * held[0].parameter_bytes
-        merge_s = exposed_seconds(merged, first, way.degree, place, size.bandwidth, backward)
+        if problem.merges_apart:
+            late = _late_seconds(problem, way, held) / size.speed
+            merge_s = exposed_apart_seconds(merged, first, way.degree, place, size.bandwidth, backward, late)
+        else:
+            merge_s = exposed_seconds(merged, first, way.degree, place, size.bandwidth, backward)
     return Stage(
         first=cut.first,
         last=cut.last,
@@ -223,6 +261,14 @@ def _stage(problem: Problem, way: Way, cut: Cut, needed: float, entered: bool, l
         update_s=sum(layer.update_s for layer in held) / size.speed,
         core_s=core_seconds(problem, way, cut, entered + left),
     )
+
+
+def _late_seconds(problem: Problem, way: Way, held: Sequence[Layer]) -> float:
+    """Backward pass of the first layers that are whole in what is merged apart, at speed 1."""
+    sizes = [layer.parameter_bytes for layer in held]
+    late = late_bytes(float(sum(sizes)), float(sizes[0]), way.degree)
+    within = sum(1 for total in accumulate(sizes) if total <= late * (1 + ROUNDING))
+    return sum(layer.backward.seconds(way.micro_batch) for layer in held[:within])
 
 
 @dataclass(frozen=True)
@@ -277,11 +323,13 @@ def _lanes(problem: Problem, way: Way, cut: Cut, after: Cut | None, stage: Stage
     return forward, backward
 
 
-def _requests_usd(place: Place, way: Way, count: int, cut: Cut, after: Cut | None) -> float:
+def _requests_usd(problem: Problem, way: Way, count: int, cut: Cut, after: Cut | None) -> float:
     sides = (cut.first > 0) + (after is not None)
     passed, d = sides * way.degree * count, way.degree
     merged = (d * d, 2 * d * (d - 1)) if d > 1 else (0, 0)
-    return (passed + merged[0]) * place.channel.put_usd + (passed + merged[1]) * place.channel.get_usd
+    times, channel = 2 if problem.merges_apart else 1, problem.places[cut.place].channel
+    puts, gets = passed + times * merged[0], passed + times * merged[1]
+    return puts * channel.put_usd + gets * channel.get_usd
 
 
 def _egress_usd(problem: Problem, cut: Cut, after: Cut | None) -> float:

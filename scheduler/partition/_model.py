@@ -137,6 +137,9 @@ class Problem:
     merges_early: bool = False
     """Gradients leave while the last backward pass of an iteration still runs, the last layers' first, as in
     `sync.pipeline`; False: when it is over, as FuncPipe has it."""
+    merges_apart: bool = False
+    """And what the first layers of a stage give, which comes when that pass ends, is merged as a vector of its own, as
+    `sync.pipeline` does over channels whose requests cost nothing. Twice the requests."""
     merge_copies: float = 2.0
     """Sizes of the gradient that a stage with replicas needs besides: what it sends and what it gets (FuncPipe)."""
 

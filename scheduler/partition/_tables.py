@@ -197,27 +197,60 @@ class Tables:
         return np.floor(np.clip(kept, -1, most)).astype(np.int64), np.floor(np.clip(again, -1, most)).astype(np.int64)
 
     def _merging(self, ways: Ints, sizes: Floats, first: int, backward: Floats) -> Floats:
-        """(way, stage, option): `merge_seconds` of many sizes, or `exposed_seconds`."""
+        """(way, stage, option): `merge_seconds` of many sizes, or what is exposed of that."""
         degrees, rows = np.unique(self.degree[ways], return_inverse=True)
         d = degrees[:, None, None]
-        part = self.problem.merged_share * sizes[None, :, None] / d
-        up, down = part / self._up, part / self._down
+        whole = self.problem.merged_share * sizes[None, :, None]
+        merged: Floats = self._merge_of(whole, d)[rows]
+        if not self.problem.merges_early:
+            return merged
+        own = self.problem.merged_share * (self.parameters[first + 1] - self.parameters[first])
+        late = np.maximum(own, whole / d)
+        if self.problem.merges_apart:
+            last = self._left_early(ways, d, rows, whole, late, first, backward) + self._merge_of(late, d)[rows]
+        else:
+            one_up, one_down, gets = self._one_part(whole / d, d)
+            last = np.maximum(self._put_s + late / self._up + one_down, one_up + gets)
+            last = np.where(d > 1, last + one_up + self._get_s + late / self._down, 0.0)[rows]
+        return np.minimum(merged, np.maximum(merged - backward, last))
+
+    def _one_part(self, part: Floats, d: Floats | Ints) -> tuple[Floats, Floats, Floats]:
+        """Seconds to put one owner's part, to get it, and to get all others' of it."""
         others = d - 1
+        one_up, one_down = self._put_s + part / self._up, self._get_s + part / self._down
         turns = np.ceil(others / self._parallel)
-        puts = np.maximum(self._put_s + others * up, turns * (self._put_s + up))
-        gets = np.maximum(self._get_s + others * down, turns * (self._get_s + down))
-        one_up = self._put_s + up
-        found = np.maximum(puts + self._get_s + down, one_up + gets) + one_up + gets
-        found[degrees == 1] = 0.0
-        merged: Floats = found[rows]
-        if self.problem.merges_early:
-            own = self.problem.merged_share * (self.parameters[first + 1] - self.parameters[first])
-            left = np.maximum(own, part)
-            last = np.maximum(self._put_s + left / self._up + self._get_s + down, one_up + gets)
-            last = last + one_up + self._get_s + left / self._down
-            last[degrees == 1] = 0.0
-            merged = np.minimum(merged, np.maximum(merged - backward, last[rows]))
-        return merged
+        return one_up, one_down, np.maximum(self._get_s + others * part / self._down, turns * one_down)
+
+    def _merge_of(self, whole: Floats, d: Floats | Ints) -> Floats:
+        """`merge_seconds`."""
+        part, others = whole / d, d - 1
+        one_up, one_down, gets = self._one_part(part, d)
+        puts = np.maximum(self._put_s + others * part / self._up, np.ceil(others / self._parallel) * one_up)
+        found: Floats = np.where(d > 1, np.maximum(puts + one_down, one_up + gets) + one_up + gets, 0.0)
+        return found
+
+    def _left_early(
+        self, ways: Ints, d: Ints, rows: Ints, whole: Floats, late: Floats, first: int, backward: Floats
+    ) -> Floats:
+        """Of what leaves early, the seconds that are left when the last backward pass ends: `exposed_apart_seconds`."""
+        # Layers that are whole in what is merged apart.
+        reach = self.parameters[first] + late / max(self.problem.merged_share, 1e-300) * (1 + ROUNDING)
+        within = np.searchsorted(self.parameters, reach[:, :, 0], side="right") - 1
+        after = np.arange(first + 1, self.length + 1)
+        within = np.minimum(within, after[None, :])[rows]
+        micro = self.micro[ways][:, None]
+        late_s = self.backward_base[within] - self.backward_base[first]
+        late_s = (late_s + micro * (self.backward_sample[within] - self.backward_sample[first]))[
+            :, :, None
+        ] / self.speed
+        early = (whole - late) / d
+        one_up, _, gets = (one[rows] for one in self._one_part(early, d))
+        down = (early / self._down)[rows]
+        start = 2 * one_up + gets
+        rest = (d - 1)[rows] * down - np.maximum(0.0, backward - late_s - start)
+        left = np.maximum(0.0, start + self._get_s + np.maximum(down, rest) - late_s)
+        found: Floats = np.where((d > 1)[rows] & (late < whole)[rows], left, 0.0)
+        return found
 
     def _cores(
         self, ways: Ints, first: int, alone: Sequence[Floats], update: Floats, sides: Floats, leaving: Floats
@@ -229,7 +262,8 @@ class Tables:
         passed = (self.passed[first] if first else 0.0) + leaving[None, :, None]
         merged = self.problem.merged_share * (self.parameters[first + 1 :] - self.parameters[first])[None, :, None]
         several = d > 1
-        requests = 2 * count * sides + np.where(several, d + 2 * (d - 1), 0.0)
+        times = 2 if self.problem.merges_apart else 1
+        requests = 2 * count * sides + np.where(several, times * (d + 2 * (d - 1)), 0.0)
         sent = 2 * count * micro * self.problem.sent_share * passed
         sent = sent + np.where(several, merged * (1 + 2 * (d - 1) / d), 0.0)
         moved = requests * self._request_core_s + sent * self._byte_core_s
@@ -247,7 +281,8 @@ class Tables:
     def _requests(self, ways: Ints, sides: Floats) -> Floats:
         d, count = self.degree[ways][:, None, None], self.count[ways][:, None, None]
         passed = sides * d * count
-        merged = np.where(d > 1, d * d, 0.0), 2 * d * (d - 1)
+        times = 2 if self.problem.merges_apart else 1
+        merged = np.where(d > 1, times * d * d, 0.0), times * 2 * d * (d - 1)
         found: Floats = (passed + merged[0]) * self._put_usd + (passed + merged[1]) * self._get_usd
         return found
 

@@ -2,15 +2,74 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from geofed_pb.errors import GeofedError
 from sync.channel import Channel
-from sync.collective import Collective, Member, Settings, State, open_collective
+from sync.collective import Buckets, Collective, Member, Merged, Settings, State, open_collective
 from sync.flat import FlatModel
 from sync.gradients import GradientMerge
+from sync.layout import Vector
 
 __all__ = ["GroupMerge"]
+
+
+_LEAST_CHUNK = 1024
+"""Elements of an owner's chunk below which a request takes longer than it can save."""
+
+
+class _Handed:
+    """`Buckets` of several vectors, as of one."""
+
+    def __init__(self, starts: Sequence[int], buckets: Sequence[Buckets]) -> None:
+        self._each, self._stops = list(zip(starts, buckets, strict=True)), [*starts[1:], None]
+
+    def give(self, start: int, values: Vector) -> None:
+        for (begin, buckets), stop in zip(self._each, self._stops, strict=True):
+            part = values[max(0, begin - start) : None if stop is None else max(0, stop - start)]
+            if part.size:
+                buckets.give(max(start, begin) - begin, part)
+
+    def result(self) -> tuple[Merged, ...]:
+        """One for each vector, in order."""
+        return tuple(one for _, buckets in self._each for one in buckets.result())
+
+
+class _Apart:
+    """Collectives of one step's means, each of its own coordinates, as one. They settle nothing."""
+
+    def __init__(self, starts: Sequence[int], collectives: Sequence[Any]) -> None:
+        self._starts, self._collectives = starts, collectives
+
+    def begin(self, step: int, weight: float) -> _Handed:
+        return _Handed(self._starts, [one.begin(step, weight) for one in self._collectives])
+
+    def merge(self, step: int, vector: Vector, weight: float) -> tuple[Merged, ...]:
+        handed = self.begin(step, weight)
+        handed.give(0, vector)
+        return handed.result()
+
+    def state(self) -> State:
+        states = [(f"{at}/", one.state()) for at, one in zip(self._starts, self._collectives, strict=True)]
+        return State(
+            {at + name: value for at, state in states for name, value in state.tensors.items()},
+            {at + name: value for at, state in states for name, value in state.facts.items()},
+        )
+
+    def restore(self, state: State) -> None:
+        for start, collective in zip(self._starts, self._collectives, strict=True):
+            at = f"{start}/"
+            tensors = {name.removeprefix(at): one for name, one in state.tensors.items() if name.startswith(at)}
+            facts = {name.removeprefix(at): one for name, one in state.facts.items() if name.startswith(at)}
+            collective.restore(State(tensors, facts))
+
+    def close(self) -> None:
+        for one in self._collectives:
+            one.close()
 
 
 class GroupMerge:
@@ -18,6 +77,10 @@ class GroupMerge:
 
     With ``overlap`` gradients leave while the last backward pass of a step gives them (`GradientMerge`). Without, all
     leave when the pass is over, as FuncPipe has it.
+
+    What the first layers give comes when the pass ends. Were it a chunk or two of all, whoever owns these would read
+    them from all others while the other links are idle. So it is a vector of its own, of which every replica owns as
+    much, but for channels whose requests count.
     """
 
     def __init__(
@@ -30,8 +93,15 @@ class GroupMerge:
         self._collective: Collective | None = None
         self._merge: GradientMerge | None = None
         if member.workers > 1:
-            self._collective = open_collective(settings, member, channel, place, flat.layout.size)
-            self._merge = GradientMerge(flat, self._collective, overlap=overlap)
+            last = _comes_last(flat, member.workers) if overlap and _leaves_apart(settings) else 0
+            ends = sorted({0, last, flat.layout.size}) if last else [0, flat.layout.size]
+            each = [
+                open_collective(_clipped(settings, start, stop), member, channel, f"{place}/{start}", stop - start)
+                for start, stop in itertools.pairwise(ends)
+            ]
+            collective: Any = each[0] if len(each) == 1 else _Apart(ends[:-1], each)
+            self._collective = collective
+            self._merge = GradientMerge(flat, collective, overlap=overlap)
         self._weight, self._step = 0.0, 0
         self.exposed_seconds = 0.0
         """Spent waiting in `finish`, in all steps."""
@@ -47,8 +117,10 @@ class GroupMerge:
         if self._merge is None:
             return
         begun = time.monotonic()
+        at = 0
         for one in self._merge.merged(self._step, self._weight):
-            self._flat.load_gradient(one.vector)
+            self._flat.load_gradient(one.vector, at)
+            at += one.vector.size
         self.exposed_seconds += time.monotonic() - begun
 
     def state(self) -> State:
@@ -61,3 +133,22 @@ class GroupMerge:
     def close(self) -> None:
         if self._collective is not None:
             self._collective.close()
+
+
+def _leaves_apart(settings: Settings) -> bool:
+    return settings.pattern == "pipelined-scatter-reduce" and settings.asked is None and not settings.faithful
+
+
+def _clipped(settings: Settings, start: int, stop: int) -> Settings:
+    """For some of the coordinates."""
+    return replace(settings, trained=None if settings.trained is None else max(0, min(settings.trained, stop) - start))
+
+
+def _comes_last(flat: FlatModel, degree: int) -> int:
+    """Coordinates, from the first on, that the backward pass gives at its end: those of the first layer, and so many
+    parameters more that they are a chunk of the whole; 0: too few to be merged apart, or all."""
+    trained = [one.numel() for one in flat.module.parameters() if one.requires_grad]
+    first = next(iter(flat.module.children()), flat.module)
+    least = max(sum(one.numel() for one in first.parameters() if one.requires_grad), flat.layout.size / degree)
+    last = next((total for total in itertools.accumulate(trained) if total >= least), 0)
+    return last if min(last, flat.layout.size - last) >= degree * _LEAST_CHUNK else 0

@@ -361,7 +361,7 @@ def _end_to_end(bench: Bench, report: Report, count: int, batch: int) -> list[Ba
         asked = problem(layers, batch, DEGREES, bench.hop_seconds)
         # Both planners are asked for the fastest, ours within what theirs costs. Ours knows what it plans for.
         theirs = partition.uniform(asked)[0]
-        early = replace(asked, merges_early=True)
+        early = replace(asked, merges_early=True, merges_apart=True)
         contenders = [
             Contender("FuncPipe's set-up, searched", theirs, False),
             Contender("FuncPipe's set-up, as run", _as_run(asked), False),

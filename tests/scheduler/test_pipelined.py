@@ -232,3 +232,15 @@ def test_what_messages_take_counts_once_for_every_cut_and_way() -> None:
     assert seconds(0.0, 3) == seconds(1e-6, 3)
     assert seconds(0.5, 3) >= seconds(0.0, 3) + 4 * 0.3
     assert seconds(0.5, 1) == seconds(0.0, 1)
+
+
+def test_what_comes_last_is_merged_apart_but_where_requests_are_saved() -> None:
+    there_is = snapshot(900.0, memory_mb=3072)
+    found = {}
+    for name in ("redis", "s3"):
+        known = there_is.profiles["a"]
+        profiles = {**there_is.profiles, "a": replace(known, channel=replace(known.channel, name=name))}
+        cut = staged(there_is.regions[0], replace(there_is, profiles=profiles), demand(parallelism="pipeline"))
+        assert cut is not None
+        found[name] = cut.problem.merges_apart
+    assert found == {"redis": True, "s3": False}

@@ -100,6 +100,18 @@ def test_gradients_travel_with_the_rest_of_the_state() -> None:
     assert all(torch.equal(dict(other.named_parameters())[name], before) for name, before in parameters.items())
 
 
+def test_gradients_can_be_put_in_one_part_after_the_other() -> None:
+    module, other, whole = Everything(0), Everything(1), Everything(1)
+    module(torch.tensor([0, 1, 2])).sum().backward()
+    vector, flat = FlatModel(module).gradient(), FlatModel(other)
+    cut = flat.layout.slots[0].size + flat.layout.slots[1].size
+    flat.load_gradient(vector[cut:], cut)
+    assert next(other.parameters()).grad is None
+    flat.load_gradient(vector[:cut])
+    FlatModel(whole).load_gradient(vector)
+    assert np.array_equal(flat.gradient(), FlatModel(whole).gradient())
+
+
 def test_the_mean_of_two_vectors_is_the_mean_of_the_models() -> None:
     one, other, merged = _trained(1), _trained(2), Everything(9)
     flats = [FlatModel(one), FlatModel(other)]

@@ -50,6 +50,7 @@ def problem(seed: int, *, layers: int = 5, sizes: int = 3, places: int = 1) -> P
         sent_share=draw.choice([1.0, 0.5]),
         merged_share=draw.choice([1.0, 0.25]),
         merges_early=draw.random() < 0.5,
+        merges_apart=draw.random() < 0.5,
     )
     return _sharing(asked, draw) if draw.random() < 0.5 else asked
 

@@ -26,7 +26,7 @@ import highspy
 import numpy as np
 
 from scheduler.partition import Layer, Place, Problem, Way
-from scheduler.partition._evaluate import exposed_seconds, held_bytes, merge_seconds
+from scheduler.partition._evaluate import exposed_apart_seconds, exposed_seconds, held_bytes, merge_seconds
 from scheduler.partition._model import MIB, Cut
 
 
@@ -210,16 +210,18 @@ def stages_of(problem: Problem, way: Way, stages: int) -> list[Stage]:
                             forward.append(channel.put_s + passed / up)
                             backward.append(channel.get_s + passed / down)
                         d = way.degree
+                        backward_s = backward[0] - again * forward[0]
                         sides = (number > 0) + (number + 1 < stages)
-                        puts = sides * d * count + (d * d if d > 1 else 0)
-                        gets = sides * d * count + 2 * d * (d - 1)
+                        times = 2 if problem.merges_apart else 1
+                        puts = sides * d * count + times * (d * d if d > 1 else 0)
+                        gets = sides * d * count + times * 2 * d * (d - 1)
                         found.append(
                             Stage(
                                 number,
                                 cut,
                                 tuple(forward),
                                 tuple(backward),
-                                _merge(problem, held, d, place, size.bandwidth, backward[0] - again * forward[0])
+                                _merge(problem, held, way, place, size.bandwidth, backward_s, size.speed)
                                 + sum(layer.update_s for layer in held) / size.speed,
                                 _busy(problem, way, cut, (number > 0, number + 1 < stages)),
                                 d * size.memory_mb / 1024 * size.usd_per_gb_second,
@@ -240,7 +242,7 @@ def _busy(problem: Problem, way: Way, cut: Cut, sides: tuple[bool, bool]) -> flo
         forwards = count * (1 + cut.rematerialise) * layer.forward.seconds(mu)
         seconds += forwards + count * layer.backward.seconds(mu) + layer.update_s
         sent += problem.merged_share * layer.parameter_bytes * ((1 + 2 * (d - 1) / d) if d > 1 else 0)
-    requests += (3 * d - 2) if d > 1 else 0
+    requests += (2 if problem.merges_apart else 1) * (3 * d - 2) if d > 1 else 0
     for there, passed in zip(sides, (layers[cut.first - 1].output_bytes, layers[cut.last].output_bytes), strict=True):
         requests += 2 * count * there
         sent += 2 * count * mu * problem.sent_share * passed * there
@@ -249,10 +251,23 @@ def _busy(problem: Problem, way: Way, cut: Cut, sides: tuple[bool, bool]) -> flo
 
 
 def _merge(
-    problem: Problem, held: Sequence[Layer], degree: int, place: Place, bandwidth: float, backward_s: float
+    problem: Problem,
+    held: Sequence[Layer],
+    way: Way,
+    place: Place,
+    bandwidth: float,
+    backward_s: float,
+    speed: float,
 ) -> float:
-    size = problem.merged_share * sum(layer.parameter_bytes for layer in held)
+    degree, sizes = way.degree, [layer.parameter_bytes for layer in held]
+    size = problem.merged_share * sum(sizes)
     if problem.merges_early:
         first = problem.merged_share * held[0].parameter_bytes
+        if problem.merges_apart:
+            late, late_s = max(sizes[0], sum(sizes) / degree), 0.0
+            for number, layer in enumerate(held):
+                if sum(sizes[: number + 1]) <= late + 1e-3:
+                    late_s += layer.backward.seconds(way.micro_batch) / speed
+            return exposed_apart_seconds(size, first, degree, place, bandwidth, backward_s, late_s)
         return exposed_seconds(size, first, degree, place, bandwidth, backward_s)
     return merge_seconds(size, degree, place, bandwidth)
