@@ -6,15 +6,12 @@ import asyncio
 import contextlib
 import json
 import logging
-import mmap
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import ValidationError
 
 from geofed_pb.errors import GeofedError
@@ -22,6 +19,7 @@ from geofed_pb.rpc import to_proto
 from geofed_pb.v1 import agent_pb2
 from region_agent.billing import bill, invocation_amounts
 from region_agent.gateway import FunctionSpec, fixed_scale_labels, timeout_env
+from region_agent.machine_rates import fresh_rate, stored_rate
 from region_agent.partition import Surroundings
 from region_agent.partition_calls import bundle_key
 from region_agent.policy import check_partition
@@ -29,8 +27,6 @@ from region_agent.region_channel import usage_meters
 from region_agent.shards import shard_files
 from region_agent.worker.profile_call import ProfileCall, Profiled
 from sync.channel import Usage
-from sync.framing import digest_of
-from sync.ps.storage import write_durably
 
 __all__ = ["Profiler"]
 
@@ -43,9 +39,6 @@ _GRACE = timedelta(seconds=60)
 """Beyond its limit an invocation may finish what it measures, and what must be known."""
 _KEPT = 8
 """Profiles of which the answer is kept, should the command come again."""
-_TRIAL, _TRIAL_BYTES = "storing", 128 << 20
-"""A file beside the parameter servers' folders, which tells how fast the disk takes what they store."""
-_FRESH_BYTES, _LEAST_FRESH_BYTES = 512 << 20, 16 << 20
 _MOST_WAITING = 16
 """Commands at once, the one that is measured included."""
 _MARK = "profiling"
@@ -144,7 +137,7 @@ class Profiler:
             # First of all: memory that a function has let go of a moment ago would be quicker to have than any other.
             self._say(command, "measures disk and memory")
             aside, folder = time.monotonic(), self._around.state_dir
-            rates = await asyncio.to_thread(lambda: (_stored_rate(folder), _fresh_rate()))
+            rates = await asyncio.to_thread(lambda: (stored_rate(folder), fresh_rate()))
             begun += time.monotonic() - aside
             body = await self._with_data(command, body)
             told = [await self._at_memory(command, memory, body, meters) for memory in command.memories_mb]
@@ -359,37 +352,6 @@ async def _as_long_as_somebody_waits(command: agent_pb2.ProfileTask) -> AsyncIte
         if not limit.expired():
             raise
         raise GeofedError("WAIT_TIMEOUT", f"it was not measured within {command.wait_seconds:.0f} s") from None
-
-
-def _stored_rate(folder: Path) -> float:
-    """Bytes/s that become durable here, with their digest, as a parameter server keeps a model. Blocking."""
-    place, piece = folder / _TRIAL, bytes(_TRIAL_BYTES)
-    try:
-        begun = time.perf_counter()
-        digest_of([piece])
-        write_durably(place, [piece])
-        return _TRIAL_BYTES / (time.perf_counter() - begun)
-    finally:
-        place.unlink(missing_ok=True)
-
-
-def _fresh_rate() -> float:
-    """Bytes/s at which memory comes that a process has not had before: the kernel clears each page. Blocking.
-
-    On a virtual machine the host may have to find it first, which little of it, used a moment ago, would not show.
-    """
-    size = max(_LEAST_FRESH_BYTES, min(_FRESH_BYTES, _available_bytes() // 8))
-    begun = time.thread_time()
-    np.empty(size, np.uint8)[:: mmap.PAGESIZE] = 1
-    return size / max(1e-6, time.thread_time() - begun)
-
-
-def _available_bytes() -> int:
-    """Of memory; 0 where the system does not tell."""
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))
-    return 0
 
 
 def _as_partition(command: agent_pb2.ProfileTask) -> agent_pb2.StartPartition:

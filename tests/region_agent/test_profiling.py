@@ -15,6 +15,7 @@ from support.jobs import LINEAR_TASK, pack, write_samples
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
+from region_agent import machine_rates
 from region_agent.config import RegionConfig
 from region_agent.partition import Surroundings
 from region_agent.profiling import Profiler
@@ -130,6 +131,7 @@ def on_a_loop(test: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[P
                 await scene.profiler.close()
 
         monkeypatch.setattr(handler, "_scratch", lambda: tmp_path / "scratch")
+        monkeypatch.setattr(machine_rates, "_FRESH_SECONDS", 0.01)
         asyncio.run(scenario())
 
     run.__doc__ = test.__doc__
