@@ -19,12 +19,14 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from report import Bar, Report
 
@@ -89,6 +91,8 @@ class Trained:
     """Seconds from each step to the next; a round's end is in some."""
     core_seconds: float
     """Of an iteration, what all functions keep cores busy; medians by process."""
+    others: float
+    """Cores that all else on this machine kept busy between the first and the last step."""
     updates: dict[int, float]
     """Seconds of the optimiser's step, by process, medians."""
     begun_seconds: float
@@ -137,7 +141,7 @@ def _in_stages(folder: Path, text: Path, size: Size) -> Trained:
             "datasets": {"text": {"splits": {"train": {"uri": str(text), "samples": BATCH * 40}}}},
         },
     )
-    with LocalFederation(folder / "federation", [site]) as federation:
+    with LocalFederation(folder / "federation", [site]) as federation, Watch() as watch:
         begun = time.monotonic()
         federation.control_plane("profile", str(job / "job.yaml"), timeout=400)
         print(f"profiled in {time.monotonic() - begun:.0f} s", flush=True)
@@ -161,6 +165,7 @@ def _in_stages(folder: Path, text: Path, size: Size) -> Trained:
         losses=_losses(lines),
         iterations=_iterations(lines),
         core_seconds=_core_seconds(lines),
+        others=_others(lines, watch),
         updates=_updates(lines),
         begun_seconds=min(line["at"] for line in lines) - begun,
         ended_seconds=ended - max(line["at"] for line in lines),
@@ -199,6 +204,47 @@ def _core_seconds(lines: list[dict[str, float]]) -> float:
         if "busy_seconds" in line:
             busy.setdefault(line["process"], []).append(line["busy_seconds"])
     return sum(statistics.median(b - a for a, b in itertools.pairwise(told)) for told in busy.values())
+
+
+class Watch:
+    """Of the whole machine: core seconds so far, twice a second. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self._told: list[tuple[float, float]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def between(self, begun: float, ended: float) -> float:
+        """Core seconds between two times of the monotonic clock."""
+        before = max((one for one in self._told if one[0] <= begun), default=self._told[0])
+        after = min((one for one in self._told if one[0] >= ended), default=self._told[-1])
+        return (after[1] - before[1]) * (ended - begun) / max(1e-6, after[0] - before[0])
+
+    def _look(self) -> None:
+        while not self._over.wait(0.5):
+            times = psutil.cpu_times()
+            # What a guest uses counts as the user's already.
+            busy = sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
+            self._told.append((time.monotonic(), busy))
+
+
+def _others(lines: list[dict[str, float]], watch: Watch) -> float:
+    """What is no function's, though the parameter server is the job's as well."""
+    told: dict[float, list[tuple[float, float]]] = {}
+    for line in lines:
+        if "busy_seconds" in line:
+            told.setdefault(line["process"], []).append((line["at"], line["busy_seconds"]))
+    begun, ended = min(ats[0][0] for ats in told.values()), max(ats[-1][0] for ats in told.values())
+    own = sum(ats[-1][1] - ats[0][1] for ats in told.values())
+    return max(0.0, watch.between(begun, ended) - own) / (ended - begun)
 
 
 def _updates(lines: list[dict[str, float]]) -> dict[int, float]:
@@ -258,7 +304,8 @@ def _tell(report: Report, size: Size, made: Trained, alone: list[float]) -> None
     print(f"  an iteration: foretold {foretold:.2f} s, measured {iteration:.2f} s (median);", end=" ")
     print(f"{update:.2f} s of a core are the optimisers'")
     work = foretold * len(os.sched_getaffinity(0))
-    print(f"  of the cores: foretold {work:.2f} s at most, measured {made.core_seconds:.2f} s")
+    print(f"  of the cores: foretold {work:.2f} s at most, measured {made.core_seconds:.2f} s;", end=" ")
+    print(f"all else kept {made.others:.2f} cores busy meanwhile")
     print(f"  the job: foretold {made.estimate['seconds']['expected']:.0f} s, measured {made.result['seconds']:.0f} s;")
     for phase in made.estimate["phases"]:
         print(f"    {phase['name']:<36}{phase['times']:>4} {phase['seconds']:>8.2f} s foretold")
