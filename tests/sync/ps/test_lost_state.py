@@ -39,7 +39,7 @@ class StateIsLost(AnythingMayHappen):
 
 TestStateIsLost = StateIsLost.TestCase
 TestStateIsLost.settings = settings(
-    max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

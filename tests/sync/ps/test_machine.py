@@ -135,7 +135,7 @@ class AnythingMayHappen(RuleBasedStateMachine):
 
 TestAnythingMayHappen = AnythingMayHappen.TestCase
 TestAnythingMayHappen.settings = settings(
-    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

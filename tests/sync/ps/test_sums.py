@@ -77,7 +77,7 @@ class RegionsAreAway(WaysChange):
 
 TestRegionsAreAway = RegionsAreAway.TestCase
 TestRegionsAreAway.settings = settings(
-    max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -73,7 +73,7 @@ def _ways(kind: str, regions: int) -> tuple[tuple[str, str], ...]:
 
 TestWaysChange = WaysChange.TestCase
 TestWaysChange.settings = settings(
-    max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
