@@ -71,17 +71,25 @@ def evaluate(
     stage.layers.eval()
     hop = _Hop(runner, lanes, place)
     told: dict[str, float] = {}
+    failed: GeofedError | None = None
     with torch.no_grad():
         if runner.is_first and runner.is_last:
             told = metrics(stage.layers, batches) if count else {}
         elif runner.is_first:
             _begin(hop, stage, batches, count, metrics)
         elif runner.is_last:
-            told = _end(hop, stage, batches, count, metrics)
+            try:
+                told = _end(hop, stage, batches, count, metrics)
+            except GeofedError as error:
+                if error.code != "TASK_FAILED":
+                    raise
+                failed = error
         else:
             _pass_on(hop, stage)
     lanes.flush()
     lanes.drain()
+    if failed is not None:
+        raise failed
     return told
 
 
@@ -125,9 +133,19 @@ def _end(hop: _Hop, stage: Stage, batches: Iterable[Any], count: int, metrics: M
     if not count:
         hop.receive(0)
         return {}
-    told = metrics(Answering(answer).eval(), one_by_one())
-    while received < count:
-        # What was not asked for must be taken all the same: the stage before waits for that.
-        hop.receive(received)
-        received += 1
+
+    def take_the_rest() -> None:
+        """What was not asked for must be taken all the same: the stage before waits for that."""
+        nonlocal received
+        while received < count:
+            received += 1
+            hop.receive(received - 1)
+
+    try:
+        told = metrics(Answering(answer).eval(), one_by_one())
+    except GeofedError as error:
+        if error.code == "TASK_FAILED":
+            take_the_rest()
+        raise
+    take_the_rest()
     return told

@@ -66,6 +66,29 @@ def test_evaluation_through_stages_is_that_of_the_whole_model(stages: tuple[tupl
     assert most <= 2 * (2 * 8 + 16)
 
 
+@pytest.mark.parametrize("count", [5, 40])
+def test_metrics_that_fail_leave_no_stage_waiting_and_nothing_behind(count: int) -> None:
+    def failing(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
+        for number, (x, _) in enumerate(batches):
+            model(x)
+            if number == 2:
+                raise GeofedError("TASK_FAILED", "the labels are not what they were")
+        return {}
+
+    def evaluated(worker: Any) -> str:
+        try:
+            worker.runner.evaluate("e1", batches if worker.runner.reads_data else (), count, failing)
+        except GeofedError as error:
+            return error.code
+        return ""
+
+    batches, store = [_batch(4) for _ in range(count)], MemoryChannel()
+    with Crew(Pipeline(STAGES, 1, 4), _layers(), store.another, timeout_seconds=5.0) as crew:
+        found = in_threads([lambda worker=worker: evaluated(worker) for worker in crew.workers])
+    assert found == ["", "", "TASK_FAILED"]
+    assert store.values == {}
+
+
 def _twice(model: nn.Module, batch: Any) -> torch.Tensor:
     x, y = batch
     return nn.functional.mse_loss(model(x) + model(x), y)
