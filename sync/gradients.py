@@ -26,9 +26,10 @@ class GradientMerge:
 
     With ``overlap`` parameters are handed in as the last backward pass of a step gives them, the last layers first, and
     a chunk leaves as soon as it is whole (buckets, as in PyTorch DDP, Li et al. 2020, section 3.2.3). What is handed in
-    has the bits of `FlatModel.gradient` after the pass. The first step is made without, and shows what the module does:
-    where a pass gives a parameter its gradient in several parts (reentrant checkpoints around tied layers) there never
-    is overlap, and state that the pass itself changes (statistics in a checkpoint) is handed in when it is over.
+    has the bits of `FlatModel.gradient` after the pass. State that no gradient trains is handed in when the pass is
+    over, since that may change it (statistics in a checkpoint). The first step is made without, and shows what the
+    module does: where a pass gives a parameter its gradient in several parts (reentrant checkpoints around tied layers)
+    there never is overlap.
     """
 
     def __init__(self, flat: FlatModel, collective: Collective, *, overlap: bool) -> None:
@@ -42,11 +43,6 @@ class GradientMerge:
         """How often the pass that runs has given each parameter a gradient, by where it begins."""
         self._watched = False
         """A step has shown what the module does."""
-        self._state_changes = False
-        """In the backward pass."""
-        self._rest_missing = False
-        self._rest: Vector | None = None
-        """Before the backward pass of the step that is watched."""
         self._places: dict[int, torch.nn.Parameter] = {}
         at = 0
         for parameter in flat.module.parameters():
@@ -62,13 +58,8 @@ class GradientMerge:
             return
         self._armed = True
         self._given.clear()
-        if not self._watched:
-            self._rest = self._flat.rest()
-            return
-        self._buckets = buckets = self._parted().begin(step, weight)
-        self._rest_missing = self._flat.layout.size > self._flat.layout.trainable_size
-        if self._rest_missing and not self._state_changes:
-            self._give_rest(buckets)
+        if self._watched:
+            self._buckets = self._parted().begin(step, weight)
 
     def merged(self, step: int, weight: float) -> tuple[Merged, ...]:
         """After the backward pass: what `Collective.merge` returns."""
@@ -80,8 +71,8 @@ class GradientMerge:
         for at, parameter in self._places.items():
             if not self._given[at]:
                 buckets.give(at, _gradient_of(parameter))
-        if self._rest_missing:
-            self._give_rest(buckets)
+        if self._flat.layout.size > self._flat.layout.trainable_size:
+            buckets.give(self._flat.layout.trainable_size, self._flat.rest())
         return buckets.result()
 
     def _look_back(self) -> None:
@@ -91,13 +82,7 @@ class GradientMerge:
             text = "a backward pass gave a parameter its gradient in several parts, as no pass before it did"
             raise GeofedError("TASK_INVALID", text, hint="call checkpoint(..., use_reentrant=False) in the model")
         self.overlap = self.overlap and not twice
-        if self._rest is not None:
-            self._state_changes = not np.array_equal(self._rest, self._flat.rest(), equal_nan=True)
-            self._watched, self._rest = True, None
-
-    def _give_rest(self, buckets: Buckets) -> None:
-        buckets.give(self._flat.layout.trainable_size, self._flat.rest())
-        self._rest_missing = False
+        self._watched = True
 
     def _parted(self) -> _InParts:
         collective: _InParts = self._collective  # type: ignore[assignment]  # of means, as the caller has promised

@@ -59,6 +59,20 @@ class Recomputed(Odd):
         return out
 
 
+class RecomputedLater(Odd):
+    """The same from the second step on only."""
+
+    passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes < 4:
+            out: torch.Tensor = super().forward(x)
+            return out
+        out = checkpoint(super().forward, x, use_reentrant=False)
+        return out
+
+
 class Reentrant(nn.Module):
     """One layer in two checkpoints, each of which gives it a gradient."""
 
@@ -117,7 +131,7 @@ def trained(
 @given(
     way=st.sampled_from(WAYS),
     asked=st.sampled_from([None, ASKED]),
-    model=st.sampled_from([Odd, Recomputed]),
+    model=st.sampled_from([Odd, Recomputed, RecomputedLater]),
     workers=st.integers(3, 4),
     passes=st.integers(1, 2),
 )
