@@ -31,9 +31,19 @@ def scratch_folder(parent: Path) -> Path:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         # Until it is locked another process may take it for one that was left.
         with contextlib.suppress(FileNotFoundError):
-            if _locked(folder) is not None and folder.exists():
+            if _kept(folder) and folder.exists():
                 atexit.register(_remove, folder, os.getpid())
                 return folder
+
+
+def _kept(folder: Path) -> bool:
+    """Whether it is ours now; where the file system knows no locks, nobody takes it for one that was left either."""
+    try:
+        return _locked(folder) is not None
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return True
 
 
 def _remove(folder: Path, owner: int) -> None:

@@ -2,7 +2,7 @@
 
 The second part is a large neighbourhood search (P. Shaw, CP 1998): a job names the sites it would like best, it and
 some of the jobs that are there leave, all come back one after another, each where it is cheapest then; what is no
-better is undone. It counts moves, not time, so the same input has the same outcome everywhere.
+better is undone. It counts moves, not time, so the same input has the same outcome however fast the machine is.
 """
 
 from __future__ import annotations
