@@ -279,12 +279,12 @@ class Background(Machine):
         """
         takes_all = self.setup.quorum or (self._own_last and self._pending is None)
         ended = self._ended_sequence
-        return [
-            manifest
-            for region in self.setup.others
-            for manifest in self.ledger.next_of(region)
-            if takes_all or manifest.begins <= ended or self.ledger.newest(region) > ended + _NEAR
-        ]
+        found: list[Manifest] = []
+        for region in self.setup.others:
+            run = self.ledger.next_of(region)
+            far_ahead = bool(run) and run[-1].sequence > ended + _NEAR
+            found += (manifest for manifest in run if takes_all or far_ahead or manifest.begins <= ended)
+        return found
 
     def _waits_for_quorum(self, sequence: int, fresh: set[str]) -> list[Action] | None:
         """None: it does not wait."""
@@ -310,7 +310,7 @@ class Background(Machine):
             return self._ended_sequence
         if self._together or self._ended_sequence not in self._grace_over:
             return self._ended_sequence - 1
-        return self._ended_sequence - max(_LATE, self._attendance.behind(region))
+        return self._ended_sequence - self._attendance.behind(region) - _LATE
 
     @property
     def _together(self) -> bool:

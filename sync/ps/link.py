@@ -39,9 +39,9 @@ _BACKOFF_MOST_SECONDS = 1.0
 _COLLECT_AGAIN_SECONDS = 5.0
 _LONGEST_STRETCH = 64
 _SURELY_SLOW_SECONDS = 5.0
+"""An update that takes longer tells something of a link that has carried none before."""
 _OVERDUE_SECONDS, _OVERDUE_TIMES = 1.0, 4.0
 """A transfer is overdue after these seconds and this multiple of what it should take."""
-"""An update that takes longer tells something of a link that has carried none before."""
 _BULK_AGAIN_SECONDS = 60.0
 """How long large updates go through the exchange port after the bulk port could not be reached."""
 

@@ -131,7 +131,7 @@ def test_a_region_that_was_away_may_not_fall_further_behind(regions: Miniature) 
     go(regions, ALL, 5)
     go(regions, ("r0", "r1"), 20)
     assert [wait.regions for wait in waits(here)] == [("r2",)]
-    assert _lag(regions) <= behind + 2
+    assert _lag(regions) <= behind + 5
 
 
 def test_a_region_that_is_far_behind_is_not_waited_for(regions: Miniature) -> None:
