@@ -438,14 +438,17 @@ def write_durably(path: Path, pieces: Sequence[framing.Buffer]) -> None:
 
 def _write_beside(path: Path, pieces: Sequence[framing.Buffer]) -> BinaryIO:
     """The file stays open: only its own descriptor is sure to be told of what could not be written."""
-    file = _partial(path).open("wb")
+    with disk_full_is_told(path):
+        file = _partial(path).open("wb")
     try:
         with disk_full_is_told(path):
             for piece in pieces:
                 file.write(piece)
             file.flush()
     except BaseException:
-        file.close()
+        # It would be written again, and what that fails of must not hide why it is not there.
+        with contextlib.suppress(OSError):
+            file.close()
         raise
     return file
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.failures import filled
 from support.small_disk import small_disk
 
 from geofed_pb.errors import GeofedError
@@ -270,3 +271,16 @@ def test_writing_replaces_the_whole_file(tmp_path: Path) -> None:
     write_durably(path, [b"a", b"b"])
     assert path.read_bytes() == b"ab"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("count", [100, 100_000])
+def test_a_full_disk_is_told_of_small_files_too(tmp_path: Path, count: int) -> None:
+    """What is written first stays in the process for a while."""
+    with small_disk(tmp_path / "small", bytes_=1 << 18) as folder:
+        (folder / "kept").write_bytes(b"before")
+        with filled(folder), pytest.raises(GeofedError) as raised:
+            write_durably(folder / "kept", [b"x" * count])
+        assert raised.value.code == "DISK_FULL"
+        assert (folder / "kept").read_bytes() == b"before"
+        write_durably(folder / "kept", [b"x" * count])
+        assert (folder / "kept").read_bytes() == b"x" * count
