@@ -22,6 +22,7 @@ __all__ = [
     "Ship",
     "StartGrace",
     "StartPatience",
+    "StartPause",
     "SumUp",
 ]
 
@@ -162,6 +163,13 @@ class StartPatience:
 
 
 @dataclass(frozen=True)
+class StartPause:
+    """Say `PauseOver` for the round, which this region makes alone, once it would usually have come to it."""
+
+    sequence: int
+
+
+@dataclass(frozen=True)
 class Keep:
     """Make the metrics of a round durable; then say `Kept`."""
 
@@ -202,6 +210,7 @@ Action = (
     | Restart
     | StartGrace
     | StartPatience
+    | StartPause
     | Keep
     | Forget
     | Failed

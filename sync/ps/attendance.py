@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["Attendance", "Moments", "Punctuality"]
+__all__ = ["Attendance", "Moments", "Pace", "Punctuality"]
 
 _LONGEST_PROBATION = 32
 """Rounds."""
@@ -19,6 +19,9 @@ _MOMENT_SHARE = 0.01
 """Of the time may pass in waiting for regions that are a little late, so that they catch up in the long run."""
 _MOMENT_MOST = 0.1
 """Of a round may be waited at once."""
+_HURRY = 0.9
+"""Of the usual gap is how far apart a region's rounds are at least while it is alone: what differs between rounds shall
+cost no time."""
 _LONGEST_GAP = 4.0
 """Times the mean: what is longer is an absence, not a habit."""
 
@@ -128,3 +131,19 @@ class Moments:
         if self._since is not None:
             self._saved = max(0.0, self._saved - (now - self._since))
             self._since = None
+
+
+class Pace:
+    """When a region that is alone may end its rounds. Times are seconds of any one clock."""
+
+    def __init__(self) -> None:
+        self._first, self._next = 0, -1
+        self._since = self._gap = 0.0
+
+    def pause_seconds(self, sequence: int, now: float, gap_seconds: float) -> float:
+        """How long it is until it may end this round, which it has come to, and whose gap to the one before usually is
+        so long. Rounds one after the other are made at the pace that was usual at the first; lost time is made up."""
+        if sequence != self._next:
+            self._first, self._since, self._gap = sequence, now, _HURRY * gap_seconds
+        self._next = sequence + 1
+        return max(0.0, self._since + (sequence - self._first) * self._gap - now)

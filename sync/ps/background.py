@@ -18,11 +18,23 @@ control plane or by another region's last update.
 
 from __future__ import annotations
 
-from sync.ps.actions import Action, Apply, Failed, Log, Prepare, Refuse, Reply, Restart, StartGrace, StartPatience
+from sync.ps.actions import (
+    Action,
+    Apply,
+    Failed,
+    Log,
+    Prepare,
+    Refuse,
+    Reply,
+    Restart,
+    StartGrace,
+    StartPatience,
+    StartPause,
+)
 from sync.ps.answers import AttachAnswer, BoundaryAnswer
 from sync.ps.attendance import Attendance
 from sync.ps.crew import Evaluation
-from sync.ps.events import Applied, BoundaryArrived, GraceOver, Logged, PatienceOver, Restarted
+from sync.ps.events import Applied, BoundaryArrived, GraceOver, Logged, PatienceOver, PauseOver, Restarted
 from sync.ps.ledger import NO_MODEL
 from sync.ps.machine import Machine, Recovered, Setup
 from sync.ps.manifest import Manifest
@@ -72,6 +84,8 @@ class Background(Machine):
         self._attendance = Attendance()
         self._patience = 0
         """The round for which patience is running out."""
+        self._pause = self._pause_over = 0
+        """The round before which the workers were last held up because this region is alone, and that may be ended."""
         self.stretch = 1
         """Times the planned interval that rounds should last, as seen from here."""
         self._stretches = {
@@ -188,6 +202,8 @@ class Background(Machine):
         if self._pending is not None:
             late = self._late()
             return self._lose_patience(self._pending.sequence, late) if late else self._try_apply()
+        if self._alone and self._pause_over <= self._ended_sequence:
+            return self._pauses(self._ended_sequence + 1)
         agreed = self._agreed()
         if isinstance(agreed, Failed):
             return self._fail(agreed)
@@ -351,6 +367,27 @@ class Background(Machine):
         if self._pending is not None and self._pending.sequence == event.sequence and not self._together:
             self._attendance.gave_up(region for region in self._late() if region in event.regions)
         return self._try_apply()
+
+    @property
+    def _alone(self) -> bool:
+        """Nobody that still trains is waited for, and nobody is further than this region."""
+        absent = self._attendance.absent
+        if self.setup.quorum or self._together or not {*absent, *self._lasts} >= set(self.setup.others):
+            return False
+        training = [region for region in absent if not self.ledger.has_ended(region)]
+        return bool(training) and all(self.ledger.newest(region) < self._ended_sequence for region in training)
+
+    def _pauses(self, sequence: int) -> list[Action]:
+        """Alone it makes its rounds no faster than with the others: who waits for nobody is through with the job where
+        rounds are short, before anybody is heard again, and what it makes alone is worth the least."""
+        if self._pause >= sequence:
+            return []
+        self._pause = sequence
+        return [StartPause(sequence)]
+
+    def _pause_is_over(self, event: PauseOver) -> list[Action]:
+        self._pause_over = max(self._pause_over, event.sequence)
+        return self._try_log()
 
     def _apply(self, sequence: int, manifests: list[Manifest]) -> list[Action]:
         self._boundary.applying = True

@@ -30,12 +30,23 @@ from sync.ps.actions import (
     Ship,
     StartGrace,
     StartPatience,
+    StartPause,
     SumUp,
 )
 from sync.ps.answers import Answer
-from sync.ps.attendance import Moments, Punctuality
+from sync.ps.attendance import Moments, Pace, Punctuality
 from sync.ps.background import Background
-from sync.ps.events import Applied, CallGone, Configured, Event, GraceOver, PatienceOver, Prepared, Stored
+from sync.ps.events import (
+    Applied,
+    CallGone,
+    Configured,
+    Event,
+    GraceOver,
+    PatienceOver,
+    PauseOver,
+    Prepared,
+    Stored,
+)
 from sync.ps.machine import Machine, Setup
 from sync.ps.steering import Steering
 from sync.ps.synchronous import Synchronous
@@ -65,7 +76,7 @@ class Engine:
         self.steering = Steering(exchange, works.codec_name, setup.steps_per_round, setup.steps)
         self.links: Callable[[], Mapping[str, LinkSample]] = dict
         """What the links to the peers have carried of late."""
-        self._punctuality, self._moments = Punctuality(), Moments(time.monotonic())
+        self._punctuality, self._moments, self._pace = Punctuality(), Moments(time.monotonic()), Pace()
         self._patience: asyncio.TimerHandle | None = None
         self._calls: dict[int, asyncio.Future[Answer | None]] = {}
         self._next_call = 1
@@ -164,6 +175,9 @@ class Engine:
                 asyncio.get_running_loop().call_later(self._grace(), self.feed, over)
             case StartPatience():
                 self._wait_for(action, _LEAST_SECONDS_ALONE if action.alone else 0.0)
+            case StartPause():
+                pause = self._pace.pause_seconds(action.sequence, time.monotonic(), self._usual_gap())
+                asyncio.get_running_loop().call_later(pause, self.feed, PauseOver(action.sequence))
             case Ship():
                 self.on_ship(action)
             case Failed():
@@ -175,6 +189,11 @@ class Engine:
         if setup.quorum:
             return self._grace_seconds
         return self._moments.begin(time.monotonic(), self._punctuality.gap_seconds(setup.region))
+
+    def _usual_gap(self) -> float:
+        """Seconds from round to round while all hear each other; nobody keeps up with more than one in a round trip."""
+        farthest = max((link.rtt_ms for link in self.links().values()), default=0.0)
+        return max(self._punctuality.gap_seconds(self.works.setup.region), farthest / 1e3)
 
     def _wait_for(self, late: StartPatience, least_seconds: float = 0.0) -> None:
         """Until these are late. Patience begins anew with each update of theirs: they may have rounds to catch up."""

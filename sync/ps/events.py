@@ -21,6 +21,7 @@ __all__ = [
     "Logged",
     "Merged",
     "PatienceOver",
+    "PauseOver",
     "PeerHas",
     "Prepared",
     "Progress",
@@ -195,6 +196,13 @@ class PatienceOver:
 
 
 @dataclass(frozen=True)
+class PauseOver:
+    """The round may be begun although this region makes it alone."""
+
+    sequence: int
+
+
+@dataclass(frozen=True)
 class Restarted:
     """The model that a new attempt begins with is in the channel."""
 
@@ -273,6 +281,7 @@ Event = (
     | Lapsed
     | GraceOver
     | PatienceOver
+    | PauseOver
     | Restarted
     | Applied
     | Evaluated

@@ -33,6 +33,7 @@ from sync.ps.events import (
     Logged,
     Merged,
     PatienceOver,
+    PauseOver,
     PeerHas,
     Prepared,
     Progress,
@@ -305,6 +306,9 @@ class Machine(abc.ABC):
     def _patience_is_over(self, event: PatienceOver) -> list[Action]:
         return []
 
+    def _pause_is_over(self, event: PauseOver) -> list[Action]:
+        return []
+
     # What may happen
 
     def handle(self, event: Event) -> list[Action]:
@@ -363,6 +367,8 @@ class Machine(abc.ABC):
                 return self._grace_is_over(event)
             case PatienceOver():
                 return self._patience_is_over(event)
+            case PauseOver():
+                return self._pause_is_over(event)
             case Restarted():
                 return self._was_restarted(event)
             case Applied():

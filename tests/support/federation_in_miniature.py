@@ -25,6 +25,7 @@ from sync.ps.actions import (
     Ship,
     StartGrace,
     StartPatience,
+    StartPause,
     SumUp,
 )
 from sync.ps.answers import AttachAnswer, BoundaryAnswer, EvaluatedAnswer, ReduceAnswer
@@ -43,6 +44,7 @@ from sync.ps.events import (
     Logged,
     Merged,
     PatienceOver,
+    PauseOver,
     PeerHas,
     Prepared,
     ReduceArrived,
@@ -312,6 +314,8 @@ class Site:
                 assert action.regions
                 self.lost_patience = True
                 return PatienceOver(action.sequence, action.regions)
+            case StartPause():
+                return PauseOver(action.sequence)
             case Apply():
                 return self._apply(action)
             case SumUp():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sync.ps.attendance import Attendance, Moments, Punctuality
+from sync.ps.attendance import Attendance, Moments, Pace, Punctuality
 
 
 def test_a_region_is_waited_for_again_once_it_has_kept_up() -> None:
@@ -99,3 +99,27 @@ def test_what_a_moment_did_not_take_is_there_for_the_next() -> None:
     moments.end(3.0)
     moments.end(4.0)
     assert moments.begin(4.0, 10.0) == pytest.approx(0.02)
+
+
+def test_rounds_made_alone_are_a_tenth_nearer_than_usual_at_most() -> None:
+    pace, now = Pace(), 100.0
+    for sequence in range(7, 107):
+        now += pace.pause_seconds(sequence, now, 2.0) + 0.1
+    assert now - 100.0 == pytest.approx(99 * 1.8 + 0.1)
+
+
+def test_rounds_that_take_as_long_alone_as_with_others_are_not_held_up() -> None:
+    pace, now, held = Pace(), 0.0, 0.0
+    for sequence in range(100):
+        now += 2.5 if sequence % 2 else 1.5
+        pause = pace.pause_seconds(sequence, now, 2.0)
+        now, held = now + pause, held + pause
+    assert held == 0.0
+
+
+def test_a_region_that_is_alone_again_begins_anew() -> None:
+    pace = Pace()
+    assert pace.pause_seconds(1, 10.0, 2.0) == 0.0
+    assert pace.pause_seconds(2, 10.0, 2.0) == pytest.approx(1.8)
+    assert pace.pause_seconds(9, 10.5, 4.0) == 0.0
+    assert pace.pause_seconds(10, 10.5, 4.0) == pytest.approx(3.6)

@@ -29,7 +29,7 @@ from sync.channel import FileChannel
 from sync.codec import codec_named
 from sync.layout import Layout, Slot, Vector
 from sync.ps import works as works_module
-from sync.ps.actions import Failed, Refuse, Reply, Ship, StartGrace, StartPatience
+from sync.ps.actions import Failed, Refuse, Reply, Ship, StartGrace, StartPatience, StartPause
 from sync.ps.answers import AttachAnswer, BoundaryAnswer
 from sync.ps.arrival import Arrival
 from sync.ps.background import Background
@@ -41,6 +41,7 @@ from sync.ps.events import (
     Event,
     GraceOver,
     PatienceOver,
+    PauseOver,
     PeerHas,
     Stored,
     SumGone,
@@ -215,7 +216,7 @@ class Site:
         self.machine: Background | None = None
         self.answers: dict[int, Any] = {}
         self.to_send: list[Manifest] = []
-        self.patience: list[GraceOver | PatienceOver] = []
+        self.patience: list[GraceOver | PatienceOver | PauseOver] = []
         self.asking = 0
 
     def live(self, doing: Callable[[], None]) -> None:
@@ -258,6 +259,8 @@ class Site:
                         self.patience.append(GraceOver(action.sequence))
                     case StartPatience():
                         self.patience.append(PatienceOver(action.sequence, action.regions))
+                    case StartPause():
+                        self.patience.append(PauseOver(action.sequence))
                     case Failed():
                         raise AssertionError(action)
                     case _:

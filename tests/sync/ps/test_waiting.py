@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 from support.federation_in_miniature import Miniature, Site
 
-from sync.ps.actions import Action, StartGrace, StartPatience
+from sync.ps.actions import Action, StartGrace, StartPatience, StartPause
 
 ALL = ("r0", "r1", "r2")
 ROUNDS = 160
@@ -21,10 +21,11 @@ def regions() -> Miniature:
     return made
 
 
-def go(all_: Miniature, names: Iterable[str], times: int, *, grace: bool = False) -> None:
-    """These regions work and hear each other; the others stand still. Patience begins, and lasts, and so does the grace
-    window where it is said to."""
-    names, lasting = tuple(names), (StartPatience, StartGrace) if grace else (StartPatience,)
+def go(all_: Miniature, names: Iterable[str], times: int, *, grace: bool = False, pause: bool = False) -> None:
+    """These regions work and hear each other; the others stand still. Patience begins, and lasts, and so do the grace
+    window and the pause of one that is alone where it is said to."""
+    kinds = ((StartPatience, True), (StartGrace, grace), (StartPause, pause))
+    names, lasting = tuple(names), tuple(kind for kind, lasts in kinds if lasts)
     for _ in range(times):
         for name in names:
             site = all_.sites[name]
@@ -78,6 +79,48 @@ def test_a_region_says_so_where_it_would_go_on_alone(regions: Miniature) -> None
     assert round_of(here) <= held + 4, "it went on before it had lost patience with both"
     go(regions, ("r0",), 10)
     assert round_of(here) > held + 5
+
+
+def test_a_region_that_is_alone_makes_no_round_before_its_pause_is_over(regions: Miniature) -> None:
+    here = regions.sites["r0"]
+    _alone(regions)
+    go(regions, ("r0",), 10, pause=True)
+    for _ in range(5):
+        (pause,) = _pauses(here)
+        held = round_of(here)
+        assert pause.sequence == held + 1
+        go(regions, ("r0",), 10, pause=True)
+        assert round_of(here) == held
+        here.do_work()
+        go(regions, ("r0",), 10, pause=True)
+        assert round_of(here) == held + 1
+
+
+def test_a_region_that_is_alone_pauses_no_more_once_it_hears_that_others_are_further(regions: Miniature) -> None:
+    here, there = regions.sites["r0"], regions.sites["r1"]
+    _alone(regions)
+    go(regions, ("r1", "r2"), 20)
+    for name in ("r1", "r2"):
+        assert lose_patience(regions.sites[name]).regions == ("r0",)
+    go(regions, ("r1", "r2"), 40)
+    behind = round_of(there) - round_of(here)
+    assert behind >= 4
+    while there.couriers.get("r0"):
+        regions.send("r1")
+        while regions.wan:
+            regions.deliver(regions.wan.pop(0))
+    go(regions, ("r0",), 40, pause=True)
+    assert round_of(here) >= round_of(there) - 1
+
+
+def _alone(regions: Miniature) -> None:
+    """r0 hears nobody and waits for nobody."""
+    go(regions, ("r0",), 10)
+    assert lose_patience(regions.sites["r0"]).alone
+
+
+def _pauses(site: Site) -> list[StartPause]:
+    return [action for action in site.work if isinstance(action, StartPause)]
 
 
 def test_those_that_hear_each_other_stay_together_when_a_third_is_cut_off(regions: Miniature) -> None:
