@@ -86,8 +86,25 @@ def test_at_most_is_the_other_way_round() -> None:
 def test_evaluations_that_lie_far_apart_are_not_put_together() -> None:
     machine = running(ACCURATE)
     measured(machine, "a", 2, accuracy=0.95)
-    assert finishing(measured(machine, "b", 6, accuracy=0.95)) == []
+    assert finishing(measured(machine, "b", 20, accuracy=0.95)) == []
     assert finishing(measured(machine, "a", 4, accuracy=0.95)) == ["a", "b"]
+
+
+def test_evaluations_that_are_seldom_may_be_one_apart() -> None:
+    machine = running(replace(ACCURATE, every=50))
+    measured(machine, "a", 50, accuracy=0.95)
+    assert finishing(measured(machine, "b", 150, accuracy=0.95)) == []
+    assert finishing(measured(machine, "a", 100, accuracy=0.95)) == ["a", "b"]
+
+
+def test_regions_that_stay_a_few_rounds_apart_reach_their_goal() -> None:
+    """As with background exchange, where nobody waits for one that is a little late."""
+    machine = running(ACCURATE)
+    for at_round, accuracy in ((6, 0.7), (8, 0.8)):
+        assert finishing(measured(machine, "a", at_round, accuracy=accuracy)) == []
+        assert finishing(measured(machine, "b", at_round - 4, accuracy=accuracy)) == []
+    measured(machine, "a", 10, accuracy=0.95)
+    assert finishing(measured(machine, "b", 6, accuracy=0.9)) == ["a", "b"]
 
 
 def test_a_metric_that_nobody_measures_is_told_once() -> None:
