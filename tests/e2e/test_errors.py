@@ -219,7 +219,8 @@ def test_what_stands_in_a_daemon_s_way_is_told(shared: Running, tmp_path: Path) 
 def test_help_answers_at_once(name: str) -> None:
     taken = [cpu_seconds(lambda: command(name, "--help")) for _ in range(3)]
     assert command(name, "--help").returncode == 0
-    assert min(taken) < 0.3, taken
+    # A quarter of a second on an idle machine; with torch among what it imports it would be two.
+    assert min(taken) < 0.6, taken
 
 
 def _servers(running: Running, region: str) -> list[psutil.Process]:

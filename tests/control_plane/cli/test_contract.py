@@ -217,4 +217,5 @@ def test_help_answers_at_once() -> None:
         argv = [sys.executable, "-m", "control_plane.cli.main", "--help"]
         return cpu_seconds(lambda: subprocess.run(argv, capture_output=True, check=True))
 
-    assert min(seconds() for _ in range(4)) < 0.3
+    # A quarter of a second on an idle machine; with torch among what it imports it would be two.
+    assert min(seconds() for _ in range(4)) < 0.6
