@@ -5,7 +5,8 @@ knew: their own fresh change in full, everybody's earlier ones as merged (delaye
 arXiv 2502.12996, and Decoupled DiLoCo, arXiv 2604.21428, for the quorum and the grace window). Meanwhile the round's
 update is made, shipped and merged together with the remote ones that have come. Nobody waits for anybody, unless the
 workers end another round before this one is merged: a merge waits for the same round of every region that keeps up,
-when that would hold the workers up only for the one before, and after a moment for one a few rounds older.
+when that would hold the workers up only for the one before, and after a moment for one a few rounds older. The first
+rounds are an exception: regions get their model one after the other, and are to start side by side.
 A region that does not is left out until it does (`Attendance`); its updates are merged when they come, and until then
 the others' count for more in the model that the workers go on from (`Replica`). The last quarter of the job is made
 together with all, whoever was away, so that what regions made apart is trained on together. A quorum makes a merge
@@ -39,13 +40,16 @@ from sync.ps.ledger import NO_MODEL
 from sync.ps.machine import Machine, Recovered, Setup
 from sync.ps.manifest import Manifest
 
-__all__ = ["Background"]
+__all__ = ["FIRST", "Background"]
 
 _BACKLOG = 32
 """Remote updates after which a merge does not wait for a round of ours."""
 _TOGETHER = 4
 """The last 1/4 of the steps is made together: what regions that were cut off from each other have made apart is
 averaged when they meet, and a model like that must be trained on. All are waited for in the end anyway."""
+FIRST = 2
+"""So many rounds are begun together: regions get the first model one after the other, and who is rounds ahead from the
+start merges what is old throughout, and waits in the end for those that have as far to go."""
 _NEAR = 4
 """A region that is further behind merges the others' rounds as they come."""
 _LATE = 3
@@ -322,7 +326,7 @@ class Background(Machine):
         """The round that must be here of a region that keeps up, for the pending one to be merged."""
         if self.setup.quorum:
             return self._ended_sequence - self.setup.lead
-        if len(self._boundary.arrived) < self.setup.workers:
+        if len(self._boundary.arrived) < self.setup.workers or self._ended_sequence <= FIRST:
             return self._ended_sequence
         if self._together or self._ended_sequence not in self._grace_over:
             return self._ended_sequence - 1
@@ -336,9 +340,9 @@ class Background(Machine):
     def _late(self) -> tuple[str, ...]:
         """Regions that the merge of the pending round waits for.
 
-        Without a quorum all that keep up: for the same round, once the workers are held up by that for the one before,
-        and after the grace window for one a few rounds older; with a quorum, those that are too far behind (stale
-        synchronous parallel, Ho et al. 2013).
+        Without a quorum all that keep up: for the same round, once the workers are held up by that for the one before
+        (in the first rounds still for the same), and after the grace window for one a few rounds older; with a quorum,
+        those that are too far behind (stale synchronous parallel, Ho et al. 2013).
         """
         if self.setup.quorum and (not self.setup.lead or self._own_last):
             return ()

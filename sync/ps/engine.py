@@ -35,7 +35,7 @@ from sync.ps.actions import (
 )
 from sync.ps.answers import Answer
 from sync.ps.attendance import Moments, Pace, Punctuality
-from sync.ps.background import Background
+from sync.ps.background import FIRST, Background
 from sync.ps.events import (
     Applied,
     CallGone,
@@ -110,7 +110,7 @@ class Engine:
 
     def feed(self, event: Event) -> None:
         """Give the machine an event and carry out what it answers."""
-        if isinstance(event, Stored | Prepared):
+        if isinstance(event, Stored | Prepared) and event.manifest.sequence >= FIRST:  # the start is nobody's pace
             self._punctuality.came(event.manifest.region, time.monotonic())
         actions = self.machine.handle(event)
         if isinstance(event, GraceOver) or any(isinstance(action, Apply) for action in actions):

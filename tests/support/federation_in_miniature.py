@@ -29,7 +29,7 @@ from sync.ps.actions import (
     SumUp,
 )
 from sync.ps.answers import AttachAnswer, BoundaryAnswer, EvaluatedAnswer, ReduceAnswer
-from sync.ps.background import Background
+from sync.ps.background import FIRST, Background
 from sync.ps.events import (
     Applied,
     Attached,
@@ -367,7 +367,8 @@ class Site:
         if not self.setup.quorum and not self.lost_patience:
             # Where the job ends before its plan, a region may be done when others begin their last round.
             behind = min(told[region] for region in self.setup.regions if region not in action.lasts)
-            least = action.sequence - (_LATE if self.graced >= action.sequence else 1)
+            slack = _LATE if self.graced >= action.sequence else 1
+            least = action.sequence - (slack if action.sequence > FIRST else 0)
             assert behind >= least, "a merge without a region's round, which all waited for"
         merged = (*base.merged, *action.manifests)
         made = Checkpoint(

@@ -512,7 +512,7 @@ def test_deaths_of_servers_and_workers(tmp_path_factory: pytest.TempPathFactory,
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_what_is_sent_summed_up_after_a_cut_counts_once(codec: str) -> None:
     """Whenever the one or the other server dies while sums are made, sent or merged."""
-    whole = [play(codec, [], seed, cuts=True) for seed in range(20)]
+    whole = [play(codec, [], seed, cuts=True) for seed in range(40)]
     assert sum(life.sums > 0 for life in whole) > 5
     for seed in range(100, 140):
         play(codec, [seed * 7 % 90, seed * 11 % 70], seed, cuts=True)

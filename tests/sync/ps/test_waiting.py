@@ -148,6 +148,29 @@ def test_a_region_that_is_a_little_late_holds_nobody_up(regions: Miniature) -> N
     assert 2 <= _lag(regions) <= 3
 
 
+def test_regions_begin_side_by_side() -> None:
+    """However much later one gets the first model."""
+    made = Miniature(3, 1, ROUNDS, 1, 0, quorum=0)
+    go(made, ALL, 1)
+    go(made, ("r0", "r1"), 20)
+    here = made.sites["r0"]
+    assert round_of(here) <= 1
+    assert [wait.regions for wait in waits(here)] == [("r2",)]
+    go(made, ALL, 10)
+    assert _lag(made) <= 1
+
+
+def test_nobody_waits_at_the_start_for_one_that_does_not_come() -> None:
+    made = Miniature(3, 1, ROUNDS, 1, 0, quorum=0)
+    go(made, ALL, 1)
+    go(made, ("r0", "r1"), 20)
+    for name in ("r0", "r1"):
+        lose_patience(made.sites[name])
+    before = round_of(made.sites["r0"])
+    go(made, ("r0", "r1"), 20)
+    assert round_of(made.sites["r0"]) >= before + 8
+
+
 def test_a_region_that_is_a_little_late_catches_up_in_the_grace_windows(regions: Miniature) -> None:
     go(regions, ("r0", "r1"), 6)
     assert _lag(regions) == 3
