@@ -62,8 +62,9 @@ class WorkerLoop:
         self._ended: Ended | None = None
         self._state_given = 0.0
         self._snapshot: Vector | None = None
-        self._room: Vector | None = None
-        """Of the last correction; used again, as each is added before the next one is asked for."""
+        self._spent: list[Ended] = []
+        """With an answer that counts already: to unmap what came with it takes as long as to add it, so that is done
+        beside the steps, too."""
         self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="boundary")
         self._told = time.monotonic()
         self._settled = 0
@@ -145,21 +146,12 @@ class WorkerLoop:
         if reply.model_key:
             self._flat.load(self._holding.read(reply.model_key, "model"))
         elif reply.correction_key:
-            self._flat.add(self._correction(reply.correction_key))
+            self._flat.add(self._holding.read(reply.correction_key, "correction"))
         self._until = reply.until_step
 
-    def _correction(self, key: str) -> Vector:
-        return self._holding.read(key, "correction")
-
-    def _copied(self, key: str) -> Vector | None:
-        """A correction, read beside the steps, so that none of them waits for the pages; "": there is none."""
-        if not key:
-            return None
-        correction = self._correction(key)
-        if self._room is None:
-            self._room = np.empty_like(correction)
-        np.copyto(self._room, correction)
-        return self._room
+    def _correction(self, key: str) -> Vector | None:
+        """Read beside the steps; "": there is none."""
+        return self._holding.read(key, "correction") if key else None
 
     # The end of a round, with background exchange
 
@@ -193,12 +185,13 @@ class WorkerLoop:
     def _tell_end(
         self, server: PsClient, request: worker_pb2.BoundaryRequest, vector: Vector, state: State | None
     ) -> Answer:
+        self._spent.clear()
         self._put_end(request, vector, state)
         return self._ask_end(server, request)
 
     def _ask_end(self, server: PsClient, request: worker_pb2.BoundaryRequest) -> Answer:
         reply = server.boundary(request)
-        return reply, self._copied(reply.correction_key)
+        return reply, self._correction(reply.correction_key)
 
     def _hear_if_due(self, server: PsClient) -> bool:
         """So many steps after the end of a round, in all workers of the partition, its answer counts; True where it
@@ -213,6 +206,7 @@ class WorkerLoop:
             self._go_on(reply)
         elif correction is not None:
             self._flat.add(correction)
+            self._spent.append(ended)
         self._until = reply.until_step
         self._completed, self._ended = reply.round, None
         if reply.evaluate:
@@ -407,7 +401,7 @@ class WorkerLoop:
 
     def _take_answer(self, start: worker_pb2.AttachReply) -> None:
         """The server has taken the end that the last slice told it of; what it has answered counts when it is due."""
-        correction = self._copied(start.correction_key)
+        correction = self._correction(start.correction_key)
         reply: Future[Answer] = Future()
         # The others evaluate when the answer counts, too, and nobody goes on before all have.
         answer = worker_pb2.BoundaryReply(round=start.round, until_step=start.until_step, evaluate=start.evaluate)

@@ -19,6 +19,7 @@ from sync.channel._inotify import Spare
 from sync.channel._keys import checked_key, late
 from sync.channel._meter import Meter, Usage
 from sync.channel._pieces import checked_size, views
+from sync.channel._spares import LEAST_BYTES, Spares, held
 
 __all__ = ["FileChannel"]
 
@@ -32,7 +33,8 @@ _PIECES_AT_ONCE = 512
 class FileChannel:
     """A folder whose files are the values. A value is written beside its place and renamed into it.
 
-    A file lives until it is deleted. Whoever gave the folder removes it when the job is over.
+    A file lives until it is deleted. Whoever gave the folder removes it when the job is over. In shared memory large
+    files are written again when nobody reads them any more (`Spares`).
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -40,6 +42,7 @@ class FileChannel:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._meter, self._watches = Meter(), Spare()
         self._in_memory = _in_memory(self._folder)
+        self._spares = Spares(self._folder / ".spare") if self._in_memory else None
 
     @property
     def usage(self) -> Usage:
@@ -62,15 +65,18 @@ class FileChannel:
         size = checked_size(key, left, _VALUE_BYTES, str(self._folder))
         for tries_left in reversed(range(_TRIES)):
             try:
-                _write_beside(path, left)
+                _write_beside(path, left, self._spares if size >= LEAST_BYTES else None)
                 break
             except (FileNotFoundError, FileExistsError):
                 # Somebody deletes the tree around it at this moment; the value is put all the same.
                 if not tries_left:
                     raise
             except OSError as error:
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                if full and tries_left and self._spares is not None and self._spares.clear():
+                    continue
                 self._meter.count(failures=1)
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                if full:
                     raise GeofedError("DISK_FULL", f"the channel {self._folder} is full") from None
                 raise
         self._meter.count(puts=1, bytes_in=size)
@@ -83,16 +89,23 @@ class FileChannel:
             self.put(key, pieces)
 
     def get(self, key: str) -> memoryview | None:
+        path = self._path(key)
         try:
-            with self._path(key).open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                # The mapping outlives the file's name, so a reader keeps what it read when the value is deleted.
-                view = memoryview(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)) if size else memoryview(b"")
+            for _ in range(_TRIES):
+                with path.open("rb") as file:
+                    size = os.fstat(file.fileno()).st_size
+                    if self._spares is not None and size >= LEAST_BYTES and not held(file.fileno(), path):
+                        continue
+                    # The mapping outlives the file's name, so a reader keeps what it read when the value is deleted.
+                    # All of it will be read: to map it now is cheaper than page by page.
+                    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+                    mapped = mmap.mmap(file.fileno(), size, flags, mmap.PROT_READ) if size else b""
+                self._meter.count(gets=1, bytes_out=size)
+                return memoryview(mapped)
         except FileNotFoundError:
-            self._meter.count(misses=1)
-            return None
-        self._meter.count(gets=1, bytes_out=size)
-        return view
+            pass
+        self._meter.count(misses=1)
+        return None
 
     def wait(self, keys: Collection[str], timeout_seconds: float) -> Iterator[tuple[str, memoryview]]:
         paths = {self._path(key): key for key in keys}
@@ -136,7 +149,8 @@ class FileChannel:
         path = self._path(key)
         self._meter.count(deletes=1)
         with contextlib.suppress(FileNotFoundError):
-            path.unlink()
+            if self._spares is None or not self._spares.keep(path):
+                path.unlink()
 
     def delete_many(self, keys: Collection[str]) -> None:
         for key in keys:
@@ -147,6 +161,10 @@ class FileChannel:
     def delete_tree(self, prefix: str) -> None:
         path = self._path(prefix)
         self._meter.count(deletes=1)
+        if self._spares is not None:
+            for found in path.rglob("[!.]*"):
+                with contextlib.suppress(OSError):
+                    self._spares.keep(found)
         shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
@@ -166,12 +184,13 @@ def _in_memory(folder: Path) -> bool:
     return mounts.get(nearest) in ("tmpfs", "ramfs")
 
 
-def _write_beside(path: Path, pieces: Sequence[memoryview]) -> None:
+def _write_beside(path: Path, pieces: Sequence[memoryview], spares: Spares | None) -> None:
     """Write a file under a name of its own and rename it into its place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        again = spares is not None and spares.take(sum(piece.nbytes for piece in pieces), partial)
+        descriptor = os.open(partial, os.O_WRONLY if again else os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             _write_all(descriptor, list(pieces))
         finally:

@@ -1,0 +1,97 @@
+"""Files in shared memory that are written again, instead of new ones whose pages the kernel has to find and clear."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["LEAST_BYTES", "Spares", "held"]
+
+LEAST_BYTES = 1 << 18
+"""Smaller values are cheaper to write than to look after."""
+_KEPT_BYTES = 1 << 28
+"""Of all spare files together, at most; one is kept whatever its size."""
+_KEPT_SHARE = 0.125
+"""Of the room that is left in the folder's memory, too."""
+
+
+def held(descriptor: int, path: Path) -> bool:
+    """Make sure that a file which was opened as a value is not written again as long as it is open or mapped; False
+    where it is no longer that value."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        # It is being deleted.
+        return False
+    # It may have been deleted, and written again as another value, between its being opened and now.
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+class Spares:
+    """Deleted files of a folder, kept for the next values. Any number of processes may share them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def keep(self, path: Path) -> bool:
+        """Take a value's file away, to be written again; False where it must be unlinked: somebody reads it still, it
+        is small, or there are enough. Raises FileNotFoundError where there is none."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size < LEAST_BYTES or not self._room_for(size):
+                return False
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._folder.mkdir(exist_ok=True)
+            name = f"{size}.{secrets.token_hex(8)}"
+            taken = path.replace(path.with_name(f".{name}"))
+            if os.path.samestat(os.stat(taken), os.fstat(descriptor)):
+                taken.replace(self._folder / name)
+            else:
+                # Another value has come in its place meanwhile, and is deleted in its stead; who reads it is not known.
+                taken.unlink()
+        except FileNotFoundError:
+            raise
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def take(self, size: int, path: Path) -> bool:
+        """Give the file that is nearest in size, and not far off, the name ``path``; False where there is none."""
+        near = [(abs(held_bytes - size), spare) for held_bytes, spare in self._all() if held_bytes <= 2 * size]
+        for _, spare in sorted(near):
+            try:
+                spare.rename(path)
+            except FileNotFoundError:
+                # Another process has taken it.
+                continue
+            os.truncate(path, size)
+            return True
+        return False
+
+    def clear(self) -> bool:
+        """Give their memory back; False where there are none."""
+        spares = [spare for _, spare in self._all()]
+        for spare in spares:
+            spare.unlink(missing_ok=True)
+        return bool(spares)
+
+    def _room_for(self, size: int) -> bool:
+        kept = sum(held_bytes for held_bytes, _ in self._all())
+        system = os.statvfs(self._folder.parent)
+        most = min(_KEPT_BYTES, _KEPT_SHARE * system.f_bavail * system.f_frsize)
+        return not kept or kept + size <= most
+
+    def _all(self) -> Iterator[tuple[int, Path]]:
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
+            for entry in entries:
+                yield int(entry.name.partition(".")[0]), Path(entry.path)

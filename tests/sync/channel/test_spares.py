@@ -1,0 +1,225 @@
+"""Files in shared memory that are written again: nobody ever sees another value than the one that was asked for."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.small_disk import small_disk
+
+from geofed_pb.errors import GeofedError
+from sync.channel import FileChannel
+from sync.channel._spares import LEAST_BYTES, Spares
+
+LARGE = LEAST_BYTES + 4096
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def files(folder: Path) -> set[int]:
+    """Inodes of all files."""
+    return {path.stat().st_ino for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("size", [LARGE, LARGE - 100, LARGE + 5000])
+def test_a_deleted_value_is_written_again(shared: Path, size: int) -> None:
+    channel = FileChannel(shared)
+    channel.put("a/1", [b"x" * LARGE])
+    before = files(shared)
+    channel.delete("a/1")
+    assert channel.get("a/1") is None
+    assert not channel.has("a/1")
+    channel.put("b/2", [b"y" * size])
+    assert files(shared) == before
+    assert channel.get("b/2") == b"y" * size
+
+
+def test_of_a_deleted_tree_too(shared: Path) -> None:
+    channel = FileChannel(shared)
+    channel.put("a/1/model", [b"x" * LARGE])
+    channel.put("a/1/small", [b"x"])
+    before = (shared / "a/1/model").stat().st_ino
+    channel.delete_tree("a/1")
+    assert not (shared / "a/1").exists()
+    channel.put("a/2/model", [b"y" * LARGE])
+    assert (shared / "a/2/model").stat().st_ino == before
+
+
+def test_one_that_is_read_still_is_not(shared: Path) -> None:
+    channel, other = FileChannel(shared), FileChannel(shared)
+    channel.put("a", [b"x" * LARGE])
+    value = other.get("a")
+    channel.delete("a")
+    for number in range(4):
+        channel.put(f"b{number}", [b"y" * LARGE])
+    assert value == b"x" * LARGE
+    array = np.frombuffer(value, np.uint8)
+    del value
+    channel.delete("b0")
+    channel.put("a", [b"z" * LARGE])
+    assert (array == ord("x")).all()
+
+
+def test_one_that_has_been_read_is(shared: Path) -> None:
+    channel = FileChannel(shared)
+    channel.put("a", [b"x" * LARGE])
+    value = channel.get("a")
+    before = files(shared)
+    del value
+    channel.delete("a")
+    channel.put("b", [b"y" * LARGE])
+    assert files(shared) == before
+
+
+def test_on_a_disk_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sync.channel._file._in_memory", lambda _: False)
+    channel = FileChannel(tmp_path)
+    channel.put("a", [b"x" * LARGE])
+    channel.delete("a")
+    assert files(tmp_path) == set()
+
+
+def test_no_more_is_kept_than_an_eighth_of_the_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", bytes_=32 * LARGE) as folder:
+        channel = FileChannel(folder)
+        for number in range(16):
+            channel.put(f"a/{number}", [b"x" * LARGE])
+        for number in range(16):
+            channel.delete(f"a/{number}")
+        kept = list((folder / ".spare").iterdir())
+        assert 1 <= len(kept) <= 4
+
+
+def test_a_channel_that_is_full_gives_up_its_spares_first(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", bytes_=4 * LARGE) as folder:
+        channel = FileChannel(folder)
+        channel.put("a", [b"x" * (2 * LARGE)])
+        channel.delete("a")
+        channel.put("b", [b"y" * LARGE])
+        channel.delete("b")
+        channel.put("c", [b"z" * (3 * LARGE)])
+        assert channel.get("c") == b"z" * (3 * LARGE)
+        with pytest.raises(GeofedError) as raised:
+            channel.put("d", [b"z" * (3 * LARGE)])
+        assert raised.value.code == "DISK_FULL"
+        assert channel.get("c") == b"z" * (3 * LARGE)
+
+
+def test_two_never_take_the_same(shared: Path) -> None:
+    spares = Spares(shared / ".spare")
+    (shared / "a").write_bytes(bytes(LARGE))
+    assert spares.keep(shared / "a")
+    assert spares.take(LARGE, shared / "b")
+    assert not spares.take(LARGE, shared / "c")
+
+
+def _value(key: str, version: int, size: int) -> bytes:
+    """Says of each of its pages whose it is."""
+    page = f"{key}={version};".encode().ljust(64, b".")
+    return (page * (size // 64 + 1))[:size]
+
+
+def _play(folder: str, number: int, seconds: float) -> None:
+    """Puts, deletes and reads a few keys that others use as well; ends with 1 where a value is not what it may be."""
+    random, channel = np.random.default_rng(number), FileChannel(folder)
+    held: list[tuple[memoryview, bytes]] = []
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        key = f"k/{random.integers(4)}"
+        match random.integers(4):
+            case 0:
+                channel.put(key, [_value(key, int(random.integers(1000)), LARGE + 64 * int(random.integers(64)))])
+            case 1:
+                channel.delete(key)
+            case 2 if (value := channel.get(key)) is not None:
+                seen = bytes(value)
+                if not seen.startswith(key.encode()) or seen != (seen[:64] * (len(seen) // 64 + 1))[: len(seen)]:
+                    os._exit(1)
+                held.append((value, seen))
+            case _ if held:
+                value, seen = held.pop(int(random.integers(len(held))))
+                if bytes(value) != seen:
+                    os._exit(1)
+    os._exit(0)
+
+
+def test_whoever_reads_sees_one_whole_value_of_that_key(shared: Path) -> None:
+    """Several processes at once, one of which is killed."""
+    context = multiprocessing.get_context("fork")
+    players = [context.Process(target=_play, args=(str(shared), number, 3.0)) for number in range(4)]
+    for player in players:
+        player.start()
+    time.sleep(1.0)
+    assert players[0].pid is not None
+    os.kill(players[0].pid, signal.SIGKILL)
+    for player in players:
+        player.join()
+    assert [player.exitcode for player in players] == [-signal.SIGKILL, 0, 0, 0]
+
+
+class Values(RuleBasedStateMachine):
+    """Against a plain dictionary; what was read stays what it was."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.folder = tempfile.mkdtemp(dir="/dev/shm")
+        self.channels = [FileChannel(self.folder), FileChannel(self.folder)]
+        self.there: dict[str, bytes] = {}
+        self.read: list[tuple[memoryview, bytes]] = []
+
+    def teardown(self) -> None:
+        if hasattr(self, "folder"):
+            shutil.rmtree(self.folder)
+
+    keys = st.sampled_from(["a/1", "a/2", "b/1", "c"])
+
+    @rule(key=keys, byte=st.integers(1, 255), more=st.integers(-4096, 1 << 17), by=st.integers(0, 1))
+    def put(self, key: str, byte: int, more: int, by: int) -> None:
+        value = bytes([byte]) * (LEAST_BYTES + more)
+        self.channels[by].put(key, [value[:100], value[100:]])
+        self.there[key] = value
+
+    @rule(key=keys, by=st.integers(0, 1))
+    def delete(self, key: str, by: int) -> None:
+        self.channels[by].delete(key)
+        self.there.pop(key, None)
+
+    @rule(tree=st.sampled_from(["a", "b"]), by=st.integers(0, 1))
+    def delete_tree(self, tree: str, by: int) -> None:
+        self.channels[by].delete_tree(tree)
+        self.there = {key: value for key, value in self.there.items() if not key.startswith(f"{tree}/")}
+
+    @rule(key=keys, by=st.integers(0, 1))
+    def get(self, key: str, by: int) -> None:
+        value = self.channels[by].get(key)
+        assert value == self.there.get(key)
+        if value is not None:
+            self.read.append((value, self.there[key]))
+
+    @rule(at=st.integers(0, 10))
+    def forget(self, at: int) -> None:
+        if at < len(self.read):
+            del self.read[at]
+
+    @invariant()
+    def what_was_read_is_what_it_was(self) -> None:
+        assert all(value == then for value, then in self.read)
+
+
+TestValues = Values.TestCase
+TestValues.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
