@@ -48,7 +48,10 @@ class Zygote:
     def run(self, preload: list[str]) -> None:
         """Serve until the gateway goes away."""
         kernel.become_subreaper()
+        # What modules make stays: to look through it again and again for garbage takes a fifth of the time of torch.
+        gc.disable()
         failed = [name for name in preload if not _preload(name)]
+        gc.enable()
         gc.collect()
         gc.freeze()
         threads = len(os.listdir("/proc/self/task"))
