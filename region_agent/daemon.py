@@ -57,7 +57,7 @@ _SENDING = "sending"
 
 @dataclass(frozen=True)
 class Status:
-    """What `region-agent status` prints; written to the state directory once a second."""
+    """What `region-agent status` prints; written to the state directory once a second, and when a session begins."""
 
     region: str
     pid: int
@@ -284,7 +284,8 @@ class Agent:
             self._look_at_capacity()
             for partition in self._partitions.values():
                 partition.tell_account(time.monotonic())
-            await asyncio.sleep(_TICK_SECONDS)
+            # Who waits for the region to be connected reads it in the status at once.
+            await self._hub.turned(_TICK_SECONDS)
 
     def _look_at_capacity(self) -> None:
         """Preemptible workers come and go; of the jobs that have them, the latest loses them first."""

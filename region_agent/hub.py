@@ -10,7 +10,7 @@ import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,6 +67,8 @@ class Hub:
         """What the present session was told of this region holds no more."""
         self.lease_seconds = _DEFAULT_LEASE_SECONDS
         self.connected = False
+        self._turned = asyncio.Event()
+        """A session has begun or ended."""
         self.last_heard = 0.0
         """Unix seconds of the last message from the control plane."""
         self.skew_seconds = 0.0
@@ -108,6 +110,13 @@ class Hub:
         """Open another session, whose first word says what this region has now."""
         self._stale.set()
 
+    async def turned(self, within: float) -> None:
+        """Wait until a session begins or ends, for so many seconds at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                await self._turned.wait()
+        self._turned.clear()
+
     async def run(self, commands: Commands) -> None:
         """Keep a session until cancelled.
 
@@ -129,6 +138,8 @@ class Hub:
                 self._note(error)
             finally:
                 was_connected, self.connected = self.connected, False
+                if was_connected:
+                    self._turned.set()
             backoff = _BACKOFF_FIRST_SECONDS if was_connected else min(backoff * 2, _BACKOFF_MOST_SECONDS)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
 
@@ -178,6 +189,7 @@ class Hub:
 
     def _welcomed(self, welcome: agent_pb2.Welcome) -> None:
         self.connected, self.refusal = True, None
+        self._turned.set()
         self.lease_seconds = welcome.lease_seconds or _DEFAULT_LEASE_SECONDS
         self.last_heard = time.time()
         self.skew_seconds = welcome.at - self.last_heard

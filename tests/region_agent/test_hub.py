@@ -62,6 +62,21 @@ def test_a_session_that_begins_anew_says_what_there_is_now(tmp_path: Path) -> No
     play(scene, tmp_path)
 
 
+def test_a_session_that_begins_or_ends_is_told_to_who_waits_for_it(tmp_path: Path) -> None:
+    async def scene(control: ControlPlane, agent: Agent) -> None:
+        session = await control.next_session()
+        begun = asyncio.create_task(agent.hub.turned(3600.0))
+        await session.welcome()
+        await soon(begun)
+        assert agent.hub.connected
+        ended = asyncio.create_task(agent.hub.turned(3600.0))
+        session.end()
+        await soon(ended)
+        await agent.hub.turned(0.0)
+
+    play(scene, tmp_path)
+
+
 def test_a_command_that_could_not_be_stored_comes_again(tmp_path: Path) -> None:
     async def scene(control: ControlPlane, agent: Agent) -> None:
         agent.refuse_once = GeofedError("DISK_FULL", "no space")
