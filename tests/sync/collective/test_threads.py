@@ -291,37 +291,40 @@ def test_another_invocation_goes_on_where_the_last_one_stopped(
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_the_others_go_on_without_one_that_is_lost(codec: str, chunks: int, opened: Callable[..., list[Any]]) -> None:
     """Whoever it is, an owner too; its step does not count, and nothing counts twice."""
-    for lost in range(WORKERS):
-        channel = MemoryChannel()
-        # Waited for in full, once; a machine that stands still for longer than this would look like a lost worker.
-        settings = Settings("k-reduce", chunks=chunks, codec=codec, timeout_seconds=1.5)
-        ones = opened(settings, channel.another)
-        first = together(ones, lambda w, one: one.merge(1, vector_of(w, 1), 1.0)[0].vector)
-        left = [(w, one) for w, one in enumerate(ones) if w != lost]
+    # Waited for in full, twice; a machine that stands still for longer than this would look like a lost worker.
+    settings = Settings("k-reduce", chunks=chunks, codec=codec, timeout_seconds=1.5)
+    groups = [opened(settings, MemoryChannel().another) for _ in range(WORKERS)]
+    # Each is lost in a group of its own: they wait beside each other.
+    together(groups, lambda lost, ones: _others_go_on(ones, lost, codec))
 
-        def broken(number: int, one: Any, left: list[tuple[int, Any]] = left, lost: int = lost) -> Vector:
-            worker = left[number][0]
-            with pytest.raises(GeofedError) as raised:
-                one.merge(2, vector_of(worker, 2), 1.0)
-            assert raised.value.code == "CHANNEL_TIMEOUT"
-            one.without([lost])
-            return one.merge(2, vector_of(worker, 2), 1.0)[0].vector
 
-        merged = together([one for _, one in left], broken)
-        assert merged[0].tobytes() == merged[1].tobytes()
-        exact = weighted_mean([vector_of(w, 2) for w, _ in left], [1.0, 1.0])
-        if codec == "fp32":
-            assert merged[0].tobytes() == exact.tobytes()
-        else:
-            before = weighted_mean([vector_of(w, 1) for w in range(WORKERS)], [1.0] * WORKERS)
-            assert np.abs(merged[0] - exact).max() + np.abs(first[0] - before).max() < 0.15
-        # It comes back, and may even merge what was put for it; the others do not notice.
-        with contextlib.suppress(GeofedError):
-            ones[lost].merge(2, vector_of(lost, 2), 1.0)
-        merged = together([one for _, one in left], lambda n, one, w=left: one.merge(3, vector_of(w[n][0], 3), 1.0))
-        if codec == "fp32":
-            exact = weighted_mean([vector_of(w, 3) for w, _ in left], [1.0, 1.0])
-            assert all(mine[0].vector.tobytes() == exact.tobytes() for mine in merged)
+def _others_go_on(ones: list[Any], lost: int, codec: str) -> None:
+    first = together(ones, lambda w, one: one.merge(1, vector_of(w, 1), 1.0)[0].vector)
+    left = [(w, one) for w, one in enumerate(ones) if w != lost]
+
+    def broken(number: int, one: Any) -> Vector:
+        worker = left[number][0]
+        with pytest.raises(GeofedError) as raised:
+            one.merge(2, vector_of(worker, 2), 1.0)
+        assert raised.value.code == "CHANNEL_TIMEOUT"
+        one.without([lost])
+        return one.merge(2, vector_of(worker, 2), 1.0)[0].vector
+
+    merged = together([one for _, one in left], broken)
+    assert merged[0].tobytes() == merged[1].tobytes()
+    exact = weighted_mean([vector_of(w, 2) for w, _ in left], [1.0, 1.0])
+    if codec == "fp32":
+        assert merged[0].tobytes() == exact.tobytes()
+    else:
+        before = weighted_mean([vector_of(w, 1) for w in range(WORKERS)], [1.0] * WORKERS)
+        assert np.abs(merged[0] - exact).max() + np.abs(first[0] - before).max() < 0.15
+    # It comes back, and may even merge what was put for it; the others do not notice.
+    with contextlib.suppress(GeofedError):
+        ones[lost].merge(2, vector_of(lost, 2), 1.0)
+    merged = together([one for _, one in left], lambda n, one: one.merge(3, vector_of(left[n][0], 3), 1.0))
+    if codec == "fp32":
+        exact = weighted_mean([vector_of(w, 3) for w, _ in left], [1.0, 1.0])
+        assert all(mine[0].vector.tobytes() == exact.tobytes() for mine in merged)
 
 
 def test_with_staleness_nobody_can_be_left_out(opened: Callable[..., list[Any]]) -> None:
