@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.lasting import daemons
 
 _GRACE_SECONDS = 5.0
 _FOR_WANT_OF_A_PACKAGE = re.compile("not installed|missing|could not import")
@@ -52,7 +53,8 @@ def _nothing_is_left_behind() -> Iterator[None]:
 def _left_since(before: dict[str, set[object]]) -> dict[str, set[object]]:
     left = {kind: now - before[kind] for kind, now in _traces().items()}
     # What a daemon of a longer-lived fixture has started is its own affair.
-    left["processes"] = {pid for pid in left["processes"] if not _ancestors(pid) & before["processes"]}
+    lasting = before["processes"] | daemons()
+    left["processes"] = {pid for pid in left["processes"] if not ({pid} | _ancestors(pid)) & lasting}
     return {kind: found for kind, found in left.items() if found}
 
 

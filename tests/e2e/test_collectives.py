@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.lasting import Lasting
 from support.running import Running, check_succeeded, digits_sites
 from support.stores import BUCKET, redis_server, s3_server
 
@@ -20,17 +20,21 @@ PRICES = {"source": "test", "asOf": "2026-01", "usdPerHour": 0.02, "usdPerPut": 
 SETTINGS = ("train.end.epochs=12", "wan.interval=20", "train.evaluateEvery=0")
 
 
-@contextmanager
-def _running(folder: Path, channel: Mapping[str, Any] | None = None) -> Iterator[Running]:
+def _federation(folder: Path, channel: Mapping[str, Any] | None = None) -> LocalFederation:
     """Two regions with three workers each, all of which a job gets."""
     more = {"channel": dict(channel)} if channel else {}
-    sites = digits_sites(folder, REGIONS, workers=3, **more)
-    with LocalFederation(folder / "federation", sites) as federation:
-        yield Running(federation, folder)
+    return LocalFederation(folder / "federation", digits_sites(folder, REGIONS, workers=3, **more))
 
 
 def _used(running: Running, job: str) -> set[str]:
     return {event["data"]["collective"] for event in running.events(job) if event["kind"] == "collective.used"}
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lasting]:
+    """Their channel is shared memory."""
+    with Lasting(_federation, tmp_path_factory) as federation:
+        yield federation
 
 
 @pytest.mark.parametrize(
@@ -49,11 +53,10 @@ def _used(running: Running, job: str) -> set[str]:
         ),
     ],
 )
-def test_workers_merge_through_shared_memory(tmp_path: Path, settings: tuple[str, ...], used: str) -> None:
-    with _running(tmp_path) as running:
-        job = running.submit("train.workers=3", *SETTINGS, *settings)
-        check_succeeded(running.wait_end(job))
-        assert _used(running, job) == {used}
+def test_workers_merge_through_shared_memory(running: Running, settings: tuple[str, ...], used: str) -> None:
+    job = running.submit("train.workers=3", *SETTINGS, *settings)
+    check_succeeded(running.wait_end(job))
+    assert _used(running, job) == {used}
 
 
 def test_workers_merge_through_redis_and_see_only_their_jobs_keys(tmp_path: Path) -> None:
@@ -64,7 +67,8 @@ def test_workers_merge_through_redis_and_see_only_their_jobs_keys(tmp_path: Path
             "kind": "redis", "url": f"redis://127.0.0.1:{redis.port}/0", "passwordFile": str(tmp_path / "password"),
             "prices": PRICES,
         }  # fmt: skip
-        with _running(tmp_path, channel) as running:
+        with _federation(tmp_path, channel) as federation:
+            running = Running(federation, tmp_path)
             job = running.submit("train.workers=3", *SETTINGS)
             running.wait_round(job, 1)
             users = [line for line in redis.command("ACL", "LIST").splitlines() if job in line]
@@ -93,7 +97,8 @@ def test_workers_merge_through_an_object_store(tmp_path: Path) -> None:
             "kind": "s3", "bucket": BUCKET, "endpointUrl": store.endpoint, "region": "us-east-1", "pathStyle": True,
             "workerCredentialsFile": str(credentials), "prices": PRICES,
         }  # fmt: skip
-        with _running(tmp_path, channel) as running:
+        with _federation(tmp_path, channel) as federation:
+            running = Running(federation, tmp_path)
             job = running.submit("train.workers=3", "train.end.epochs=8", "wan.interval=10", "collective=all-reduce")
             described = running.wait_end(job, 150)
             check_succeeded(described, accuracy=0.7)
@@ -101,18 +106,17 @@ def test_workers_merge_through_an_object_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("collective", ["server-reduce", "k-reduce"])
-def test_a_killed_worker_costs_no_more_than_two_steps(tmp_path: Path, collective: str) -> None:
+def test_a_killed_worker_costs_no_more_than_two_steps(running: Running, collective: str) -> None:
     """Rounds are long, and the worker dies in the middle of one."""
-    with _running(tmp_path) as running:
-        settings = ("train.end.epochs=60", "wan.interval=400", "train.evaluateEvery=0", "wan.exchange=synchronous")
-        job = running.submit("train.workers=3", *settings, f"collective={collective}")
-        running.wait_step(job, 100, "virginia")
-        zygote = running.descendants("virginia", "zygote")
-        workers = [child for parent in zygote for child in parent.children()]
-        workers = workers or running.descendants("virginia", "replica")
-        workers[0].kill()
-        check_succeeded(running.wait_end(job))
-        events = [e for e in running.events(job) if e["region"] == "virginia"]
-        assert any(event["kind"] == "worker-failed" for event in events)
-        (resumed,) = [event for event in events if event["kind"] == "attempt.resumed"]
-        assert resumed["data"]["step"] >= 100, "what was told of before the kill is not made again"
+    settings = ("train.end.epochs=60", "wan.interval=400", "train.evaluateEvery=0", "wan.exchange=synchronous")
+    job = running.submit("train.workers=3", *settings, f"collective={collective}")
+    running.wait_step(job, 100, "virginia")
+    zygote = running.descendants("virginia", "zygote")
+    workers = [child for parent in zygote for child in parent.children()]
+    workers = workers or running.descendants("virginia", "replica")
+    workers[0].kill()
+    check_succeeded(running.wait_end(job))
+    events = [e for e in running.events(job) if e["region"] == "virginia"]
+    assert any(event["kind"] == "worker-failed" for event in events)
+    (resumed,) = [event for event in events if event["kind"] == "attempt.resumed"]
+    assert resumed["data"]["step"] >= 100, "what was told of before the kill is not made again"

@@ -26,12 +26,21 @@ def parameters(described: dict[str, Any]) -> str:
     return str(described["result"]["digests"]["model_parameters"])
 
 
+@pytest.fixture(scope="module")
+def models() -> dict[Path, dict[str, Any]]:
+    """The job that has trained a model, by its federation's folder."""
+    return {}
+
+
 @pytest.fixture
-def trained(running: Running) -> dict[str, Any]:
-    job = running.submit("train.end.epochs=10", "wan.interval=10", "wan.exchange=synchronous")
-    ended = running.wait_end(job)
-    check_succeeded(ended)
-    return ended
+def trained(running: Running, models: dict[Path, dict[str, Any]]) -> dict[str, Any]:
+    """Once in each federation: to start from it does not change it."""
+    if running.federation.folder not in models:
+        job = running.submit("train.end.epochs=10", "wan.interval=10", "wan.exchange=synchronous")
+        ended = running.wait_end(job)
+        check_succeeded(ended)
+        models[running.federation.folder] = ended
+    return models[running.federation.folder]
 
 
 def test_a_job_starts_where_another_has_ended(running: Running, trained: dict[str, Any]) -> None:

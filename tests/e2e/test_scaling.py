@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.lasting import Lasting
 from support.running import TEMPLATES, Running, check_succeeded, digits_sites, eventually
 
 from deploy.local import LocalFederation
@@ -18,9 +19,20 @@ REGIONS = ("shanghai", "virginia")
 LONG = ("train.end.epochs=60", "train.batch=32", "train.workers=2", "wan.interval=30", "train.evaluateEvery=0")
 
 
+def _two_regions(folder: Path) -> LocalFederation:
+    return LocalFederation(folder / "federation", digits_sites(folder, REGIONS, workers=4))
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lasting]:
+    with Lasting(_two_regions, tmp_path_factory) as federation:
+        yield federation
+
+
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[Running]:
-    with LocalFederation(tmp_path / "federation", digits_sites(tmp_path, REGIONS, workers=4)) as federation:
+def unknowing(tmp_path: Path) -> Iterator[Running]:
+    """A federation that knows nothing yet of how fast its regions are."""
+    with _two_regions(tmp_path) as federation:
         yield Running(federation, tmp_path)
 
 
@@ -120,14 +132,14 @@ def _throttled() -> str:
     return (TEMPLATES / "image-classification" / "task.py").read_text() + THROTTLED
 
 
-def test_a_region_that_is_slower_than_planned_has_the_others_give_up_workers_that_wait(running: Running) -> None:
-    job = running.submit("train.end.epochs=60", "wan.interval=10", "train.evaluateEvery=0", task=_throttled())
-    planned = {part["region"]: part["workers"] for part in running.describe(job)["plan"]["partitions"]}
+def test_a_region_that_is_slower_than_planned_has_the_others_give_up_workers_that_wait(unknowing: Running) -> None:
+    job = unknowing.submit("train.end.epochs=60", "wan.interval=10", "train.evaluateEvery=0", task=_throttled())
+    planned = {part["region"]: part["workers"] for part in unknowing.describe(job)["plan"]["partitions"]}
     assert planned["virginia"] == 4
-    ended = running.wait_end(job)
+    ended = unknowing.wait_end(job)
     check_succeeded(ended)
     assert _samples(ended) == _expected(ended)
-    scaled = [event for event in running.events(job) if event["kind"] == "partition.scaled"]
+    scaled = [event for event in unknowing.events(job) if event["kind"] == "partition.scaled"]
     assert scaled, "nobody was scaled"
     assert {event["region"] for event in scaled} <= {"virginia", "shanghai"}
     fewer = next(event["data"] for event in scaled if event["region"] == "virginia")
@@ -135,34 +147,34 @@ def test_a_region_that_is_slower_than_planned_has_the_others_give_up_workers_tha
     assert "of what is left to pay" in fewer["reason"]
 
 
-def test_a_second_job_gets_workers_of_the_first_and_both_come_to_their_end(running: Running) -> None:
-    first = running.submit("train.end.epochs=60", "wan.interval=10", "train.evaluateEvery=0", task=_throttled())
-    running.wait_round(first, 1)
-    held = {part["region"]: part["workers"] for part in running.describe(first)["partitions"]}
+def test_a_second_job_gets_workers_of_the_first_and_both_come_to_their_end(unknowing: Running) -> None:
+    first = unknowing.submit("train.end.epochs=60", "wan.interval=10", "train.evaluateEvery=0", task=_throttled())
+    unknowing.wait_round(first, 1)
+    held = {part["region"]: part["workers"] for part in unknowing.describe(first)["partitions"]}
     assert held["virginia"] == 4
-    second = running.submit("train.end.epochs=15", "train.evaluateEvery=0", "objective.deadline=30m")
-    done = running.wait_end(second)
+    second = unknowing.submit("train.end.epochs=15", "train.evaluateEvery=0", "objective.deadline=30m")
+    done = unknowing.wait_end(second)
     check_succeeded(done)
     assert done["slack_seconds"] > 0
-    told = {event["kind"]: event for event in running.events(second)}
+    told = {event["kind"]: event for event in unknowing.events(second)}
     assert first in told["job.queued"]["text"]
     assert told["job.deadline"]["data"]["kept"]
-    other = running.wait_end(first)
+    other = unknowing.wait_end(first)
     check_succeeded(other)
     assert _samples(other) == _expected(other)
-    reasons = [event["data"]["reason"] for event in running.events(first) if event["kind"] == "partition.scaled"]
+    reasons = [event["data"]["reason"] for event in unknowing.events(first) if event["kind"] == "partition.scaled"]
     assert f"makes room for {second}" in reasons
 
 
-def test_a_job_pauses_for_one_with_a_deadline_and_both_come_to_their_end(running: Running) -> None:
-    first = running.submit("train.end.epochs=60", "wan.interval=10", "train.evaluateEvery=0", task=_throttled())
-    running.wait_round(first, 1)
+def test_a_job_pauses_for_one_with_a_deadline_and_both_come_to_their_end(unknowing: Running) -> None:
+    first = unknowing.submit("train.end.epochs=60", "wan.interval=10", "train.evaluateEvery=0", task=_throttled())
+    unknowing.wait_round(first, 1)
     urgent = ("train.workers=4", "train.end.epochs=10", "train.evaluateEvery=0", "objective.deadline=30m")
-    second = running.submit(*urgent)
-    check_succeeded(running.wait_end(second), accuracy=0.0)
-    other = running.wait_end(first)
+    second = unknowing.submit(*urgent)
+    check_succeeded(unknowing.wait_end(second), accuracy=0.0)
+    other = unknowing.wait_end(first)
     check_succeeded(other)
     assert _samples(other) == _expected(other)
-    reasons = [event["data"]["reason"] for event in running.events(first) if event["kind"] == "partition.scaled"]
+    reasons = [event["data"]["reason"] for event in unknowing.events(first) if event["kind"] == "partition.scaled"]
     assert f"gives way to {second}" in reasons
     assert "there is room again" in reasons

@@ -1,0 +1,107 @@
+"""A federation for the tests of one module, one after the other: to start one takes as long as many a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+from support.running import Running, eventually
+
+from deploy.local import LocalFederation
+from geofed_pb.errors import GeofedError
+
+__all__ = ["Lasting", "daemons"]
+
+_SETTLE_SECONDS = 20.0
+"""For a job that a test has cancelled, and for an agent that it has killed and started again."""
+_GRACE_SECONDS = 5.0
+_federations: dict[LocalFederation, set[int]] = {}
+"""With the processes that were there once it had started, an emulator's among them."""
+
+
+def daemons() -> set[int]:
+    """Processes that no test has to end, also those that one has started anew."""
+    anew = {process.pid for federation in _federations for process in federation.processes.values()}
+    return anew.union(*_federations.values())
+
+
+class Lasting:
+    """Starts the federation for the first test that asks for it, and another one for the test after one that failed
+    or that did not leave it in order. A context manager; leaving it ends the federation."""
+
+    def __init__(
+        self, start: Callable[[Path], AbstractContextManager[LocalFederation]], folders: pytest.TempPathFactory
+    ) -> None:
+        """``start`` makes a federation in an empty folder."""
+        self._start, self._folders = start, folders
+        self._stack = ExitStack()
+        self._federation: LocalFederation | None = None
+        """None before the first test."""
+        self._failures = 0
+
+    def __enter__(self) -> Lasting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def running(self, request: pytest.FixtureRequest, folder: Path) -> Running:
+        """For one test: with all regions connected and no job at work. Its job folder is made in ``folder``."""
+        failures = request.session.testsfailed
+        if self._federation is None or failures != self._failures or not _in_order(self._federation):
+            self._end()
+            before = _children()
+            self._federation = self._stack.enter_context(self._start(self._folders.mktemp("lasting")))
+            _federations[self._federation] = _children() - before
+        self._failures = failures
+        return Running(self._federation, folder)
+
+    def _end(self) -> None:
+        """Fails where a process of the federation outlives it."""
+        if self._federation is None:
+            return
+        alive = [process for pid in daemons() for process in _with_descendants(pid)]
+        self._stack.close()
+        del _federations[self._federation]
+        self._federation = None
+        left = psutil.wait_procs(alive, _GRACE_SECONDS)[1]
+        assert not left, f"left behind: {left}"
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def _with_descendants(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _in_order(federation: LocalFederation) -> bool:
+    if any(process.poll() is not None for process in federation.processes.values()):
+        return False
+    try:
+        federation.wait_connected([name for name in federation.processes if name != "control-plane"])
+        eventually(lambda: not federation.control_plane("list", "-o", "name").stdout.strip(), "no job", _SETTLE_SECONDS)
+    except (GeofedError, AssertionError):
+        return False
+    return True
+
+
+def _servers(federation: LocalFederation) -> list[psutil.Process]:
+    """Parameter servers, which end a moment after their job: a test that looks for its own must find no other."""
+    there = [found for daemon in federation.processes.values() for found in _with_descendants(daemon.pid)]
+    return [process for process in there if _is_server(process)]
+
+
+def _is_server(process: psutil.Process) -> bool:
+    try:
+        return "sync.ps" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
