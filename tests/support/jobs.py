@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,16 +153,3 @@ def chain(body: Invocation) -> list[Outcome]:
     while outcomes[-1].status == "continue":
         outcomes.append(call(body.model_copy(update={"resume_key": outcomes[-1].resume_key})))
     return outcomes
-
-
-def main() -> None:
-    """A process of one worker's lives: a list of first invocations on standard input, their outcomes on output."""
-    import sys
-
-    bodies = [Invocation.model_validate(raw) for raw in json.load(sys.stdin)]
-    lives = [[outcome.model_dump() for outcome in chain(body)] for body in bodies]
-    print(json.dumps(lives))
-
-
-if __name__ == "__main__":
-    main()

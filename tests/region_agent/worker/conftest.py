@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.warm_workers import WarmParent
 
 from region_agent.worker import handler
 
@@ -12,3 +14,10 @@ from region_agent.worker import handler
 @pytest.fixture(autouse=True)
 def _scratch_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handler, "_scratch", lambda: tmp_path / "scratch")
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[WarmParent]:
+    """Forks workers that run in processes of their own."""
+    with WarmParent() as parent:
+        yield parent

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +10,7 @@ import pytest
 from support.jobs import RESTLESS_TASK, chain, invocation, write_samples
 from support.pki import Authority
 from support.server_process import Server
+from support.warm_workers import WarmParent
 
 from geofed_pb.v1 import worker_pb2
 from region_agent.worker import loop
@@ -102,7 +99,7 @@ def test_the_model_does_not_depend_on_where_slices_end(
     assert again == measured
 
 
-def test_workers_whose_slices_end_elsewhere_evaluate_at_the_same_step(tmp_path: Path) -> None:
+def test_workers_whose_slices_end_elsewhere_evaluate_at_the_same_step(tmp_path: Path, warm: WarmParent) -> None:
     """Else one waits in an evaluation for another that waits for its gradients."""
     authority = Authority()
     settings: dict[str, Any] = {"rounds": 2, "steps_per_round": EACH, "evaluate_every": 1}
@@ -110,7 +107,6 @@ def test_workers_whose_slices_end_elsewhere_evaluate_at_the_same_step(tmp_path: 
     east = Server(tmp_path / "east", authority, "east", ("east", "west"), workers=2, **settings)
     west = Server(tmp_path / "west", authority, "west", ("east", "west"), **settings)
     data, workers = write_samples(tmp_path / "data.npz", 50), [(east, 0, 0.001), (east, 1, 300.0), (west, 0, 300.0)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         for server in (east, west):
             server.launch()
@@ -124,24 +120,12 @@ def test_workers_whose_slices_end_elsewhere_evaluate_at_the_same_step(tmp_path: 
             )
             for server, worker, seconds in workers
         ]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "support.jobs"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True,
-            )
-            for _ in bodies
-        ]  # fmt: skip
+        processes = [warm.live([body], tmp_path / "scratch") for body in bodies]
         try:
-            for process, body in zip(processes, bodies, strict=True):
-                assert process.stdin is not None
-                process.stdin.write(json.dumps([body.model_dump(mode="json")]))
-                process.stdin.close()
-                process.stdin = None
-            told = [json.loads(process.communicate(timeout=60)[0])[0] for process in processes]
+            told = [process.end()[0] for process in processes]
         finally:
             for process in processes:
-                process.kill()
-                process.wait()
+                process.close()
         assert [life[-1]["status"] for life in told] == ["done"] * 3
         assert [len(life) for life in told[1:]] == [1, 1]
         assert len(told[0]) >= 2 * EACH

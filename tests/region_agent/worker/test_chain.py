@@ -3,10 +3,6 @@ however many of them share the work, the model is the same."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +14,7 @@ import torch
 from support.jobs import LINEAR_TASK, RESTLESS_TASK, call, chain, invocation, write_samples
 from support.pki import Authority
 from support.server_process import Server
+from support.warm_workers import WarmParent
 from torch import nn
 
 from geofed_pb.v1 import sync_pb2
@@ -44,33 +41,16 @@ class Life:
     """Keys in the channel."""
 
 
-def _run_all(servers: dict[str, Server], bodies: dict[str, list[Any]], scratch: Path) -> dict[str, Life]:
+def _run_all(
+    servers: dict[str, Server], bodies: dict[str, list[Any]], scratch: Path, warm: WarmParent
+) -> dict[str, Life]:
     """All jobs at once, each worker's part of them in one process."""
-    scratch.mkdir()
-    environment = {
-        **os.environ,
-        "TMPDIR": str(scratch),
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "support.jobs"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True,
-        )
-        for _ in range(WORKERS)
-    ]  # fmt: skip
+    processes = [warm.live([bodies[name][worker] for name in servers], scratch) for worker in range(WORKERS)]
     try:
-        for worker, process in enumerate(processes):
-            assert process.stdin is not None
-            json.dump([bodies[name][worker].model_dump(mode="json") for name in servers], process.stdin)
-            process.stdin.close()
-        told = [json.loads(process.stdout.read()) for process in processes if process.stdout is not None]
+        told = [process.end() for process in processes]
     finally:
         for process in processes:
-            process.kill()
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+            process.close()
     lives = {}
     for place, (name, server) in enumerate(servers.items()):
         value = FileChannel(server.channel_folder).get(f"model/{ROUNDS}")
@@ -83,7 +63,7 @@ def _run_all(servers: dict[str, Server], bodies: dict[str, list[Any]], scratch: 
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Life]]:
+def lives(tmp_path_factory: pytest.TempPathFactory, warm: WarmParent) -> Iterator[dict[str, Life]]:
     folder, authority = tmp_path_factory.mktemp("lives"), Authority()
     data = write_samples(folder / "data.npz", 50)
     jobs = {
@@ -93,15 +73,16 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Life]]
         "cosine": (LINEAR_TASK, 0.001),
     }
     servers, bodies = {}, {}
-    for name, (task, slice_seconds) in jobs.items():
+    for name in jobs:
         settings = {"workers": WORKERS, "rounds": ROUNDS, "steps_per_round": STEPS, "evaluate_every": 1}
-        server = servers[name] = Server(folder / name.replace(" ", "-"), authority, "east", ("east",), **settings)
-        server.launch()
-        server.await_ready()
+        servers[name] = Server(folder / name.replace(" ", "-"), authority, "east", ("east",), **settings)
+        servers[name].launch()
+    for name, (task, slice_seconds) in jobs.items():
+        servers[name].await_ready()
         more = {"slice_seconds": slice_seconds, "schedule": COSINE if name == "cosine" else None}
-        bodies[name] = [invocation(server, task, data, worker, **more) for worker in range(WORKERS)]
+        bodies[name] = [invocation(servers[name], task, data, worker, **more) for worker in range(WORKERS)]
     try:
-        yield _run_all(servers, bodies, folder / "scratch")
+        yield _run_all(servers, bodies, folder / "scratch", warm)
     finally:
         for server in servers.values():
             server.kill()

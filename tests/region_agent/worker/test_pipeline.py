@@ -4,9 +4,6 @@ it is cut into invocations, and whoever dies, the model is the one that a single
 from __future__ import annotations
 
 import gc
-import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +17,7 @@ import torch
 from support.jobs import invocation, write_samples
 from support.pki import Authority
 from support.server_process import Server, wait_until
+from support.warm_workers import WarmParent, WorkerProcess
 from torch import nn
 
 from geofed_pb.v1 import sync_pb2
@@ -121,41 +119,11 @@ def _workers(pipeline: dict[str, Any]) -> int:
     return len(pipeline["stages"]) * pipeline.get("degree", 1)
 
 
-class Process:
-    """Lives one worker's lives, one after the other."""
-
-    def __init__(self, bodies: list[Any], scratch: Path) -> None:
-        scratch.mkdir(exist_ok=True)
-        path = os.pathsep.join(path for path in sys.path if path)
-        environment = {**os.environ, "TMPDIR": str(scratch), "PYTHONPATH": path}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "support.jobs"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True,
-        )  # fmt: skip
-        assert self.process.stdin is not None
-        json.dump([body.model_dump(mode="json") for body in bodies], self.process.stdin)
-        self.process.stdin.close()
-
-    def end(self) -> list[list[dict[str, Any]]]:
-        """The outcomes of each life; none where the process died."""
-        assert self.process.stdout is not None
-        told = self.process.stdout.read()
-        self.process.wait()
-        return json.loads(told) if told else []
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-
-
 def _server(folder: Path, name: str, workers: int, **more: Any) -> Server:
     # Parts of few elements, so that a stage's part of the model lies in several and shares some with its neighbours.
     settings = {"workers": workers, "rounds": ROUNDS, "steps_per_round": STEPS, "evaluate_every": 1, **more}
     server = Server(folder / name.replace(" ", "-"), Authority(), "east", ("east",), part_elements=37, **settings)
     server.launch()
-    server.await_ready()
     return server
 
 
@@ -173,16 +141,18 @@ def _life(server: Server, outcomes: list[list[dict[str, Any]]]) -> Life:
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Life]]:
+def lives(tmp_path_factory: pytest.TempPathFactory, warm: WarmParent) -> Iterator[dict[str, Life]]:
     folder = tmp_path_factory.mktemp("lives")
     data = write_samples(folder / "data.npz", SAMPLES)
     servers, bodies = {}, {}
     for name, pipeline in PIPELINES.items():
         more = {"wan_settings": {"background": 1.0}} if "background" in name else {}
         servers[name] = _server(folder, name, _workers(pipeline), **more)
-        bodies[name] = _bodies(servers[name], data, pipeline)
+    for name, server in servers.items():
+        server.await_ready()
+        bodies[name] = _bodies(server, data, PIPELINES[name])
     processes = [
-        Process([bodies[name][worker] for name in PIPELINES if worker < len(bodies[name])], folder / "scratch")
+        warm.live([bodies[name][worker] for name in PIPELINES if worker < len(bodies[name])], folder / "scratch")
         for worker in range(PROCESSES)
     ]
     try:
@@ -269,11 +239,12 @@ def test_nothing_of_the_pipeline_stays_in_the_channel(lives: dict[str, Life]) ->
     ids=["first stage", "middle stage, with states", "last stage", "of two replicas both"],
 )
 def test_a_stage_that_is_killed_costs_at_most_two_steps(
-    tmp_path: Path, name: str, dies: int, store_seconds: float
+    tmp_path: Path, warm: WarmParent, name: str, dies: int, store_seconds: float
 ) -> None:
     data, pipeline = write_samples(tmp_path / "data.npz", SAMPLES), PIPELINES[name]
     workers, degree, stages = _workers(pipeline), pipeline.get("degree", 1), pipeline["stages"]
     server = _server(tmp_path, "server", workers)
+    server.await_ready()
     channel = FileChannel(server.channel_folder)
     victims = [
         number for number in range(workers) if stages[number // degree][0] <= dies <= stages[number // degree][1]
@@ -286,8 +257,8 @@ def test_a_stage_that_is_killed_costs_at_most_two_steps(
         (place / f"die-{dies}").write_text(str(6 * passes + 2))
     bodies = _bodies(server, data, pipeline, store_seconds=store_seconds)
     bodies = [body.model_copy(update={"config": {"place": str(places[body.worker])}}) for body in bodies]
-    processes = [Process([body], tmp_path / "scratch") for body in bodies]
-    again: list[Process] = []
+    processes = [warm.live([body], tmp_path / "scratch") for body in bodies]
+    again: list[WorkerProcess] = []
     try:
         assert [processes[victim].end() for victim in victims] == [[]] * len(victims)
         channel.put(fence_key(1), [b"over"])
@@ -297,7 +268,7 @@ def test_a_stage_that_is_killed_costs_at_most_two_steps(
         assert 6 <= furthest["step"] <= 7
         told = {"attempt": 2, "resume_key": furthest["resume_key"]}
         bodies = [body.model_copy(update={**told, "token": server.token(body.worker, 2)}) for body in bodies]
-        again = [Process([body], tmp_path / "scratch") for body in bodies]
+        again = [warm.live([body], tmp_path / "scratch") for body in bodies]
         outcomes = [Outcome.model_validate(process.end()[0][-1]) for process in again]
         assert {outcome.status for outcome in outcomes} == {"done"}
         # Steps that all made together in the second attempt, beyond those that the furthest worker had not: with
