@@ -1,8 +1,8 @@
-"""Vectors with few entries as lists: where they lie, in about a byte an entry, and their values.
+"""Vectors with few entries as lists: where they lie (`_places`), and their values (`_values`).
 
-Places are written as Elias (1974) and Fano (1971) do: of n places in a row of ascending numbers, the low bits as they
-are and the high bits in unary, 2 + log2(size / n) bits an entry. No entry takes more than 5 bytes with bfloat16 values
-at any density, nor with float32 values down to one entry in 64.
+No entry takes more than 5 bytes with values of 16 bits or fewer at any density, nor with float32 values down to one
+entry in 64. All of a list are one array of bytes: each further array in a frame would take some 60 bytes more, and a
+range of a small model has no more than some hundreds.
 """
 
 from __future__ import annotations
@@ -10,16 +10,22 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from sync.codec import BFloat16, Codec, Float32, Tensors
+from geofed_pb.errors import GeofedError
+from sync.codec import Codec, Float32, Tensors
 from sync.codec._dense import require
+from sync.collective._places import Bytes, Places, pack_places, unpack_places
+from sync.collective._values import FORMS
 from sync.layout import Vector
 
-__all__ = ["AsPublished", "ListCodec", "Lists", "Places"]
+__all__ = ["AsPublished", "ListCodec", "Lists", "ListsAndState", "Places"]
 
-Bits = npt.NDArray[np.uint8]
-Places = npt.NDArray[np.intp]
+_KEY = "l"
+"""As short as can be: with it, and a weight, a frame's header just has 64 bytes."""
+_DENSE, _LIST = 0, 1
+_COUNT = np.dtype("<u4")
+_TURNS = 3
+"""So often entries are left out that are too small to be told of beside the rest."""
 
 
 class ListCodec(Codec, Protocol):
@@ -30,19 +36,19 @@ class ListCodec(Codec, Protocol):
 
 
 class Lists:
-    """A list of the coordinates that are not zero, or the dense vector where that is smaller."""
+    """A list of the coordinates that are not zero, or the dense vector where that is smaller.
+
+    Bytes: 0 and the values of all coordinates; or 1, the number of entries, their places, their values.
+    """
 
     mark = -1
     """Never in a frame of an update."""
 
     def __init__(self, values: str) -> None:
-        """``values``: fp32, bf16 or fp8."""
-        forms: dict[str, tuple[Codec, str, int]] = {
-            "fp32": (Float32(), "delta", 32),
-            "bf16": (BFloat16(), "bf16", 16),
-            "fp8": (Float8(), "fp8", 8),
-        }
-        self._values, self._key, self._width = forms[values]
+        """``values``: fp32, bf16, fp8 or int4; raises ``GeofedError("CONFIG_INVALID")`` for any other."""
+        if values not in FORMS:
+            raise GeofedError("CONFIG_INVALID", f"lists have values in {', '.join(FORMS)}, not in {values}")
+        self._values = FORMS[values]
         self.name, self.lossy = f"lists-{values}", self._values.lossy
 
     def encode(self, vector: Vector) -> Tensors:
@@ -51,83 +57,61 @@ class Lists:
         return self.encode_entries(vector.size, places, vector[places])[0]
 
     def encode_entries(self, size: int, places: Places, values: Vector) -> tuple[Tensors, Vector]:
-        coded = self._values.encode(values)
-        read = self._values.decode(coded, values.size)
-        if self._key == "fp8" and not read.all():
-            # Too small beside the largest to be told of.
-            left = read != 0
-            tensors, told = self.encode_entries(size, places[left], values[left])
-            read[left] = told
-            return tensors, read
-        low = _low_bits(size, places.size)
-        if places.size * (self._width + low + 1) + (size >> low) >= size * self._width:
-            dense = np.zeros(size, np.float32)
-            dense[places] = values
-            return dict(self._values.encode(dense)), read
-        lows = (places & ((1 << low) - 1)).astype(np.uint32)
-        high = np.zeros((size >> low) + places.size + 1, np.uint8)
-        high[(places >> low) + np.arange(places.size)] = 1
-        return {**coded, "low": np.packbits(_bits_of(lows, low)), "high": np.packbits(high)}, read
+        read, left = np.zeros(values.size, np.float32), np.ones(values.size, np.bool_)
+        for turn in range(_TURNS):
+            packed = self._values.pack(values[left])
+            told = self._values.unpack(packed, int(np.count_nonzero(left)))
+            if not self.lossy or turn == _TURNS - 1 or told.all():
+                break
+            left[left] = told != 0
+        read[left] = told
+        entries, nbytes = places[left], self._values.nbytes(size)
+        if packed.size < nbytes:
+            listed = np.concatenate([*_head(entries.size), pack_places(size, entries), packed])
+            if listed.size <= 1 + nbytes:
+                return {_KEY: listed}, read
+        # Among all coordinates the scales may be others.
+        whole = np.zeros(size, np.float32)
+        whole[entries] = values[left]
+        packed = self._values.pack(whole)
+        read[left] = self._values.unpack(packed, size)[entries]
+        return {_KEY: np.concatenate([np.array([_DENSE], np.uint8), packed])}, read
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
-        if "high" not in tensors:
-            return self._values.decode(tensors, size)
-        values, packed, unary = tensors.get(self._key), tensors.get("low"), tensors["high"]
-        require(values is not None and values.ndim == 1 and values.size <= size, "no values")
-        require(packed is not None and packed.dtype == unary.dtype == np.uint8, "no places")
-        count = int(np.asarray(values).size)
-        low = _low_bits(size, count)
-        require(np.asarray(packed).size == -(-count * low // 8), "the places' low bits are too few or too many")
-        require(unary.size == -(-((size >> low) + count + 1) // 8), "the places' high bits are too few or too many")
-        (marks,) = np.nonzero(np.unpackbits(np.asarray(unary, np.uint8)))
-        require(marks.size == count, "there are not as many places as values")
-        places = (marks - np.arange(count)) << low
-        if low:
-            bits = np.unpackbits(np.asarray(packed, np.uint8), count=count * low).reshape(count, low)
-            places |= bits.astype(np.int64) @ (1 << np.arange(low, dtype=np.int64))
-        require(count == 0 or (places[-1] < size and (np.diff(places) > 0).all()), "places are not in order")
+        listed = tensors.get(_KEY)
+        require(listed is not None and listed.dtype == np.uint8 and listed.ndim == 1 and listed.size, "not a list")
+        kind, rest = int(np.asarray(listed)[0]), np.asarray(listed, np.uint8)[1:]
+        if kind == _DENSE:
+            require(rest.size == self._values.nbytes(size), "there are not as many values as coordinates")
+            return self._values.unpack(rest, size)
+        require(kind == _LIST and rest.size >= _COUNT.itemsize, f"a list of kind {kind}, which is not known here")
+        count = int(np.frombuffer(rest[: _COUNT.itemsize].tobytes(), _COUNT)[0])
+        places, used = unpack_places(size, count, rest[_COUNT.itemsize :])
+        values = rest[_COUNT.itemsize + used :]
+        require(values.size == self._values.nbytes(count), "there are not as many values as places")
         out = np.zeros(size, np.float32)
-        rest = {name: array for name, array in tensors.items() if name not in ("low", "high")}
-        out[places] = self._values.decode(rest, count)
+        out[places] = self._values.unpack(values, count)
         return out
 
 
-class Float8:
-    """Sign, exponent of four bits and three further bits of each value: one part in 16, within a factor of 2^15.
+class ListsAndState:
+    """The first ``trained`` coordinates as a list, those behind them, which gradients do not train, in float32."""
 
-    Exponents count down from the largest of the vector; what is smaller than its 2^15th part becomes zero. Everything
-    that is read is a small multiple of a power of two, so that residuals are exact.
-    """
+    mark, lossy = -1, True
 
-    name, mark, lossy = "fp8", -1, True
+    def __init__(self, values: str, trained: int) -> None:
+        self._lists, self._trained, self._state = Lists(values), trained, Float32()
+        self.name = self._lists.name
 
     def encode(self, vector: Vector) -> Tensors:
-        fractions, exponents = np.frexp(np.fmin(np.abs(vector), np.finfo(np.float32).max))
-        sixteenths = np.rint(fractions * np.float32(16)).astype(np.int32)
-        carried = sixteenths == 16
-        sixteenths[carried] = 8
-        exponents[carried] += 1
-        # Of 2^128 there is no float32.
-        sixteenths[exponents > 128] = 15
-        exponents = np.minimum(exponents, 128)
-        top = int(exponents.max(initial=-200, where=vector != 0))
-        codes = ((exponents - top + 15) << 3) + sixteenths - 8
-        codes[(codes < 0) | (vector == 0)] = 0
-        return {
-            "fp8": (codes | (np.signbit(vector) & (codes > 0)) << 7).astype(np.uint8),
-            "top": np.array([top], np.int32),
-        }
+        state = self._state.encode(vector[self._trained :])["delta"]
+        return {**self._lists.encode(vector[: self._trained]), "state": state}
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
-        codes, top = tensors.get("fp8"), tensors.get("top")
-        require(codes is not None and codes.dtype == np.uint8 and codes.shape == (size,), "not a vector of eight bits")
-        require(top is not None and top.dtype == np.int32 and top.shape == (1,), "no largest exponent")
-        largest = int(np.asarray(top)[0])
-        require(-200 <= largest <= 128, "an exponent that is none")
-        low = np.arange(128)
-        table = np.ldexp((8 + (low & 7)) / 16, (low >> 3) - 15 + largest).astype(np.float32)
-        table[0] = 0.0
-        return np.asarray(np.concatenate([table, -table])[np.asarray(codes)], np.float32)
+        require("state" in tensors and size >= self._trained, "no state")
+        state = self._state.decode({"delta": tensors["state"]}, size - self._trained)
+        rest = {name: array for name, array in tensors.items() if name != "state"}
+        return np.concatenate([self._lists.decode(rest, self._trained), state])
 
 
 class AsPublished:
@@ -148,11 +132,6 @@ class AsPublished:
         return out
 
 
-def _low_bits(size: int, count: int) -> int:
-    """How many bits of each place are written as they are."""
-    return max(0, (size // count).bit_length() - 1) if count else max(0, size.bit_length())
-
-
-def _bits_of(numbers: npt.NDArray[np.uint32], width: int) -> Bits:
-    """Shape (count, width), the lowest bit first."""
-    return ((numbers[:, None] >> np.arange(width, dtype=np.uint32)) & 1).astype(np.uint8)
+def _head(count: int) -> tuple[Bytes, Bytes]:
+    """Of a list of so many entries."""
+    return np.array([_LIST], np.uint8), np.array([count], _COUNT).view(np.uint8)

@@ -29,7 +29,8 @@ _ALIGN = 256
 """Chunks begin on multiples of a codec's block, and of a cache line."""
 _LEAST_PARTS = 3
 """Of one chunk nothing leaves before all is there; of two, one worker would have to read most of both."""
-_ELEMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.004}
+_ELEMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.004, "fp8": 1.0, "int4": 0.516}
+"""Of a vector without zeros."""
 
 
 def plan_of(member: Member, size: int, settings: Settings, place: str) -> Plan:

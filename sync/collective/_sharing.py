@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -214,13 +213,9 @@ class Sharing:
         patience: Callable[[], float] | None = None,
     ) -> None:
         """``patience``: as in `open_collective`."""
-        if settings.codec not in ("fp32", "bf16", "fp8"):
-            raise GeofedError("CONFIG_INVALID", f"isp sends its values in fp32, bf16 or fp8, not in {settings.codec}")
         self._member, self._size = member, size
         self._trained = size if settings.trained is None else min(size, settings.trained)
-        # Values of eight bits travel in as many bytes as int8's.
-        like = replace(settings, codec="int8") if settings.codec == "fp8" else settings
-        self._plan = plan_of(member, size, like, place)
+        self._plan = plan_of(member, size, settings, place)
         self._all_to_all = settings.chunks is None
         self._codec: ListCodec = AsPublished() if settings.faithful else Lists(settings.codec)
         by_ranges = not self._all_to_all and not settings.faithful

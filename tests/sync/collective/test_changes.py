@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -33,7 +34,7 @@ def changes(size: int, density: float, seed: int) -> Vector:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 30_000), st.floats(0, 1), st.integers(0, 9), st.sampled_from(["fp32", "bf16", "fp8"]))
+@given(st.integers(0, 30_000), st.floats(0, 1), st.integers(0, 9), st.sampled_from(["fp32", "bf16", "fp8", "int4"]))
 def test_lists_say_what_they_were_told(size: int, density: float, seed: int, values: str) -> None:
     vector, codec = changes(size, density**4, seed), Lists(values)
     frame = framing.decode(b"".join(framing.encode(codec.encode(vector))))
@@ -41,14 +42,14 @@ def test_lists_say_what_they_were_told(size: int, density: float, seed: int, val
     if values == "fp32":
         assert np.array_equal(got, vector)
     else:
-        least = 2**-14 * np.abs(vector).max(initial=0.0) if values == "fp8" else 0.0
-        np.testing.assert_allclose(got, vector, rtol={"bf16": 2**-8, "fp8": 2**-4}[values], atol=least)
+        least = {"bf16": 0.0, "fp8": 2**-14, "int4": 1 / 7}[values] * np.abs(vector).max(initial=0.0)
+        np.testing.assert_allclose(got, vector, rtol={"bf16": 2**-8, "fp8": 2**-4, "int4": 0.0}[values], atol=least)
         residual = vector - got
         assert np.array_equal(residual.astype(np.float64), vector.astype(np.float64) - got)
 
 
 @pytest.mark.parametrize("one_in", [1, 2, 5, 30, 64, 1000, 100_000])
-@pytest.mark.parametrize("values", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("values", ["fp32", "bf16", "fp8", "int4"])
 def test_an_entry_takes_five_bytes_at_most(one_in: int, values: str) -> None:
     size = 1_000_000
     vector = changes(size, 1 / one_in, 1)
@@ -56,7 +57,21 @@ def test_an_entry_takes_five_bytes_at_most(one_in: int, values: str) -> None:
     if values != "fp32" or one_in <= 64:
         assert nbytes <= 5 * np.count_nonzero(vector) + 8
     # Never larger than the dense vector.
-    assert nbytes <= size * {"fp32": 4, "bf16": 2, "fp8": 1}[values] + 4
+    assert nbytes <= size * {"fp32": 4, "bf16": 2, "fp8": 1, "int4": 0.516}[values] + 4
+
+
+@pytest.mark.parametrize(("one_in", "most"), [(5, 0.8), (20, 0.85), (200, 0.9)])
+def test_rows_take_little_more_than_their_values(one_in: int, most: float) -> None:
+    """Of an embedding: eight coordinates lie together."""
+    rng = np.random.default_rng(1)
+    vector = np.repeat(rng.random(100_000) < 1 / one_in, 8) * changes(800_000, 1.0, 2)
+    entries = np.count_nonzero(vector)
+    (got,) = Lists("int4").encode(vector).values()
+    apart = Lists("int4").encode(changes(800_000, 1 / one_in, 1))
+    assert got.nbytes < most * entries
+    assert got.nbytes * 1.2 < sum(one.nbytes for one in apart.values())
+    exact = Lists("fp32")
+    assert np.array_equal(exact.decode(exact.encode(vector), vector.size), vector)
 
 
 @pytest.mark.parametrize("vector", [[3.4e38, -3.4e38, 1], [1e-45, -1e-45], [0, -0.0], [], [-1.99, 1e-9, 2e-5]])
@@ -71,19 +86,42 @@ def test_eight_bits_bear_the_ends_of_the_range(vector: list[float]) -> None:
     assert np.array_equal(codec.decode(tensors, 2 * values.size)[: values.size], read)
 
 
-@pytest.mark.parametrize("broken", ["values", "low", "high", "too many", "dtype"])
-def test_damaged_lists_are_refused(broken: str) -> None:
-    codec, vector = Lists("bf16"), changes(5000, 0.01, 3)
-    tensors = dict(codec.encode(vector))
-    if broken == "too many":
-        tensors["bf16"] = np.append(tensors["bf16"], tensors["bf16"][:1])
+@pytest.mark.parametrize("vector", [[3.4e38, -3.4e38, 1], [1e-45, -1e-45], [], [-1.99, 1e-9, 2e-5], [7.5, 0.5, 3.75]])
+def test_four_bits_bear_the_ends_of_the_range(vector: list[float]) -> None:
+    codec, values = Lists("int4"), np.array(vector, np.float32)
+    places = 3 * np.arange(values.size)
+    tensors, read = codec.encode_entries(4 * values.size, places, values)
+    got = codec.decode(tensors, 4 * values.size)
+    assert np.isfinite(got).all()
+    assert np.array_equal(got[places], read)
+    np.testing.assert_allclose(read, values, rtol=0, atol=max(2**-127, float(np.abs(values).max(initial=0.0)) / 7))
+
+
+@pytest.mark.parametrize("density", [0.001, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("broken", ["cut", "longer", "kind", "form", "count", "dtype", "none"])
+def test_damaged_lists_are_refused(broken: str, density: float) -> None:
+    codec, vector = Lists("int4"), changes(5000, density, 3)
+    (whole,) = (np.array(array) for array in codec.encode(vector).values())
+    tensors: dict[str, Any] = {"l": whole}
+    if broken == "none":
+        tensors = {"high": whole}
     elif broken == "dtype":
-        tensors["low"] = tensors["low"].astype(np.float32)
+        tensors = {"l": whole.astype(np.float32)}
+    elif broken in ("cut", "longer"):
+        tensors = {"l": whole[:-1] if broken == "cut" else np.append(whole, whole[:1])}
     else:
-        tensors[{"values": "bf16"}.get(broken, broken)] = tensors[{"values": "bf16"}.get(broken, broken)][:-1]
+        # Of a dense vector, the first byte alone is more than values.
+        whole[{"kind": 0, "form": 5, "count": 1}[broken] if density < 1 else 0] ^= 0x40
     with pytest.raises(GeofedError) as raised:
         codec.decode(tensors, 5000)
     assert raised.value.code == "FRAME_INVALID"
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=60), st.integers(0, 200), st.sampled_from(["fp32", "bf16", "fp8", "int4"]))
+def test_any_bytes_are_read_or_refused(raw: bytes, size: int, values: str) -> None:
+    with contextlib.suppress(GeofedError):
+        assert Lists(values).decode({"l": np.frombuffer(raw, np.uint8)}, size).shape == (size,)
 
 
 # The filter
@@ -94,7 +132,7 @@ def test_damaged_lists_are_refused(broken: str) -> None:
     st.lists(st_numpy.arrays(np.float32, 60, elements=tame), min_size=1, max_size=6),
     st_numpy.arrays(np.float32, 60, elements=tame),
     st.floats(0, 2),
-    st.sampled_from(["fp32", "bf16", "fp8"]),
+    st.sampled_from(["fp32", "bf16", "fp8", "int4"]),
 )
 def test_sent_plus_held_back_is_all_change(
     given_in: list[Vector], model: Vector, significance: float, values: str
@@ -178,8 +216,8 @@ def share(
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.integers(2, 9), st.integers(1, 3000), st.integers(0, 4), st.sampled_from(["fp32", "bf16", "fp8"]), st.booleans(),
-    st.floats(0, 3), st.data(),
+    st.integers(2, 9), st.integers(1, 3000), st.integers(0, 4), st.sampled_from(["fp32", "bf16", "fp8", "int4"]),
+    st.booleans(), st.floats(0, 3), st.data(),
 )  # fmt: skip
 def test_all_end_with_all_changes_in_the_same_bits(
     workers: int, size: int, every: int, codec: str, faithful: bool, significance: float, data: st.DataObject
@@ -248,7 +286,7 @@ def test_owners_hold_back_sums_that_are_not_significant() -> None:
     assert after_two == [1.6, 1.6, 1.6, 1.6]
 
 
-@pytest.mark.parametrize(("chunks", "codec"), [(None, "bf16"), (3, "bf16"), (2, "fp8")])
+@pytest.mark.parametrize(("chunks", "codec"), [(None, "bf16"), (3, "bf16"), (2, "fp8"), (2, "int4")])
 def test_the_next_invocation_holds_back_the_same(chunks: int | None, codec: str) -> None:
     given_settings = Settings("isp", chunks=chunks, codec=codec, significance=1.0)
     whole, exact, _ = share(4, 600, given_settings, 5)
@@ -300,7 +338,7 @@ def test_ranges_move_fewer_bytes_than_all_to_all() -> None:
 
 
 def test_what_cannot_be_shared_is_refused() -> None:
-    with pytest.raises(GeofedError, match="fp32, bf16 or fp8"):
+    with pytest.raises(GeofedError, match="not in int8"):
         Sharing(Settings("isp", codec="int8"), Member(0, 2, 1), MemoryChannel(), "c", 10)
     one = Sharing(Settings("isp"), Member(0, 2, 1), MemoryChannel(), "c", 10)
     vector: Any = np.zeros(10, np.float32)
