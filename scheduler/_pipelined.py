@@ -27,8 +27,8 @@ USUAL_BASE_MB, LEAST_BASE_MB = 300.0, 128.0
 WORTH = 0.95
 """Of what a step takes, time or money as the job minimises one or the other, what it must come to in bfloat16 for
 stages to send each other that. It rounds activations and their gradients to 8 bits of mantissa."""
-MERGED_SHARE = {"bf16": 0.5, "int8": 0.25, "fp8": 0.25}
-"""Of a gradient, what merging sends by its codec."""
+MERGED_SHARE = {"bf16": 0.5, "int8": 0.25, "fp8": 0.25, "int4": 0.13}
+"""Of a gradient without zeros, what merging sends by its codec."""
 ASKED = ("s3",)
 """Channels that tell nobody what has come: there workers save requests, and merge all in one."""
 SPARE = 0.2

@@ -333,8 +333,9 @@ class Parallelism(_Section):
 class Merge(_Section):
     """How the workers of a region merge, beyond the collective's name."""
 
-    codec: Literal["fp32", "bf16", "int8", "fp8"] = "fp32"
-    """What they send each other in, both ways; what a lossy one holds back goes with the next step. `fp8`: of `isp`."""
+    codec: Literal["fp32", "bf16", "int8", "fp8", "int4"] = "fp32"
+    """What they send each other in, both ways; what a lossy one holds back goes with the next step. `fp8` and `int4`
+    send only what is not zero, where that is less. `int8`: not of `isp`."""
     staleness: Annotated[int, Field(ge=0, le=8)] = 0
     """Of `k-reduce`: workers that merge no part go on with the mean of so many steps before (FasDL: 1)."""
     significance: Annotated[float, Field(ge=0)] | None = None
@@ -412,10 +413,8 @@ class JobSpec(_Section):
             raise ValueError("`merge.significance` goes with `collective: isp`")
         if self.merge.codec != "fp32" and self.collective in ("auto", "server-reduce"):
             raise ValueError("`merge.codec` goes with a `collective` other than `server-reduce`; name one")
-        if (self.merge.codec == "int8" and self.collective == "isp") or (
-            self.merge.codec == "fp8" and self.collective != "isp"
-        ):
-            raise ValueError(f"`merge.codec: {self.merge.codec}` does not go with `collective: {self.collective}`")
+        if self.merge.codec == "int8" and self.collective == "isp":
+            raise ValueError("`merge.codec: int8` does not go with `collective: isp`; `fp8` has eight bits as well")
         return self
 
     def to_json(self) -> str:

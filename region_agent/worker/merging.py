@@ -289,8 +289,7 @@ def group_settings(call: Invocation, flat: FlatModel) -> Settings:
     if settings is None:
         asked = costs if call.channel == "s3" else None
         settings = Settings("pipelined-scatter-reduce", timeout_seconds=_TIMEOUT_SECONDS, asked=asked)
-    codec = call.merging_codec if call.merging_codec in ("fp32", "bf16", "int8") else "fp32"
-    return replace(settings, staleness=0, codec=codec, trained=flat.layout.trainable_size)
+    return replace(settings, staleness=0, codec=call.merging_codec, trained=flat.layout.trainable_size)
 
 
 def _costs(call: Invocation) -> ChannelCosts | None:

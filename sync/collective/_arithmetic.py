@@ -10,9 +10,13 @@ import numpy.typing as npt
 
 from sync.codec import Codec, ErrorFeedback, Tensors, codec_named, with_state
 from sync.collective._fold import Fold, Numbers
+from sync.collective._lists import Lists, ListsAndState
 from sync.layout import Vector
 
 __all__ = ["Arithmetic", "MeanOf"]
+
+_AS_LISTS = ("fp8", "int4")
+"""Forms of values; where few gradients are not zero, only those travel."""
 
 
 class Arithmetic(Protocol):
@@ -44,10 +48,9 @@ class MeanOf:
 
     def __init__(self, codec: str, bounds: Sequence[slice], trained: int | None) -> None:
         size = bounds[-1].stop
-        known = size if trained is None else trained
-        self._codecs: list[Codec] = [
-            with_state(codec_named(codec), known - chunk.start, chunk.stop - chunk.start) for chunk in bounds
-        ]
+        self._known = known = size if trained is None else trained
+        self._as_lists = codec in _AS_LISTS
+        self._codecs = [_codec(codec, known - chunk.start, chunk.stop - chunk.start) for chunk in bounds]
         self.given = {number: ErrorFeedback(codec) for number, codec in enumerate(self._codecs)}
         """By chunk: what this worker's parts hold back."""
         self.published = {number: ErrorFeedback(codec) for number, codec in enumerate(self._codecs)}
@@ -73,7 +76,7 @@ class MeanOf:
             self.given[chunk].residual = residual[part].copy()
 
     def part(self, chunk: int, values: Vector) -> Tensors:
-        return self.given[chunk].encode(values)[0]
+        return self._encode(self.given[chunk], chunk, values)[0]
 
     def own(self, chunk: int, values: Vector) -> Numbers:
         return values
@@ -86,16 +89,32 @@ class MeanOf:
 
     def merged(self, chunk: int, fold: Fold) -> tuple[Tensors, Vector, float]:
         mean, weight = fold.mean()
-        tensors, values = self.published[chunk].encode(mean)
+        tensors, values = self._encode(self.published[chunk], chunk, mean)
         return tensors, values, weight
 
     def joint(self, chunk: int, fold: Fold) -> tuple[Tensors, float]:
         """What is sent to the owner of what a group has; the mean is rounded to float32, and coded."""
         mean, weight = fold.mean()
-        return self.joined[chunk].encode(mean)[0], weight
+        return self._encode(self.joined[chunk], chunk, mean)[0], weight
 
     def read_merged(self, chunk: int, tensors: Tensors, size: int) -> Vector:
         return self._codecs[chunk].decode(tensors, size)
+
+    def _encode(self, feedback: ErrorFeedback, chunk: int, values: Vector) -> tuple[Tensors, Vector]:
+        """Of what goes as a list, only where there is something new.
+
+        What the coding of a sparse vector rounds away is never zero: it would all be told of in each step.
+        """
+        if not self._as_lists:
+            return feedback.encode(values)
+        trained = max(0, self._known - self._bounds[chunk].start)
+
+        def new(_: Vector) -> npt.NDArray[np.bool_]:
+            there: npt.NDArray[np.bool_] = np.not_equal(values, 0)
+            there[trained:] = True
+            return there
+
+        return feedback.encode(values, keep=new)
 
     def residuals(self) -> dict[str, npt.NDArray[np.generic]]:
         """What is held back, by names that `restore` knows."""
@@ -113,3 +132,10 @@ class MeanOf:
         """Take up one of the `residuals`."""
         kind, _, chunk = name.partition(".")
         dict(self._streams())[kind][int(chunk)].residual = np.array(residual, np.float64)
+
+
+def _codec(name: str, trained: int, size: int) -> Codec:
+    """What codes a chunk of ``size`` coordinates of which the first ``trained`` are parameters; lists, where named."""
+    if name not in _AS_LISTS:
+        return with_state(codec_named(name), trained, size)
+    return Lists(name) if trained >= size else ListsAndState(name, max(0, trained))

@@ -31,8 +31,8 @@ class Settings:
     staleness: int = 0
     """``k-reduce``: workers that own no chunk go on with the mean of so many steps before (FasDL: 1)."""
     codec: str = "fp32"
-    """What chunks travel in, both ways, with error feedback: fp32, bf16, int8. Of ``isp``: its values, fp32,
-    bf16 or fp8."""
+    """What chunks travel in, both ways, with error feedback: fp32, bf16, int8, or fp8 and int4, which are lists of the
+    entries that are not zero, where that is less. Of ``isp``: its lists' values, fp32, bf16, fp8 or int4."""
     trained: int | None = None
     """How many coordinates, from the first, gradients train; None: all."""
     significance: float = 0.7

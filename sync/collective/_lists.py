@@ -24,7 +24,7 @@ _KEY = "l"
 """As short as can be: with it, and a weight, a frame's header just has 64 bytes."""
 _DENSE, _LIST = 0, 1
 _COUNT = np.dtype("<u4")
-_TURNS = 3
+_TURNS = 2
 """So often entries are left out that are too small to be told of beside the rest."""
 
 

@@ -13,7 +13,7 @@ from sync.collective._sharing import Sharing
 
 __all__ = ["check", "open_collective"]
 
-_CODECS = {"isp": ("fp32", "bf16", "fp8")}
+_CODECS = {"isp": ("fp32", "bf16", "fp8", "int4")}
 
 
 def open_collective(
@@ -40,7 +40,7 @@ def check(settings: Settings, workers: int) -> None:
     """Raise ``GeofedError("CONFIG_INVALID")`` for settings that do not fit together."""
     if settings.pattern not in ("all-reduce", "scatter-reduce", "pipelined-scatter-reduce", "k-reduce", "isp"):
         raise GeofedError("CONFIG_INVALID", f"unknown collective {settings.pattern!r}")
-    codecs = _CODECS.get(settings.pattern, ("fp32", "bf16", "int8"))
+    codecs = _CODECS.get(settings.pattern, ("fp32", "bf16", "int8", "fp8", "int4"))
     if settings.codec not in codecs:
         text = f"{settings.pattern} does not send in {settings.codec!r}"
         raise GeofedError("CONFIG_INVALID", text, hint=f"known: {', '.join(codecs)}")

@@ -119,6 +119,15 @@ def test_overrides_are_told_as_such(job_file: Path) -> None:
     assert errors_of(job_file, JOB, "kind.x=1") == ["--set kind.x=1: kind holds no keys"]
 
 
+def test_codecs_of_merges_go_with_collectives(job_file: Path) -> None:
+    for collective in ("k-reduce", "isp"):
+        for codec in ("bf16", "fp8", "int4"):
+            loaded = load(job_file, [f"collective={collective}", f"merge.codec={codec}"])
+            assert to_demand(loaded.spec, "j", NOW).merging_codec == codec
+    (told,) = errors_of(job_file, JOB, "collective=isp", "merge.codec=int8")
+    assert "`merge.codec: int8` does not go with `collective: isp`; `fp8` has eight bits as well" in told
+
+
 def test_a_section_is_a_mapping(job_file: Path) -> None:
     told = {
         "train.initialModel=digits-1": "`train.initialModel` must be a mapping; it takes job",

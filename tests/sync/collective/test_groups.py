@@ -105,7 +105,7 @@ def test_owners_read_less_and_all_are_done_sooner() -> None:
     assert grouped.now < 0.8 * flat.now
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8"])
+@pytest.mark.parametrize("codec", ["bf16", "int8", "fp8", "int4"])
 def test_what_the_codec_holds_back_comes_later_and_outlives_an_invocation(codec: str) -> None:
     settings, workers, size, steps = Settings("k-reduce", chunks=2, groups=2, codec=codec), 4, 600, 40
     memory, vectors = MemoryChannel(), [vector_of(worker, 0, 600) for worker in range(4)]
@@ -128,7 +128,7 @@ def test_what_the_codec_holds_back_comes_later_and_outlives_an_invocation(codec:
     with ThreadPoolExecutor(workers) as pool:
         means = list(pool.map(work, range(workers)))
     exact = weighted_mean(vectors, [1.0, 2.0, 3.0, 4.0])
-    once = np.abs(exact).max() / {"bf16": 256, "int8": 127}[codec]
+    once = np.abs(exact).max() / {"bf16": 256, "int8": 127, "fp8": 16, "int4": 7}[codec]
     # Every rounding is made up for in the next step: of forty steps one is still owed, on each of three ways.
     assert np.abs(means[0] - exact).max() < 4 * once / steps
 

@@ -160,7 +160,7 @@ def test_requests_are_those_of_k_reduce() -> None:
         assert sum(worker.meter.bytes_in for worker in virtual.workers) == pytest.approx(workers * 32_000, rel=0.05)
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8"])
+@pytest.mark.parametrize("codec", ["bf16", "int8", "fp8", "int4"])
 @pytest.mark.parametrize("chunks", [1, 3, 4])
 def test_codecs_hold_nothing_back_for_good(codec: str, chunks: int) -> None:
     """Sent plus held back is all there was, up to the rounding of the float64 mean."""
@@ -182,6 +182,21 @@ def test_codecs_hold_nothing_back_for_good(codec: str, chunks: int) -> None:
     np.testing.assert_allclose(got + held, total, rtol=0, atol=1e-4 * np.abs(total).max())
     for one in ones:
         one.close()
+
+
+@pytest.mark.parametrize(("codec", "least"), [("int8", 3.5), ("fp8", 8.0), ("int4", 13.0)])
+def test_of_sparse_gradients_only_what_there_is_travels(codec: str, least: float) -> None:
+    """Rows of an embedding: each of 16 workers has one in ten, all of them together four in five."""
+    workers, size, moved = 16, 80_000, []
+    for form in ("fp32", codec):
+        virtual = Virtual(QUICK)
+        for worker, one in enumerate(collectives(workers, size, Settings("k-reduce", codec=form))):
+            there = np.repeat(np.random.default_rng(worker).random(size // 8) < 0.1, 8)
+            virtual.add(steps(one, [there * vectors_of(workers, size, step)[worker] for step in (1, 2)], [1.0] * 2, []))
+        virtual.run()
+        assert all(worker.ended for worker in virtual.workers)
+        moved.append(sum(worker.meter.bytes_in + worker.meter.bytes_out for worker in virtual.workers))
+    assert moved[0] > least * moved[1]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
