@@ -39,9 +39,10 @@ from isp_processes import DDP, Link
 from isp_tuned import tuned
 from report import Bar, Report, options
 
-OURS, PUBLISHED, DENSE = "ISP over K-REDUCE", "ISP as published", "dense synchronous"
+OURS, LISTS = "ISP over K-REDUCE", "K-REDUCE of lists"
+PUBLISHED, DENSE = "ISP as published", "dense synchronous"
 WORKERS, PROCESSES = (4, 8, 16), (2, 4)
-MAIN = METHODS[:5]
+MAIN = METHODS[:6]
 LINKS = (
     Link("unshaped, files", None, "file"),
     Link("unshaped, Redis", None),
@@ -195,11 +196,13 @@ def _table(name: str, workers: int, curves: Sequence[Curve]) -> None:
             )
 
 
-def _ratios(curves: Sequence[Curve], task: str, workers: int, than: str, zlibbed: bool = True) -> list[float]:
+def _ratios(
+    curves: Sequence[Curve], task: str, workers: int, than: str, zlibbed: bool = True, ours: str = OURS
+) -> list[float]:
     """Times fewer bytes of ours to the target, by seed."""
     return [
-        bytes_to(curves, other, zlibbed) / bytes_to(curves, ours)
-        for ours, other in zip(_of(curves, task, workers, OURS), _of(curves, task, workers, than), strict=True)
+        bytes_to(curves, other, zlibbed) / bytes_to(curves, one)
+        for one, other in zip(_of(curves, task, workers, ours), _of(curves, task, workers, than), strict=True)
     ]
 
 
@@ -224,6 +227,9 @@ def _byte_bars(curves: Sequence[Curve]) -> list[Bar]:
             ratios = _ratios(curves, name, workers, than, zlibbed)
             print(f"{text} against {label}: {shown(ratios, 2)} times fewer")
             bars.append(Bar.at_least(f"{text} against {label}", statistics.median(ratios), "times fewer", least))
+        ratios = _ratios(curves, name, workers, DENSE, ours=LISTS)
+        print(f"{text} of {LISTS} against {DENSE}: {shown(ratios, 2)} times fewer")
+        bars.append(Bar.at_least(f"{text} of {LISTS} against {DENSE}", statistics.median(ratios), "times fewer", 10.0))
         published = _of(curves, name, workers, PUBLISHED)
         for label, others in ((DENSE, dense), (PUBLISHED, published)):
             # Of seeds, of whichever of the two has more of it; with one seed, a hundredth of the way.
@@ -255,7 +261,7 @@ def _processes(given: argparse.Namespace, seeds: int, steps: dict[str, int], rep
     for name, workers, link in itertools.product(_tasks, PROCESSES, LINKS):
         if given.quick and (workers, link) not in ((2, LINKS[0]), (4, LINKS[2])):
             continue
-        rows: list[Method | None] = [None, *(MAIN if not given.quick else (MAIN[1], MAIN[2], MAIN[4]))]
+        rows: list[Method | None] = [None, *(MAIN if not given.quick else (MAIN[1], MAIN[2], MAIN[4], MAIN[5]))]
         for seed, method in itertools.product(range(seeds), rows):
             label = DDP if method is None else method.name
             lr, significance = tuned(name, DENSE if method is None else method.name, workers)

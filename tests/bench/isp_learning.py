@@ -46,6 +46,11 @@ class Method:
     def synchronous(self) -> bool:
         return self.name.endswith("synchronous")
 
+    @property
+    def means(self) -> bool:
+        """Whether gradients are merged, in a form that loses something."""
+        return self.settings.pattern != "isp" and self.settings.codec != "fp32"
+
     def at(self, workers: int, significance: float) -> Settings:
         from dataclasses import replace
 
@@ -59,14 +64,17 @@ METHODS = [
     Method("dense synchronous", Settings("k-reduce", chunks=0)),
     Method("sparse synchronous", Settings("isp", chunks=0), significance=False),
     Method("ISP as published", Settings("isp", faithful=True)),
-    Method("ISP all to all", Settings("isp", codec="fp8")),
-    Method("ISP over K-REDUCE", Settings("isp", chunks=0, codec="fp8")),
+    Method("ISP all to all", Settings("isp", codec="int4")),
+    Method("ISP over K-REDUCE", Settings("isp", chunks=0, codec="int4")),
+    Method("K-REDUCE of lists", Settings("k-reduce", chunks=0, codec="int4")),
     Method("over K-REDUCE, bf16 values", Settings("isp", chunks=0, codec="bf16")),
+    Method("over K-REDUCE, fp8 values", Settings("isp", chunks=0, codec="fp8")),
+    Method("K-REDUCE of lists, fp8 values", Settings("k-reduce", chunks=0, codec="fp8")),
     # One mechanism alone, and all but one.
     Method("ranges alone", Settings("isp", chunks=0, faithful=True)),
     Method("as published, no filter", Settings("isp", faithful=True), significance=False),
     Method("over K-REDUCE, fp32 values", Settings("isp", chunks=0)),
-    Method("over K-REDUCE, no filter", Settings("isp", chunks=0, codec="fp8"), significance=False),
+    Method("over K-REDUCE, no filter", Settings("isp", chunks=0, codec="int4"), significance=False),
 ]
 
 
@@ -136,7 +144,9 @@ def learn(
     """Train for some steps; ``compute``: seconds of a gradient."""
     curve = Curve(task.kind.name, method.name, workers, seed, lr, significance if method.significance else 0.0)
     begun = time.monotonic()
-    if method.synchronous:
+    if method.means:
+        _Means(task, method, curve, steps, every, compute).run()
+    elif method.synchronous:
         _synchronous(task, method, curve, steps, every, compute)
     else:
         _Isp(task, method, curve, steps, every, compute).run()
@@ -274,3 +284,27 @@ class _Isp:
             written, read = _moved(self._virtual)
             self._curve.written.append(written)
             self._curve.read.append(read)
+
+
+class _Means(_Isp):
+    """Workers whose gradients are merged by a lossy codec: each makes its optimiser's step with the mean."""
+
+    def _program(self, worker: int) -> Program:
+        curve, task = self._curve, self._task
+        flat = Flat(task.model(curve.seed))
+        optimizer = task.optimizer(flat.model, curve.lr)
+        member = Member(worker, curve.workers, 1)
+        reducing = Reducing(self._settings, member, MemoryChannel(), "c", flat.vector.size)
+        for step, batch in zip(
+            range(1, self._steps + 1), batches(task, worker, curve.workers, curve.seed), strict=False
+        ):
+            flat.gradient.zero_()
+            task.module.loss(flat.model, batch).backward()
+            yield self._compute
+            gradient = flat.gradient.numpy()
+            (mean,) = yield reducing.part(step, gradient.copy(), 1.0)
+            self._told(step, gradient)
+            gradient[:] = mean.vector
+            optimizer.step()
+            if step % self._every == 0:
+                self._ended(step, flat.vector)

@@ -115,6 +115,9 @@ def run(
                 if process.is_alive():
                     process.kill()
                 process.join()
+            for number in range(workers):
+                # A namespace goes some time after its last process, and the name is needed for the next run.
+                subprocess.run(["ip", "link", "del", f"{_BRIDGE}{number}"], capture_output=True)
         shown = [np.load(Path(scratch) / f"{number}.npz") for number in range(workers)]
         if method is not None and link.channel == "file":
             written, read = (int(one) for one in np.sum([one["usage"] for one in shown], axis=0))
@@ -209,7 +212,8 @@ def _role(scene: _Scene, number: int) -> Run:
         channel.close()
         return channel.usage.bytes_in, channel.usage.bytes_out
 
-    return lambda: flat.vector, synchronous if scene.method.synchronous else sharing, close
+    of_gradients = scene.method.synchronous or scene.method.means
+    return lambda: flat.vector, synchronous if of_gradients else sharing, close
 
 
 def _ddp(scene: _Scene, number: int) -> Run:
@@ -270,7 +274,7 @@ def _bridge() -> Iterator[None]:
 
 
 def _connect(number: int, pid: int, link: Link) -> None:
-    """A link from the bridge to the namespace of a process. It goes when the process ends."""
+    """A link from the bridge to the namespace of a process."""
     here, inside = f"{_BRIDGE}{number}", ["nsenter", "-t", str(pid), "-n"]
     _ip("ip", "link", "add", here, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
     _ip("ip", "link", "set", here, "master", _BRIDGE, "up")

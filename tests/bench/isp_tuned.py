@@ -26,7 +26,7 @@ _RANGES = {
 
 def tuned(task: str, method: str, workers: int) -> tuple[float, float]:
     """Learning rate and v of a method."""
-    if method.endswith("synchronous"):
+    if method.endswith("synchronous") or method.startswith("K-REDUCE of"):
         return _SYNCHRONOUS[task][workers], 0.0
     # With the filter of the owners switched off, or all filters, a method is as one of all to all.
     by_ranges = "K-REDUCE" in method and "no filter" not in method
