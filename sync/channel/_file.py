@@ -19,7 +19,7 @@ from sync.channel._inotify import Spare
 from sync.channel._keys import checked_key, late
 from sync.channel._meter import Meter, Usage
 from sync.channel._pieces import checked_size, views
-from sync.channel._spares import LEAST_BYTES, Spares, held
+from sync.channel._spares import LEAST_BYTES, SPARE, Spares, held
 
 __all__ = ["FileChannel"]
 
@@ -42,7 +42,7 @@ class FileChannel:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._meter, self._watches = Meter(), Spare()
         self._in_memory = _in_memory(self._folder)
-        self._spares = Spares(self._folder / ".spare") if self._in_memory else None
+        self._spares = Spares(self._folder / SPARE) if self._in_memory else None
 
     @property
     def usage(self) -> Usage:
@@ -94,8 +94,11 @@ class FileChannel:
             for _ in range(_TRIES):
                 with path.open("rb") as file:
                     size = os.fstat(file.fileno()).st_size
-                    if self._spares is not None and size >= LEAST_BYTES and not held(file.fileno(), path):
-                        continue
+                    if self._spares is not None and size >= LEAST_BYTES:
+                        if not held(file.fileno(), path):
+                            continue
+                        # It may have been written again before it was held.
+                        size = os.fstat(file.fileno()).st_size
                     # The mapping outlives the file's name, so a reader keeps what it read when the value is deleted.
                     # All of it will be read: to map it now is cheaper than page by page.
                     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
@@ -161,10 +164,11 @@ class FileChannel:
     def delete_tree(self, prefix: str) -> None:
         path = self._path(prefix)
         self._meter.count(deletes=1)
-        if self._spares is not None:
-            for found in path.rglob("[!.]*"):
-                with contextlib.suppress(OSError):
-                    self._spares.keep(found)
+        if self._spares is not None and not (path / SPARE).exists():
+            for folder, _, names in os.walk(path):
+                for name in names:
+                    with contextlib.suppress(OSError):
+                        self._spares.keep(Path(folder, name))
         shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:

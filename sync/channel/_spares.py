@@ -9,24 +9,24 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["LEAST_BYTES", "Spares", "held"]
+__all__ = ["LEAST_BYTES", "SPARE", "Spares", "held"]
+
+SPARE = ".spare"
+"""Folder of a channel's spare files."""
 
 LEAST_BYTES = 1 << 18
 """Smaller values are cheaper to write than to look after."""
 _KEPT_BYTES = 1 << 28
-"""Of all spare files together, at most; one is kept whatever its size."""
+"""Of all spare files together, at most, where there is more than one."""
 _KEPT_SHARE = 0.125
-"""Of the room that is left in the folder's memory, too."""
+"""Of the room that is left in the folder's memory, in any case."""
 
 
 def held(descriptor: int, path: Path) -> bool:
     """Make sure that a file which was opened as a value is not written again as long as it is open or mapped; False
     where it is no longer that value."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        # It is being deleted.
-        return False
+    # Who deletes it holds its lock for a moment only.
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
     # It may have been deleted, and written again as another value, between its being opened and now.
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
@@ -49,21 +49,29 @@ class Spares:
             if size < LEAST_BYTES or not self._room_for(size):
                 return False
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._folder.mkdir(exist_ok=True)
-            name = f"{size}.{secrets.token_hex(8)}"
-            taken = path.replace(path.with_name(f".{name}"))
-            if os.path.samestat(os.stat(taken), os.fstat(descriptor)):
-                taken.replace(self._folder / name)
-            else:
-                # Another value has come in its place meanwhile, and is deleted in its stead; who reads it is not known.
-                taken.unlink()
+            self._put_by(path, descriptor, size)
         except FileNotFoundError:
             raise
         except OSError:
             return False
         finally:
+            # A process that was forked meanwhile has the descriptor, too.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
         return True
+
+    def _put_by(self, path: Path, descriptor: int, size: int) -> None:
+        self._folder.mkdir(exist_ok=True)
+        name = f"{size}.{secrets.token_hex(8)}"
+        taken = path.replace(path.with_name(f".{name}"))
+        try:
+            # Else another value has come in its place meanwhile, and is deleted in its stead: who reads it is unknown.
+            if os.path.samestat(os.stat(taken), os.fstat(descriptor)):
+                # Before anybody can take it: the lock of one that is written again would keep its readers away.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+                taken.rename(self._folder / name)
+        finally:
+            taken.unlink(missing_ok=True)
 
     def take(self, size: int, path: Path) -> bool:
         """Give the file that is nearest in size, and not far off, the name ``path``; False where there is none."""
@@ -88,8 +96,8 @@ class Spares:
     def _room_for(self, size: int) -> bool:
         kept = sum(held_bytes for held_bytes, _ in self._all())
         system = os.statvfs(self._folder.parent)
-        most = min(_KEPT_BYTES, _KEPT_SHARE * system.f_bavail * system.f_frsize)
-        return not kept or kept + size <= most
+        most = _KEPT_SHARE * system.f_bavail * system.f_frsize
+        return size <= most and (not kept or kept + size <= min(most, _KEPT_BYTES))
 
     def _all(self) -> Iterator[tuple[int, Path]]:
         with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:

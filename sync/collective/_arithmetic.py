@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from geofed_pb.errors import GeofedError
 from sync.codec import Codec, ErrorFeedback, Tensors, codec_named, with_state
 from sync.collective._fold import Fold, Numbers
 from sync.collective._lists import Lists, ListsAndState
@@ -107,6 +108,10 @@ class MeanOf:
         """
         if not self._as_lists:
             return feedback.encode(values)
+        if not np.isfinite(values).all():
+            # Coded, it would be a large number like any other, and the loss go on being one.
+            hint = "training diverged: lower the learning rate"
+            raise GeofedError("TASK_FAILED", "a gradient is not finite", hint=hint)
         trained = max(0, self._known - self._bounds[chunk].start)
 
         def new(_: Vector) -> npt.NDArray[np.bool_]:

@@ -98,13 +98,16 @@ class Punctuality:
         """Some are not waited for any more. Those that were waiting for them too get their time from here on."""
         self._went_on = now
 
-    def patience_seconds(self, regions: Iterable[str], now: float, least_seconds: float = 0.0) -> float:
+    def patience_seconds(
+        self, regions: Iterable[str], now: float, least_seconds: float = 0.0, round_seconds: float = 0.0
+    ) -> float:
         """How long to go on waiting for the next updates of these regions; 0 or less: no longer. So many seconds since
         the last one are never late.
 
-        All keep the same pace while they wait for each other: where a region's is not known yet the slowest other's is.
+        All keep the same pace while they wait for each other: where a region's is not known yet the slowest other's is,
+        and where none is, that of this region's own work, ``round_seconds`` a round.
         """
-        slowest = max(self._gap.values(), default=_FIRST_SECONDS / _GAPS)
+        slowest = max(self._gap.values(), default=max(_FIRST_SECONDS / _GAPS, round_seconds))
         ends = []
         for region in regions:
             last = self._last[region] if region in self._last else self._began.setdefault(region, now)
@@ -142,8 +145,9 @@ class Pace:
 
     def pause_seconds(self, sequence: int, now: float, gap_seconds: float) -> float:
         """How long it is until it may end this round, which it has come to, and whose gap to the one before usually is
-        so long. Rounds one after the other are made at the pace that was usual at the first; lost time is made up."""
-        if sequence != self._next:
+        so long (0: it is not known). Rounds one after the other are made at the pace that was usual at the first of
+        which it was known; lost time is made up."""
+        if sequence != self._next or not self._gap:
             self._first, self._since, self._gap = sequence, now, _HURRY * gap_seconds
         self._next = sequence + 1
         return max(0.0, self._since + (sequence - self._first) * self._gap - now)

@@ -191,15 +191,18 @@ class Engine:
         return self._moments.begin(time.monotonic(), self._punctuality.gap_seconds(setup.region))
 
     def _usual_gap(self) -> float:
-        """Seconds from round to round while all hear each other; nobody keeps up with more than one in a round trip."""
+        """Seconds from round to round while all hear each other; nobody keeps up with more than one in a round trip.
+        0: not known yet."""
         farthest = max((link.rtt_ms for link in self.links().values()), default=0.0)
-        return max(self._punctuality.gap_seconds(self.works.setup.region), farthest / 1e3)
+        usual = self._punctuality.gap_seconds(self.works.setup.region)
+        return max(usual, farthest / 1e3) if usual else 0.0
 
     def _wait_for(self, late: StartPatience, least_seconds: float = 0.0) -> None:
         """Until these are late. Patience begins anew with each update of theirs: they may have rounds to catch up."""
         if self._patience is not None:
             self._patience.cancel()
-        patience = self._punctuality.patience_seconds(late.regions, time.monotonic(), _LEAST_SECONDS)
+        work = self.machine.step_seconds * self.works.setup.steps_per_round
+        patience = self._punctuality.patience_seconds(late.regions, time.monotonic(), _LEAST_SECONDS, work)
         seconds = max(patience, least_seconds)
         if seconds > 0:
             self._patience = asyncio.get_running_loop().call_later(seconds, self._wait_for, late)

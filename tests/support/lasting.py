@@ -89,6 +89,7 @@ def _in_order(federation: LocalFederation) -> bool:
     try:
         federation.wait_connected([name for name in federation.processes if name != "control-plane"])
         eventually(lambda: not federation.control_plane("list", "-o", "name").stdout.strip(), "no job", _SETTLE_SECONDS)
+        eventually(lambda: not _servers(federation), "no parameter server", _SETTLE_SECONDS)
     except (GeofedError, AssertionError):
         return False
     return True

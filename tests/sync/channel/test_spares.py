@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +21,10 @@ from support.small_disk import small_disk
 
 from geofed_pb.errors import GeofedError
 from sync.channel import FileChannel
-from sync.channel._spares import LEAST_BYTES, Spares
+from sync.channel._spares import LEAST_BYTES, Spares, held
 
 LARGE = LEAST_BYTES + 4096
+SIZES = [LARGE + 64 * number for number in (0, 1, 40, 2000)]
 
 
 @pytest.fixture
@@ -58,6 +60,79 @@ def test_of_a_deleted_tree_too(shared: Path) -> None:
     assert not (shared / "a/1").exists()
     channel.put("a/2/model", [b"y" * LARGE])
     assert (shared / "a/2/model").stat().st_ino == before
+
+
+def test_many_may_delete_the_same_tree(shared: Path) -> None:
+    """As the workers of a partition do at the end of a round."""
+    channel = FileChannel(shared)
+    start, done = threading.Barrier(4), []
+
+    def delete() -> None:
+        for number in range(60):
+            start.wait()
+            if start.wait() == 0:
+                channel.put(f"b/{number}/model", [bytes(LARGE)])
+                channel.put(f"b/{number}/deeper/state", [bytes(LARGE)])
+            start.wait()
+            channel.delete_tree(f"b/{number}")
+        done.append(True)
+
+    threads = [threading.Thread(target=delete) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(done) == 4
+
+
+def test_what_has_been_put_can_be_read_at_once(shared: Path) -> None:
+    """Whoever has deleted the file that it was written in is no longer busy with it, nor a process that it forked."""
+    channel, ends = FileChannel(shared), threading.Event()
+
+    def churn() -> None:
+        while not ends.is_set():
+            channel.put("old", [bytes(LARGE)])
+            channel.delete("old")
+
+    threads = [threading.Thread(target=churn) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(300):
+            channel.put(f"new/{number}", [bytes(LARGE)])
+            assert channel.get(f"new/{number}") is not None
+            channel.delete(f"new/{number}")
+    finally:
+        ends.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_value_that_is_written_again_while_it_is_opened_is_read_whole(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel, other, later = FileChannel(shared), FileChannel(shared), [LARGE + 9000, LARGE]
+
+    def held_late(descriptor: int, path: Path) -> bool:
+        if later:
+            other.delete("a")
+            other.put("a", [b"y" * later.pop()])
+        return held(descriptor, path)
+
+    channel.put("a", [b"x" * (LARGE + 5000)])
+    monkeypatch.setattr("sync.channel._file.held", held_late)
+    assert channel.get("a") == b"y" * LARGE
+    assert channel.get("a") == b"y" * (LARGE + 9000)
+
+
+def test_a_job_that_is_over_leaves_nothing(shared: Path) -> None:
+    """The region's channel deletes the folder that a job's was."""
+    region, job = FileChannel(shared), FileChannel(shared / "job-1")
+    job.put("a", [bytes(LARGE)])
+    job.put("b", [bytes(LARGE)])
+    job.delete("a")
+    region.delete_tree("job-1")
+    assert list(shared.iterdir()) == []
 
 
 def test_one_that_is_read_still_is_not(shared: Path) -> None:
@@ -106,18 +181,17 @@ def test_no_more_is_kept_than_an_eighth_of_the_room(tmp_path: Path) -> None:
 
 
 def test_a_channel_that_is_full_gives_up_its_spares_first(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "small", bytes_=4 * LARGE) as folder:
+    with small_disk(tmp_path / "small", bytes_=16 * LARGE) as folder:
         channel = FileChannel(folder)
-        channel.put("a", [b"x" * (2 * LARGE)])
-        channel.delete("a")
         channel.put("b", [b"y" * LARGE])
         channel.delete("b")
-        channel.put("c", [b"z" * (3 * LARGE)])
-        assert channel.get("c") == b"z" * (3 * LARGE)
+        assert list((folder / ".spare").iterdir())
+        channel.put("c", [b"z" * (15 * LARGE)])
+        assert channel.get("c") == b"z" * (15 * LARGE)
         with pytest.raises(GeofedError) as raised:
             channel.put("d", [b"z" * (3 * LARGE)])
         assert raised.value.code == "DISK_FULL"
-        assert channel.get("c") == b"z" * (3 * LARGE)
+        assert channel.get("c") == b"z" * (15 * LARGE)
 
 
 def test_two_never_take_the_same(shared: Path) -> None:
@@ -137,22 +211,24 @@ def _value(key: str, version: int, size: int) -> bytes:
 def _play(folder: str, number: int, seconds: float) -> None:
     """Puts, deletes and reads a few keys that others use as well; ends with 1 where a value is not what it may be."""
     random, channel = np.random.default_rng(number), FileChannel(folder)
-    held: list[tuple[memoryview, bytes]] = []
+    kept: list[tuple[memoryview, bytes]] = []
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         key = f"k/{random.integers(4)}"
         match random.integers(4):
             case 0:
-                channel.put(key, [_value(key, int(random.integers(1000)), LARGE + 64 * int(random.integers(64)))])
+                version = int(random.integers(1000))
+                channel.put(key, [_value(key, version, SIZES[version % len(SIZES)])])
             case 1:
                 channel.delete(key)
             case 2 if (value := channel.get(key)) is not None:
                 seen = bytes(value)
-                if not seen.startswith(key.encode()) or seen != (seen[:64] * (len(seen) // 64 + 1))[: len(seen)]:
+                whole = seen.startswith(key.encode()) and seen == seen[:64] * (len(seen) // 64) and len(seen) in SIZES
+                if not whole:
                     os._exit(1)
-                held.append((value, seen))
-            case _ if held:
-                value, seen = held.pop(int(random.integers(len(held))))
+                kept.append((value, seen))
+            case _ if kept:
+                value, seen = kept.pop(int(random.integers(len(kept))))
                 if bytes(value) != seen:
                     os._exit(1)
     os._exit(0)

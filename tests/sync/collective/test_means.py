@@ -15,6 +15,7 @@ from support.virtual_channel import Program, Virtual
 
 from geofed_pb.errors import GeofedError
 from sync.collective import ChannelCosts, Member, Merged, Reducing, Settings, weighted_mean
+from sync.collective._arithmetic import MeanOf
 from sync.collective._exchange import Given
 from sync.layout import Vector
 
@@ -265,3 +266,12 @@ def test_a_worker_that_dies_at_any_request_leaves_no_wrong_result(worker: int, r
     for mine in taken:
         for number, one in enumerate(mine):
             assert one.vector.tobytes() == weighted_mean(handed[number], [1.0] * workers).tobytes()
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int4"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_told_before_it_is_coded(codec: str, value: float) -> None:
+    values = np.ones(100, np.float32)
+    values[7] = value
+    with pytest.raises(GeofedError, match="TASK_FAILED"):
+        MeanOf(codec, [slice(0, 100)], None).part(0, values)

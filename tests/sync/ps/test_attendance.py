@@ -123,3 +123,17 @@ def test_a_region_that_is_alone_again_begins_anew() -> None:
     assert pace.pause_seconds(2, 10.0, 2.0) == pytest.approx(1.8)
     assert pace.pause_seconds(9, 10.5, 4.0) == 0.0
     assert pace.pause_seconds(10, 10.5, 4.0) == pytest.approx(3.6)
+
+
+def test_where_no_pace_is_known_it_is_that_of_the_own_work() -> None:
+    punctuality = Punctuality()
+    assert punctuality.patience_seconds(["b"], 0.0, round_seconds=60.0) == pytest.approx(150.0)
+    assert Punctuality().patience_seconds(["b"], 0.0, round_seconds=0.1) == pytest.approx(10.0)
+
+
+def test_a_pace_that_is_not_known_is_taken_up_once_it_is() -> None:
+    pace = Pace()
+    assert pace.pause_seconds(3, 0.0, 0.0) == 0.0
+    assert pace.pause_seconds(4, 1.0, 10.0) == 0.0
+    assert pace.pause_seconds(5, 2.0, 10.0) == pytest.approx(8.0)
+    assert pace.pause_seconds(6, 10.0, 90.0) == pytest.approx(9.0)
