@@ -22,7 +22,8 @@ from deploy.local import LocalFederation, RegionSite
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
-PORTS = (47310, 47315)
+PORTS = (27310, 27315)
+"""Below those that the system gives to connections, any of which may be open on this machine."""
 TINY = ("train.end.epochs=1", "train.evaluateEvery=0", "wan.interval=10")
 RAISES_IN_MODEL = "def model(config):\n    raise RuntimeError('no such layer')\n"
 RAISES_IN_DATASET = "def dataset(uri, split, config):\n    return {}['train']\n"
