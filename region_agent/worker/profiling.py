@@ -30,6 +30,8 @@ _REPEATS = 5
 """Of a step of each batch, the first not counted."""
 _MOST_STEPS, _WANTED_SHARE = 200, 0.7
 """Of a pace: steps of one batch, as of a quick task so many say enough; and the job's own batch's part of the time."""
+_LONG_SECONDS = 4.0
+"""The first step of a process may load much, from a cold disk: up to here another one tells what a step is."""
 _PARTS = 64
 """Batches, at most, whose mean gradient stands for the true one in the noise scale. A few would not tell it from noise:
 early in training the scale is often some hundred samples, and grows."""
@@ -163,9 +165,16 @@ def _pace(bench: _Bench) -> Iterator[StepNumbers]:
 
 
 def _timed(bench: _Bench, size: int, until: float) -> StepNumbers:
-    """One step in any case, and so many more as are made by a time; the first does not count then."""
+    """One step in any case, another unless that was very long, and so many more as are made by a time; the first does
+    not count where there are more."""
     took: list[float] = []
-    while not took or (len(took) < _MOST_STEPS and time.monotonic() + took[-1] < until):
+
+    def more() -> bool:
+        if len(took) < 2:
+            return not took or took[0] < _LONG_SECONDS
+        return len(took) < _MOST_STEPS and time.monotonic() + took[-1] < until
+
+    while more():
         begun = time.monotonic()
         bench.gradient(bench.batch(size, len(took) + 1))
         with task_errors(bench.task.folder, "the optimiser's step"):

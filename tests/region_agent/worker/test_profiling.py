@@ -121,7 +121,17 @@ def test_a_pace_is_of_the_jobs_batch_and_a_smaller_one(tmp_path: Path, samples: 
     assert len(_numbers(json.loads(body))) < 100
 
 
-def test_a_slow_step_is_timed_once(tmp_path: Path) -> None:
+def test_what_the_first_step_loads_is_not_its_pace(tmp_path: Path) -> None:
+    """However much of the time it takes."""
+    loads = (
+        "def loss(model, batch):\n    global begun\n    import time; time.sleep(0.0 if begun else 0.5); begun = True"
+    )
+    task = "begun = False\n" + LINEAR_TASK.replace("def loss(model, batch):", loads)
+    told, _ = profiled(tmp_path, task, measure="pace", limit_seconds=0.2)
+    assert told.steps[0].seconds < 0.4
+
+
+def test_a_slow_step_is_timed_for_no_other_batch(tmp_path: Path) -> None:
     slow = LINEAR_TASK.replace("def loss(model, batch):", "def loss(model, batch):\n    import time; time.sleep(0.3)")
     told, _ = profiled(tmp_path, slow, measure="pace", limit_seconds=0.2)
     assert [step.batch for step in told.steps] == [16]
