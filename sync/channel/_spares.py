@@ -45,6 +45,7 @@ class Spares:
         is small, or there are enough. Raises FileNotFoundError where there is none."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
+            # Of the open file: by now another, small one may have its name, which its readers do not lock.
             size = os.fstat(descriptor).st_size
             if size < LEAST_BYTES or not self._room_for(size):
                 return False

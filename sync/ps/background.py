@@ -5,12 +5,12 @@ knew: their own fresh change in full, everybody's earlier ones as merged (delaye
 arXiv 2502.12996, and Decoupled DiLoCo, arXiv 2604.21428, for the quorum and the grace window). Meanwhile the round's
 update is made, shipped and merged together with the remote ones that have come. Nobody waits for anybody, unless the
 workers end another round before this one is merged: a merge waits for the same round of every region that keeps up,
-when that would hold the workers up only for the one before, and after a moment for one a few rounds older. The first
-rounds are an exception: regions get their model one after the other, and are to start side by side.
+when that would hold the workers up only for the one before, and after a moment for one a few rounds older.
 A region that does not is left out until it does (`Attendance`); its updates are merged when they come, and until then
-the others' count for more in the model that the workers go on from (`Replica`). The last quarter of the job is made
-together with all, whoever was away, so that what regions made apart is trained on together. A quorum makes a merge
-wait for fewer, a lead bounds how far a region may then run ahead.
+the others' count for more in the model that the workers go on from (`Replica`). Regions get their model one after the
+other, and make the first rounds together. So is the last quarter of the job made, with all, whoever was away, so that
+what regions made apart is trained on together. A quorum makes a merge wait for fewer, a lead bounds how far a region
+may then run ahead.
 
 After its last round a region merges the others' updates until all have made their last: then every region's model
 holds every update. Where the job is to end before its plan, a region's last round is the one that it is told in, by the

@@ -185,18 +185,25 @@ def worker_main(worker: int, conn: Connection) -> None:
 
 
 class Audited:
-    """Counts what the interpreter does with files below a folder, by its audit events."""
+    """Counts what the interpreter does with files below a folder, by its audit events.
+
+    A value has come when a file gets a name without a leading dot, and is gone when it has none any more.
+    """
 
     def __init__(self) -> None:
         self.counts, self.folder = Counter[str](), ""
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "os.rename" and str(arguments[1]).startswith(self.folder):
+        if event == "os.rename" and self._is_value(arguments[1]):
             self.counts.update(puts=1, bytes_in=os.stat(arguments[0]).st_size)
-        elif event == "os.remove" and str(arguments[0]).startswith(self.folder):
+        elif event in ("os.rename", "os.remove") and self._is_value(arguments[0]):
             self.counts["deletes"] += 1
         elif event == "mmap.__new__" and os.readlink(f"/proc/self/fd/{arguments[0]}").startswith(self.folder):
             self.counts.update(gets=1, bytes_out=arguments[1])
+
+    def _is_value(self, path: Any) -> bool:
+        name = str(path)
+        return name.startswith(self.folder) and "/." not in name
 
 
 def _merged(

@@ -10,6 +10,7 @@ import itertools
 import pickle
 import time
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -246,9 +247,7 @@ class _Isp:
         sharing = Sharing(self._settings, member, MemoryChannel(), "c", flat.vector.size)
         if self._settings.faithful:
             sharing._codec = sharing._ranges._codec = self._counting
-        for step, batch in zip(
-            range(1, self._steps + 1), batches(task, worker, curve.workers, curve.seed), strict=False
-        ):
+        for step, batch in self._batches(worker):
             before = flat.vector.copy()
             flat.gradient.zero_()
             task.module.loss(flat.model, batch).backward()
@@ -262,6 +261,11 @@ class _Isp:
             self._told(step, sharing._ranges.sent)
             if step % self._every == 0:
                 self._ended(step, flat.vector)
+
+    def _batches(self, worker: int) -> Iterator[tuple[int, Any]]:
+        """A worker's steps, counted from 1, each with what it draws."""
+        drawn = batches(self._task, worker, self._curve.workers, self._curve.seed)
+        return zip(range(1, self._steps + 1), drawn, strict=False)
 
     def _told(self, step: int, sent: Vector) -> None:
         self._sent_entries.append(int(np.count_nonzero(sent)))
@@ -295,9 +299,7 @@ class _Means(_Isp):
         optimizer = task.optimizer(flat.model, curve.lr)
         member = Member(worker, curve.workers, 1)
         reducing = Reducing(self._settings, member, MemoryChannel(), "c", flat.vector.size)
-        for step, batch in zip(
-            range(1, self._steps + 1), batches(task, worker, curve.workers, curve.seed), strict=False
-        ):
+        for step, batch in self._batches(worker):
             flat.gradient.zero_()
             task.module.loss(flat.model, batch).backward()
             yield self._compute

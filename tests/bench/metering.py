@@ -10,7 +10,8 @@ was counted elsewhere, by kind, and in bytes of values:
   beside the requests (``MULTI``, ``EXEC``, ``XADD``, ``PEXPIRE``) is not metered, as Redis charges for no request, but
   its bytes are in those of the network. Values up to 64 KiB travel twice (`docs/channels.md`), so those are looked at
   in requests only;
-- ``file``: what the interpreter told of system calls (audit events): files renamed into place, mapped, removed.
+- ``file``: what the interpreter told of system calls (audit events): files renamed into place, mapped, removed or
+  renamed away.
 
 Looks are asked of nobody twice: a wait that is answered with nothing is a request as well. The account is what the
 metered use costs; it comes out of the same figures.
