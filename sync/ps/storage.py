@@ -18,8 +18,11 @@
 Every file is written beside its place, flushed with fsync, renamed, and the folder flushed; a line of the log is
 flushed with fsync before what it tells is acted upon. A round's state and updates are durable before its checkpoint,
 and are deleted only after the next one. With synchronous exchange every merge makes a checkpoint; in the background
-the log is enough to make a merge again, so that checkpoints are made as often as they cost a tenth of the time, beside
-what else is done: the log goes on in a new file when one is begun, and the older ones stay until it is durable.
+the log is enough to make a merge again, so that checkpoints are made now and then, beside what else is done: the log
+goes on in a new file when one is begun, and the older ones stay until it is durable. There the checkpoint that is not
+needed any more is written again as the next one, in place: what a file of a model's size costs is the memory and the
+place on the disk that are found for it. By then its old name is gone for good: the folder is flushed when a file of
+the log is begun.
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ from sync.ps.replica import Numbers
 __all__ = ["Draft", "Entry", "Storage", "correction_key", "disk_full_is_told", "write_durably"]
 
 _KEPT_CHECKPOINTS = 2
+_SPARE = ".spare.partial"
+"""A checkpoint that is to be written again."""
 _MEMORY, _MARK, _LAST = "memory/", "mark/", "last/"
 """Before the names, in a checkpoint: of what policy and guard remember, of watermarks, of regions that are done."""
 
@@ -251,6 +256,8 @@ class Storage:
         digest = draft.write()
         draft.flush()
         self.keep(draft)
+        if apply.complete:
+            (self._folder / _SPARE).unlink(missing_ok=True)
         return digest
 
     def draft(self, numbers: Numbers, apply: Apply, ended: Log | None = None, attempt: int = 1) -> Draft:
@@ -284,7 +291,12 @@ class Storage:
     def _forget_checkpoint(self, version: int) -> None:
         sequence = self._marks.pop(version).get(self._setup.region, version)
         for old, path in self._checkpoints():
-            if old <= version:
+            if old > version:
+                continue
+            if self._setup.background:
+                path.replace(self._folder / _SPARE)
+            else:
+                # Another region may be reading it.
                 path.unlink(missing_ok=True)
         for path in self._logs():
             if int(path.stem.split("-")[1]) <= version:
@@ -423,7 +435,7 @@ class Draft:
         digest = framing.digest_of([model.data.cast("B")])
         pieces = framing.encode({"model": model, **self.rest}, {**self.facts, "memory_crc": _crc(self.rest)})
         place = self.folder / f"checkpoint-{self.version}-{digest.removeprefix('sha256:')}.frame"
-        self.written.append((place, _write_beside(place, pieces)))
+        self.written.append((place, _write_beside(place, pieces, self.folder / _SPARE)))
         return digest
 
     def flush(self) -> None:
@@ -436,15 +448,21 @@ def write_durably(path: Path, pieces: Sequence[framing.Buffer]) -> None:
     _put_in_place(path, _write_beside(path, pieces))
 
 
-def _write_beside(path: Path, pieces: Sequence[framing.Buffer]) -> BinaryIO:
-    """The file stays open: only its own descriptor is sure to be told of what could not be written."""
+def _write_beside(path: Path, pieces: Sequence[framing.Buffer], spare: Path | None = None) -> BinaryIO:
+    """The file stays open: only its own descriptor is sure to be told of what could not be written.
+
+    ``spare``: a file that is written again, if it is there.
+    """
+    if spare is not None:
+        with contextlib.suppress(FileNotFoundError):
+            spare.replace(_partial(path))
     with disk_full_is_told(path):
-        file = _partial(path).open("wb")
+        file = os.fdopen(os.open(_partial(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "wb")
     try:
         with disk_full_is_told(path):
             for piece in pieces:
                 file.write(piece)
-            file.flush()
+            file.truncate()
     except BaseException:
         # It would be written again, and what that fails of must not hide why it is not there.
         with contextlib.suppress(OSError):

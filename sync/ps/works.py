@@ -36,6 +36,9 @@ _ATTEMPT_KINDS = ("init", "g", "b", "w", "c", "p")
 """Channel folders whose next part is the attempt."""
 _CHECKPOINT_SHARE = 0.1
 """Of the time may go into checkpoints where the log makes them dispensable."""
+_HELD_BYTES = 1 << 27
+"""Models in the channel that a replay of the log would need: when the rounds since the last checkpoint have left more,
+the next one is due."""
 _HISTORY = 8
 """Models that are remembered for delay compensation."""
 _NICE = 10
@@ -89,6 +92,8 @@ class Works:
         self._drafting: _Drafting | None = None
         """The checkpoint that is being made beside what else is done."""
         self._checkpoint_at, self._checkpoint_took = 0.0, 0.0
+        self._checkpoint_of = 0
+        """The round that it holds last, or will."""
         self._cleared_attempts = 0
         self._room_for_sums = True
         self._attempt = 1
@@ -421,11 +426,14 @@ class Works:
             self._settle_checkpoint()
             return self.storage.keep_checkpoint(numbers, action, self._ended, self._attempt)
         due = now - self._checkpoint_at >= self._checkpoint_took / _CHECKPOINT_SHARE
+        since = action.sequence - self._checkpoint_of
+        due |= since > 1 and since * numbers.model.nbytes > _HELD_BYTES
         if due and self._drafting is None:
             draft = self.storage.draft(numbers, action, self._ended, self._attempt)
             writer = _beside_actions()
             self._drafting = _Drafting(draft, now, writer.submit(draft.write), writer.submit(_flushed, draft))
             writer.shutdown(wait=False)
+            self._checkpoint_of = action.sequence
         return ""
 
     def _settle_checkpoint(self, *, written: bool = False) -> None:

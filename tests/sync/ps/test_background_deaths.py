@@ -76,7 +76,8 @@ def change(region: str, sequence: int) -> Vector:
 
 
 class Platter:
-    """What a loss of power leaves of a folder at worst: contents that were flushed, under names that were."""
+    """What a loss of power leaves of a folder at worst: contents that were flushed, under names that were, and of
+    checkpoints that are being written over a half of either."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -98,11 +99,15 @@ class Platter:
         self._names = elsewhere | {file: (number, self._contents.get(number, b"")) for file, number in files}
 
     def lose_the_rest(self) -> None:
+        written: dict[int, bytes] = {}
         for file in [file for file in self._folder.rglob("*") if file.is_file()]:
+            written[file.stat().st_ino] = file.read_bytes()
             file.unlink()
-        for file, (_, content) in self._names.items():
-            file.write_bytes(content)
-        self._names = {file: (file.stat().st_ino, content) for file, (_, content) in self._names.items()}
+        for file, (number, content) in self._names.items():
+            over = written.get(number, b"") if file.name.startswith("checkpoint-") else b""
+            half = len(over) // 2
+            file.write_bytes(over[:half] + content[half:])
+        self._names = {file: (file.stat().st_ino, file.read_bytes()) for file in self._names}
         self._contents = dict(self._names.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ from sync import framing, parted
 from sync.channel import FileChannel
 from sync.codec import codec_named
 from sync.layout import Layout, Slot
-from sync.ps.actions import Apply, Prepare
+from sync.ps import works as works_module
+from sync.ps.actions import Apply, Log, Prepare
 from sync.ps.events import Applied, Prepared
 from sync.ps.machine import Setup
 from sync.ps.storage import Storage
@@ -115,6 +117,33 @@ def test_after_a_crash_it_comes_from_the_disk(server: Server) -> None:
     assert recovered.sequence == 1
     assert server.model(recovered.model_key) == [1] * SIZE
     assert server.momentum(recovered.state_key, 0) == 1
+
+
+@pytest.mark.parametrize("held", [2, 5])
+def test_models_that_a_replay_would_need_do_not_pile_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int
+) -> None:
+    """However long checkpoints take: the channel may be memory."""
+    monkeypatch.setattr(works_module, "_CHECKPOINT_SHARE", 1e-12)
+    monkeypatch.setattr(works_module, "_HELD_BYTES", held * 4 * SIZE)
+    setup = replace(SETUP, workers=1, background=True)
+    storage, channel = Storage(tmp_path / "ps", setup), FileChannel(tmp_path / "channel")
+    storage.keep_layout(Layout((Slot("w", (SIZE,), "float32"),), 1))
+    works = Works(setup, storage, channel, policy_named("ma"), codec_named("fp32"))
+    most, correction = 0, ""
+    for sequence in range(40):
+        key = f"b/1/{sequence}/model"
+        channel.put(key, framing.encode({"model": np.full(SIZE, sequence, np.float32)}))
+        if sequence:
+            works.do(Log(sequence, key, "", 1.0, sequence, correction, sequence + 1), 1)
+        made = works.do(Prepare(sequence, 1, key, "", 1.0, sequence, correction), 1)
+        assert isinstance(made, Prepared)
+        done = works.do(Apply(sequence, (made.manifest,), sequence, 1.0, 0, sequence, ()), 1)
+        assert isinstance(done, Applied)
+        correction = done.correction_key
+        most = max(most, sum(channel.has(f"b/1/{number}/model") for number in range(1, sequence + 1)))
+    # Those since the older of two checkpoints, and of the rounds in which one is made: the disk may be slow.
+    assert held < most <= 3 * (held + 1) + 2
 
 
 def test_the_first_model_is_not_changed_by_the_rounds_after_it(server: Server) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from support.small_disk import small_disk
 from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.layout import Layout, Slot, Vector
-from sync.ps.actions import Apply, Keep
+from sync.ps.actions import Apply, Keep, Log
 from sync.ps.arrival import Arrival
 from sync.ps.machine import Recovered, Setup
 from sync.ps.manifest import Manifest
@@ -241,6 +242,73 @@ def test_what_a_dead_process_left_half_written_is_removed(tmp_path: Path) -> Non
         path.write_bytes(b"half")
     _recover(_storage(tmp_path))[0]
     assert not any(path.exists() for path in left)
+
+
+# Checkpoints that are written again
+
+
+def _background(folder: Path) -> Storage:
+    storage = Storage(folder, replace(SETUP, background=True))
+    storage.keep_layout(LAYOUT)
+    return storage
+
+
+def _checkpoint(storage: Storage, version: int, *, residual: bool = False, complete: bool = False) -> Path:
+    model = np.full(8, version, np.float32)
+    held = np.full(8, version, np.float64) if residual else None
+    apply = Apply(version, (), version, 1.0 * version, version, version=version, complete=complete)
+    ended = Log(version, f"b/1/{version}/model", "", 1.0, version, "", version + 1) if version else None
+    storage.keep_checkpoint(Numbers(model, model, held), apply, ended)
+    (newest,) = storage._folder.glob(f"checkpoint-{version}-*")
+    return newest
+
+
+def test_in_the_background_a_checkpoint_is_written_over_one_that_is_not_needed_any_more(tmp_path: Path) -> None:
+    storage = _background(tmp_path)
+    # Two are kept, a third one is to be written again: each third file is the same, longer or shorter.
+    inodes = [_checkpoint(storage, version, residual=version % 4 < 2).stat().st_ino for version in range(12)]
+    assert inodes[3:] == inodes[:-3]
+    assert len(set(inodes[:3])) == 3
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 2
+    recovered, numbers, _ = _background(tmp_path).recover()
+    assert recovered.version == 11
+    assert numbers is not None
+    np.testing.assert_array_equal(numbers.model, np.full(8, 11, np.float32))
+    assert numbers.residual is None
+
+
+def test_the_newest_checkpoints_are_whole_wherever_writing_one_again_breaks_off(tmp_path: Path) -> None:
+    for survived in range(200):
+        folder = tmp_path / str(survived)
+        storage = _background(folder)
+        for version in range(4):
+            _checkpoint(storage, version)
+        with pytest.MonkeyPatch.context() as patch:
+            _Operations(patch, survived)
+            try:
+                _checkpoint(storage, 4, residual=True)
+            except Crash:
+                died = True
+            else:
+                died = False
+        recovered, numbers, _ = _background(folder).recover()
+        assert recovered.version in ((3, 4) if died else (4,))
+        assert numbers is not None
+        np.testing.assert_array_equal(numbers.model, np.full(8, recovered.version, np.float32))
+        assert not list(folder.glob(".*.partial"))
+        if not died:
+            assert survived > 4, "a checkpoint takes more than that"
+            return
+    raise AssertionError("a checkpoint has no end")
+
+
+def test_the_last_checkpoint_leaves_nothing_to_be_written_again(tmp_path: Path) -> None:
+    storage = _background(tmp_path)
+    for version in range(5):
+        _checkpoint(storage, version)
+    assert list(tmp_path.glob(".spare*"))
+    _checkpoint(storage, 5, complete=True)
+    assert not list(tmp_path.glob(".*"))
 
 
 # A full disk
