@@ -8,7 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from scheduler._codec import CODEC_BYTES_PER_SECOND, update_bytes
+from scheduler._codec import (
+    CODEC_BYTES_PER_SECOND,
+    HANDLED_BYTES_PER_SECOND,
+    ROUND_END_BYTES_PER_SECOND,
+    update_bytes,
+)
 from scheduler._link import LinkTable, link_table, pace
 from scheduler._model import Copy, Cost, Estimate, Partition, Phase, Plan, Prices, Range, Region, Snapshot
 from scheduler._overheads import Overheads, overheads, slice_ends
@@ -99,6 +104,8 @@ def estimate(plan: Plan, snapshot: Snapshot, over: Routes | None = None) -> Esti
     over = over or routes(plan, snapshot)
     topology = over.topology
     exchange = exchange_seconds(topology, model_bytes, plan.codec)
+    if not plan.background:
+        exchange += round_end_seconds(plan.partitions, model_bytes)
     contact = 3 * over.slowest_rtt
     if len(plan.partitions) > 1:
         # The model that all begin with travels once, whole, before the first round.
@@ -237,7 +244,25 @@ def coding_seconds(model_bytes: int, codec: str) -> float:
 
 def exchange_seconds(topology: Topology, model_bytes: int, codec: str) -> float:
     """Until every region has every update of a round, coded and decoded; 0 for a single region."""
-    return coding_seconds(model_bytes, codec) + topology.seconds if topology.links else 0.0
+    if not topology.links:
+        return 0.0
+    return coding_seconds(model_bytes, codec) + _handling_seconds(topology) + topology.seconds
+
+
+def _handling_seconds(topology: Topology) -> float:
+    """What a round's updates take of the parameter server that sends and receives the most, whatever the links."""
+    handled: dict[str, float] = {}
+    for link, sent in topology.bytes_per_round_by_link.items():
+        for region in link.split(">"):
+            handled[region] = handled.get(region, 0.0) + sent
+    return max(handled.values(), default=0.0) / HANDLED_BYTES_PER_SECOND
+
+
+def round_end_seconds(parts: Sequence[Partition], model_bytes: int) -> float:
+    """What the end of a round takes besides the exchange, where workers wait for it; 0 for stages, of which a profile
+    has measured it (`overheads`), and for a single region, whose rounds nobody waits for."""
+    staged = any(part.pipeline is not None for part in parts)
+    return 0.0 if staged or len(parts) < 2 else model_bytes / ROUND_END_BYTES_PER_SECOND
 
 
 def topology_of(plan: Plan, table: LinkTable, update_bytes: int) -> Topology:

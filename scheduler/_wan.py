@@ -10,6 +10,7 @@ from scheduler._estimate import (
     PRIOR_MODEL_BYTES,
     exchange_seconds,
     round_compute_seconds,
+    round_end_seconds,
     speeds_known,
     waiting_usd_per_second,
 )
@@ -39,7 +40,7 @@ class WanChoice:
     codec: str
     topology: Topology
     exchange_seconds: float
-    """Of one round, coding included."""
+    """Of one round, coding included; where the workers wait for it, all that they wait for."""
     settings: dict[str, float]
     """Of policy and exchange, as the plan carries them."""
     alternatives: tuple[Alternative, ...]
@@ -84,7 +85,8 @@ def choose_wan(
             return _impossible(weighed, demand.topology)
         seconds = exchange_seconds(topology, model_bytes, codec)
         alternatives = _alternatives(topology, weighed, demand, compute)
-        background = len(regions) > 1 and _in_background(demand, seconds, slowest, rounds)
+        waited = seconds + round_end_seconds(parts, model_bytes)
+        background = len(regions) > 1 and _in_background(demand, waited, slowest, rounds)
         settings = demand.wan_settings | ({"background": 1.0} if background else {})
         if background and demand.codec is None and demand.wan_policy != "asp":
             settings["choose_codec"] = 1.0
@@ -92,7 +94,7 @@ def choose_wan(
             settings["choose_interval"] = 1.0
         if demand.topology is None and len(regions) > 2:
             settings["choose_topology"] = 1.0
-        choices.append(WanChoice(codec, topology, seconds, settings, alternatives))
+        choices.append(WanChoice(codec, topology, seconds if background else waited, settings, alternatives))
     return _best(choices, slowest)
 
 
@@ -101,7 +103,7 @@ def _best(choices: Sequence[WanChoice], compute: float) -> WanChoice:
     waiting = [choice for choice in choices if not choice.settings.get("background")]
     if len(waiting) == len(choices):
         return _worth_coding(choices)
-    short = [c for c in waiting if c.exchange_seconds <= WORTH_WAITING * compute and c.codec != "ternary"]
+    short = [c for c in waiting if c.codec != "ternary"]
     hidden = [c for c in choices if c.settings.get("background") and c.exchange_seconds <= HIDDEN_SHARE * compute]
     return [*short, *hidden, _worth_coding(choices)][0]
 

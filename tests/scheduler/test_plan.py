@@ -355,6 +355,22 @@ def test_a_slow_link_is_in_the_time_and_a_dear_one_in_the_money() -> None:
     assert egress == {("a", "egress to b"): pytest.approx(0.02), ("b", "egress to a"): pytest.approx(0.09)}
 
 
+def test_nobody_waits_for_large_models_because_the_links_are_fast() -> None:
+    """What servers take to end a round does not go with the links."""
+    links = {a: tuple(Link(a, b, 0.1, 10_000.0) for b in "abc" if b != a) for a in "abc"}
+    regions = tuple(region(name, links=links[name]) for name in "abc")
+    rounds = demand(epochs=100.0)
+    large = planned(Snapshot(regions, model_bytes=40_000_000), rounds)
+    assert large.background
+    waiting = planned(Snapshot(regions, model_bytes=40_000_000), replace(rounds, exchange="synchronous"))
+    assert waiting.exchange_seconds > 0.7
+    assert waiting.estimate.seconds.expected > waiting.rounds * waiting.exchange_seconds
+    small = planned(Snapshot(regions, model_bytes=40_000), rounds)
+    assert small.exchange_seconds < 0.01
+    assert large.estimate.seconds.expected < waiting.estimate.seconds.expected
+    assert small.estimate.seconds.expected < large.estimate.seconds.expected
+
+
 @pytest.mark.parametrize(
     ("model_bytes", "mbps", "codec"),
     [(1_000, 1000.0, "fp32"), (50_000_000, 50.0, "int8"), (2_000_000_000, 100_000.0, "fp32")],
