@@ -1,12 +1,13 @@
 """How far a job has to go, and what each number of workers makes of a step: every explanation of the losses, weighed.
 
 A step of W workers with B samples each makes 1 / (1 + noise / (W B)) of the progress that one of endless samples makes
-(McCandlish et al., arXiv 1812.06162, §2.2), and the loss is 1 / (a t^p + c) + floor of the progress t, MLLess's form.
-Noise, exponent and floor are tried over a grid; a and c follow by least squares. Each explanation weighs as likely as
-it makes the losses (normal errors whose size the best one shows), times what is believed of the noise beforehand.
+(McCandlish et al., arXiv 1812.06162, §2.2). How far the target is follows from 1 / (a t^p + c) + floor of the progress
+t, MLLess's form: exponent and floor are tried over a grid, a and c follow by least squares, and each weighs as likely
+as it makes the losses (normal errors whose size the best one shows, fewer of them where they hang together).
 
-The noise that counts is the one that steps show. What gradients tell of it is a prior only: under Adam, with sparse
-gradients and a learning rate that goes with the square root of the batch, they put it many times too high.
+That form is not trusted with the noise: losses that fall faster and faster, as a network's do at first, would all be
+laid to a change of workers. Only a change tells the noise, by the kink that the losses have there. Over the progress of
+the right noise they have none (`_kinks`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from scheduler.scaling._curve import Floats, floors_of, line_of
 from scheduler.scaling._model import Observation
@@ -24,10 +26,15 @@ _EXPONENTS = (0.5, 0.75, 1.0, 1.5, 2.0)
 _NOISES = np.geomspace(1 / 16, 8.0, 15)
 """In batches of all workers."""
 _MOST_POINTS = 48
-_PRIOR_LOG = 1.0
-"""Standard deviation of the noise's logarithm around what gradients tell."""
-_VAGUE_LOG = 1.5
-"""The same, around one batch of all workers, where they tell nothing."""
+_PRIOR_LOG = 1.5
+"""Standard deviation of the noise's logarithm around one batch of all workers, before a change has told anything."""
+_DRIFT_LOG = 0.7
+"""The same, of the noise on the way that is left around that at a change: it grows as a model learns, by a factor of
+ten and more from first to last (McCandlish et al., §2.3), and the law of a step is not quite true."""
+_AROUND = 8
+"""So many steps before a change and after it are compared: over more, a curve is not as smooth everywhere."""
+_LEAST_AROUND = 6
+_BENDS = np.geomspace(0.1, 1e9, 11)
 _FARTHEST = 20.0
 """Times the progress until now: where a curve never reaches the target, or later than that."""
 
@@ -49,7 +56,10 @@ class Outlook:
         """To the target, with so many workers from now on; shape (E,)."""
         return np.asarray(self.left * (1 + self.noises / workers))
 
-    def likely(self, holds: Floats) -> float:
+    def mean(self, values: Floats) -> float:
+        return float(self.weights @ values)
+
+    def likely(self, holds: npt.NDArray[np.bool_]) -> float:
         """How much weight those have for which something holds."""
         return float(self.weights @ holds)
 
@@ -73,31 +83,32 @@ def outlook(seen: Sequence[Observation], most: int, target: float) -> Outlook:
     inverse = np.bincount(groups, workers) * (1.0 + np.arange(len(counts)))
     inverse /= inverse.mean()
     floors, last = floors_of(means), float(np.mean(means[-2:]))
-    rows: list[tuple[Floats, Floats, Floats, Floats]] = []
-    for noise in _NOISES * most:
-        progress = np.cumsum(made / (1 + noise / workers))
-        t = np.bincount(groups, progress) / counts
+    grid = np.asarray(_NOISES * most)
+    progress = np.cumsum(made / (1 + grid[:, None] / workers), axis=1)
+    squares, left = [], []
+    for done in progress:
+        t = np.bincount(groups, done) / counts
         for exponent in _EXPONENTS:
             line = line_of((t / t[-1]) ** exponent, means, inverse, floors)
-            left = _left(line.slopes, line.starts, line.floors, exponent, float(progress[-1] / t[-1]), last, target)
-            shape = line.squares.shape
+            way = _left(line.slopes, line.starts, line.floors, exponent, float(done[-1] / t[-1]), last, target)
+            squares.append(line.squares)
             with np.errstate(over="ignore"):
                 # Losses that leap by orders of magnitude promise progress that no float holds: it is bounded below.
-                left = left * t[-1]
-            rows.append((line.squares, np.full(shape, noise), np.full(shape, progress[-1]), left))
-    squares, noises, done, left = (np.concatenate(part) for part in zip(*rows, strict=True))
-    left = np.minimum(left, _FARTHEST * done)
-    freedom = max(1, len(means) - 4)
-    variance = max(float(squares.min()) / freedom, (1e-6 * max(abs(float(means[0])), 1e-12)) ** 2)
-    score = -(squares - squares.min()) / (2 * variance) + _prior(seen, noises, most)
-    weights = np.exp(score - score.max())
-    return Outlook(weights / weights.sum(), noises, done, left)
+                left.append(np.minimum(way * t[-1], _FARTHEST * done[-1]))
+    off = np.reshape(squares, (len(grid), -1))
+    best = off.min(1, keepdims=True)
+    variance = np.maximum(best / max(1, len(means) - 4), (1e-6 * max(abs(float(means[0])), 1e-12)) ** 2)
+    shapes = np.exp((best - off) / (2 * variance))
+    belief = np.exp(_prior()) * _told(made, workers, losses, grid)
+    weights = shapes * (belief / shapes.sum(1))[:, None]
+    each = weights.shape[1]
+    weights = weights.ravel() / weights.sum()
+    return Outlook(weights, np.repeat(grid, each), np.repeat(progress[:, -1], each), np.concatenate(left))
 
 
 def unseen(most: int) -> Outlook:
     """Before the first step: what is believed of the noise alone, of a way of length 1."""
-    noises = np.asarray(_NOISES * most)
-    weights = np.exp(_prior((), noises, most))
+    noises, weights = np.asarray(_NOISES * most), np.exp(_prior())
     return Outlook(weights / weights.sum(), noises, np.zeros_like(noises), np.ones_like(noises))
 
 
@@ -123,25 +134,41 @@ def _left(
     return np.asarray(np.maximum(found, 0.02 * now))
 
 
-def _prior(seen: Sequence[Observation], noises: Floats, most: int) -> Floats:
-    """Logarithm of what is believed before the losses are looked at."""
-    told = gradient_noise(seen)
-    if told is None:
-        return np.asarray(-0.5 * (np.log(noises / most) / _VAGUE_LOG) ** 2)
-    centre = min(max(told, most / 8), most * 2.0)
-    return np.asarray(-0.5 * (np.log(noises / centre) / _PRIOR_LOG) ** 2)
+def _prior() -> Floats:
+    """Logarithm of what is believed of each noise before the losses are looked at."""
+    return np.asarray(-0.5 * (np.log(_NOISES) / _PRIOR_LOG) ** 2)
 
 
-def gradient_noise(seen: Sequence[Observation]) -> float | None:
-    """The gradient noise scale in batches of one worker (McCandlish et al., appendix A.1): tr(Σ) / |G|².
+def _told(made: Floats, workers: Floats, losses: Floats, grid: Floats) -> Floats:
+    """How likely each noise makes what was seen around changes of workers, up to a factor."""
+    found = np.zeros(len(grid))
+    for place in np.flatnonzero(np.diff(workers)) + 1:
+        near = slice(max(0, place - _AROUND), place + _AROUND)
+        if len(losses[near]) >= _LEAST_AROUND and len(losses) - place >= 2:
+            progress = np.cumsum(made[near] / (1 + grid[:, None] / workers[near]), axis=1)
+            found += _smoothness(progress / progress[:, -1:], losses[near], workers[near])
+    off = np.log(grid[:, None] / grid) / _DRIFT_LOG
+    blur = np.exp(-0.5 * off**2)
+    return np.asarray((blur / blur.sum(0)) @ np.exp(found - found.max()))
 
-    Each step's gradient of one worker and mean of all give both without bias; they are averaged apart. None where
-    there are none, or where the gradient cannot be told from its noise.
+
+def _smoothness(t: Floats, losses: Floats, workers: Floats) -> Floats:
+    """Logarithm of how likely the losses are if they are smooth over t; shape (K,) for t of shape (K, N) in (0, 1].
+
+    Smooth is a parabola whose third derivative is white noise (a spline of degree five: Wahba 1978), of any size beside
+    the errors: sizes are tried, each as likely, and the parabola and the size of both are integrated or fitted.
     """
-    noise = signal = 0.0
-    for one in seen:
-        if one.small_norm2 is None or one.large_norm2 is None or one.workers < 2:
-            continue
-        signal += (one.workers * one.large_norm2 - one.small_norm2) / (one.workers - 1)
-        noise += (one.small_norm2 - one.large_norm2) / (1 - 1 / one.workers)
-    return noise / signal if signal > 0 and noise > 0 else None
+    low = np.minimum(t[:, :, None], t[:, None, :])
+    off = np.abs(t[:, :, None] - t[:, None, :])
+    bent = (low**5 / 5 + off * low**4 / 2 + off**2 * low**3 / 3) / 4
+    spread = _BENDS[:, None, None] * bent[:, None] + np.diag(workers.mean() / workers)
+    root = np.linalg.cholesky(spread)
+    y = (losses - losses.mean()) / max(float(np.ptp(losses)), 1e-300)
+    columns = np.stack([np.ones_like(t), t, t**2, np.broadcast_to(y, t.shape)], axis=-1)[:, None]
+    white = np.linalg.solve(root, np.broadcast_to(columns, (*root.shape[:-1], 4)))
+    plain, rest = white[..., :3], white[..., 3:]
+    normal, side = (np.swapaxes(plain, -1, -2) @ part for part in (plain, rest))
+    squares = (rest**2).sum((-2, -1)) - (side * np.linalg.solve(normal, side)).sum((-2, -1))
+    logs = -(t.shape[1] - 3) / 2 * np.log(np.maximum(squares, 1e-12))
+    logs -= np.log(np.diagonal(root, axis1=-2, axis2=-1)).sum(-1) + np.linalg.slogdet(normal)[1] / 2
+    return np.asarray(np.logaddexp.reduce(logs, axis=1))

@@ -49,8 +49,10 @@ class _Weighed:
     usd: Floats
     in_time: float
     """How likely."""
-    spared: float
-    """How likely with half of the patience left over, for what comes otherwise."""
+    ends: float
+    """How likely within the deadline and the steps that there are, however patient one may be."""
+    late: float
+    """By how much longer than all workers it takes, in their time, as a mean; what is sooner counts as none."""
 
 
 @dataclass
@@ -78,14 +80,16 @@ class ScalingTuner:
         def seconds(workers: int) -> Floats:
             return np.asarray(ahead.steps(workers) * self.terms.expected_seconds[workers - 1])
 
-        whole, chosen, least = seconds(most), most, math.inf
+        whole = seconds(most)
+        patience = math.inf if self.goal.patience is None else self.goal.patience / 2
+        chosen, least = most, math.inf
         for workers in range(self.terms.least, most + 1):
             takes = seconds(workers)
             usd = takes * self.terms.rate(workers)
-            patience = math.inf if self.goal.patience is None else self.goal.patience / 2
-            in_time = ahead.likely(np.asarray(takes <= whole * (1 + patience), float)) >= sure
+            in_time = ahead.mean(np.maximum(takes / whole - 1, 0.0)) <= patience
             saves = ahead.quantile(whole * self.terms.rate(most) - usd, 1 - sure) > 0
-            expected = float(ahead.weights @ usd)
+            # Nothing is known of the way's length, which drops out of the mean of logarithms.
+            expected = ahead.mean(np.log(usd))
             if in_time and saves and expected < least:
                 chosen, least = workers, expected
         return chosen
@@ -131,7 +135,12 @@ class ScalingTuner:
         choices = {count: self._weigh(ahead, count, told) for count in range(self.terms.least, self.terms.most + 1)}
         now = choices[told.workers]
         sure, patient = self.settings.sure, now.in_time > 1 - self.settings.sure
-        kept = [one for one in choices.values() if one.spared >= sure or (one is now and patient)]
+        # A mean weighs how late it may become. Half of the patience is left over, for what comes otherwise.
+        spare = math.inf if self.goal.patience is None else self.goal.patience / 2
+        kept = [
+            one for one in choices.values()
+            if (one.ends >= sure and one.late <= spare) or (one is now and patient)
+        ]  # fmt: skip
         if kept:
             best = min(kept, key=lambda one: (float(ahead.weights @ one.usd), one.workers))
         else:
@@ -146,7 +155,7 @@ class ScalingTuner:
         if ahead.quantile(saves, 1 - sure) > 0:
             share = 1 - float(ahead.weights @ best.usd) / float(ahead.weights @ now.usd)
             return self._told(ahead, best, told, f"saves {100 * share:.0f} % of what is left to pay")
-        if ahead.likely(np.asarray(saves > 0, float)) > 0.5 and self._may_try(ahead, best, now, told):
+        if ahead.likely(saves > 0) > 0.5 and self._may_try(ahead, best, now, told):
             return self._told(ahead, best, told, f"tries what {best.workers} workers make of a step")
         return self._told(ahead, now, told, "")
 
@@ -180,21 +189,16 @@ class ScalingTuner:
         usd = ahead.steps(workers) * step * self.terms.rate(workers) + pause * self.terms.rate(paid)
         assert self._began is not None
         elapsed = told.at_seconds - self._began[0]
-        limit, sparing = np.full_like(seconds, math.inf), np.full_like(seconds, math.inf)
+        until, late, patient = elapsed + seconds, 0.0, np.full_like(seconds, math.inf)
         if self.goal.patience is not None:
             whole = (ahead.done + ahead.left) * (1 + ahead.noises / most) * self.step_seconds(most)
-            limit = np.minimum(limit, whole * (1 + self.goal.patience))
-            sparing = whole * (1 + self.goal.patience / 2)
+            late, patient = ahead.mean(np.maximum(until / whole - 1, 0.0)), whole * (1 + self.goal.patience)
+        last = math.inf if self.goal.most_steps is None else self.goal.most_steps
+        ends = told.step + ahead.steps(workers) <= last
         if self.goal.deadline_seconds is not None:
-            limit = np.minimum(limit, self.goal.deadline_seconds)
-        until = elapsed + seconds
-        ends = math.inf if self.goal.most_steps is None else self.goal.most_steps
-        enough = told.step + ahead.steps(workers) <= ends
-        in_time, spared = (
-            ahead.likely(np.asarray((until <= bound * (1 + 1e-9)) & enough, float))
-            for bound in (limit, np.minimum(limit, sparing))
-        )
-        return _Weighed(workers, seconds, usd, in_time, spared)
+            ends &= until <= self.goal.deadline_seconds * (1 + 1e-9)
+        in_time = ends & (until <= patient * (1 + 1e-9))
+        return _Weighed(workers, seconds, usd, ahead.likely(in_time), ahead.likely(ends), late)
 
     def _told(self, ahead: Outlook, one: _Weighed, told: Observation, reason: str) -> Decision:
         share = self.settings.sure

@@ -84,7 +84,7 @@ def main() -> int:
                 _table(name, channel, rows)
     report.details["load_after"] = os.getloadavg()[0]
     report.runs += [
-        {"channel": key[1], **asdict(run), "noise": []} for key, runs in rows.items() for run in runs
+        {"channel": key[1], **asdict(run)} for key, runs in rows.items() for run in runs
     ]  # fmt: skip
     report.bars += [
         bar for name in given.only for channel in ("own cards", "one card") for bar in _bars(name, channel, rows)
@@ -115,12 +115,12 @@ def _measure(task: Task, name: str, times: PoolTime, seeds: int, quick: bool, ro
             recorded = {count: _recosted(run, times, one, count) for count, run in constant.items()}
             rows.setdefault((name, label, FIXED), []).append(recorded[POOL])
             published = PublishedTuner(chosen[label])
-            run = play(task, name, PUBLISHED, seed, POOL, lambda o, _, t=published: t.observe(o).workers, one, target)
+            run = play(task, name, PUBLISHED, seed, POOL, lambda o, t=published: t.observe(o).workers, one, target)
             rows.setdefault((name, label, PUBLISHED), []).append(run)
             for policy, patience in ((OURS, SLOWER - 1), (FROM_POOL, SLOWER - 1), (FREE, None)):
                 ours = ScalingTuner(one.terms(COMPUTE_OFF), Goal(target, patience))
                 begin = POOL if policy == FROM_POOL else ours.begin()
-                run = play(task, name, policy, seed, begin, lambda o, _, t=ours: t.observe(o).workers, one, target)
+                run = play(task, name, policy, seed, begin, lambda o, t=ours: t.observe(o).workers, one, target)
                 rows.setdefault((name, label, policy), []).append(run)
             rows.setdefault((name, label, ORACLE), []).append(_oracle(task, name, seed, recorded, one, target))
             for key, runs in rows.items():
@@ -135,11 +135,11 @@ def _measure(task: Task, name: str, times: PoolTime, seeds: int, quick: bool, ro
 
 def _fixed(task: Task, name: str, seed: int, times: PoolTime, counts: Sequence[int]) -> tuple[float, dict[int, Run]]:
     """The loss to reach, and runs to it with fixed numbers of workers."""
-    whole = play(task, name, FIXED, seed, POOL, lambda _, __: POOL, times, 0.0)
+    whole = play(task, name, FIXED, seed, POOL, lambda _: POOL, times, 0.0)
     target = whole.quality[0] - WAY * (whole.quality[0] - min(whole.quality))
     runs = {}
     for count in counts:
-        run = play(task, name, f"{count} workers", seed, count, lambda _, __, c=count: c, times, target)
+        run = play(task, name, f"{count} workers", seed, count, lambda _, c=count: c, times, target)
         if run.quality[-1] <= target:
             runs[count] = run
     return target, runs
@@ -153,7 +153,7 @@ def _recosted(run: Run, before: PoolTime, after: PoolTime, workers: int) -> Run:
 
 def _published_tuned(task: Task, name: str, times: PoolTime, target: float, quick: bool) -> PublishedSettings:
     """Its constants: the cheapest that keep the time on a seed of its own, or the cheapest where none does."""
-    fixed = play(task, name, FIXED, TUNING_SEED, POOL, lambda _, __: POOL, times, target)
+    fixed = play(task, name, FIXED, TUNING_SEED, POOL, lambda _: POOL, times, target)
     whole, steps = fixed.seconds[-1], fixed.steps[-1]
     slope = (fixed.quality[0] - target) / steps
     tried = []
@@ -164,7 +164,7 @@ def _published_tuned(task: Task, name: str, times: PoolTime, target: float, quic
             ahead_seconds=interval * whole / 2, settling_steps=1,
         )  # fmt: skip
         tuner = PublishedTuner(settings)
-        run = play(task, name, PUBLISHED, TUNING_SEED, POOL, lambda o, _, t=tuner: t.observe(o).workers, times, target)
+        run = play(task, name, PUBLISHED, TUNING_SEED, POOL, lambda o, t=tuner: t.observe(o).workers, times, target)
         seconds, usd = run.to(target)
         tried.append((seconds > SLOWER * whole, usd, len(tried), settings))
     return min(tried)[3]
@@ -175,7 +175,7 @@ def _oracle(task: Task, name: str, seed: int, recorded: dict[int, Run], times: P
     played = list(recorded.values())
     for one in schedules(recorded, times, target, limit, PLAYED):
         played.append(
-            play(task, name, ORACLE, seed, one.workers[0], lambda _, loss, s=one: s.at(loss), times, target)
+            play(task, name, ORACLE, seed, one.workers[0], lambda o, s=one: s.at(o.loss), times, target)
         )  # fmt: skip
     kept = [run for run in played if run.to(target)[0] <= limit]
     return replace(min(kept, key=lambda run: run.to(target)[1]), policy=ORACLE)

@@ -57,14 +57,12 @@ class Setting:
     """With the whole pool; with W workers: by the square root of W / pool."""
     steps: int
     """Of the pool, at most, in a run; fewer workers may see as many samples."""
-    every: int
-    """Steps between two looks at held-out samples."""
 
 
 SETTINGS = {
-    "clicks": Setting(256, 0.005, 300, 2),
-    "ratings": Setting(512, 0.05, 200, 2),
-    "images": Setting(16, 0.002, 200, 2),
+    "clicks": Setting(256, 0.005, 300),
+    "ratings": Setting(512, 0.05, 200),
+    "images": Setting(16, 0.002, 200),
 }
 
 
@@ -206,7 +204,6 @@ class Run:
     seconds: list[float] = field(default_factory=list)
     usd: list[float] = field(default_factory=list)
     workers: list[int] = field(default_factory=list)
-    noise: list[float] = field(default_factory=list)
     changes: list[tuple[int, int]] = field(default_factory=list)
     """Step and workers from then on."""
     reached: bool = False
@@ -221,15 +218,18 @@ class Run:
         return math.inf, math.inf
 
 
-Steering = Callable[[Observation, float], int]
-"""Told every step and the held-out loss as last seen, it says with how many workers to go on."""
+Steering = Callable[[Observation], int]
+"""Told every step, it says with how many workers to go on."""
 
 
 def play(
     task: Task, name: str, policy: str, seed: int, begin: int, steering: Steering, times: PoolTime, target: float,
     usd_most: float = math.inf,
 ) -> Run:  # fmt: skip
-    """Train until the target is reached, or so many dollars are spent, or too many samples seen."""
+    """Train until the target is reached, or so many dollars are spent, or too many samples seen.
+
+    What is told is what the control plane tells: the held-out loss, which the target is of, and nothing of gradients.
+    """
     setting, run, begun = SETTINGS[name], Run(name, policy, seed), time.monotonic()
     flat = Flat(task.model(seed))
     optimizer = task.optimizer(flat.model, setting.lr)
@@ -242,17 +242,17 @@ def play(
         step += 1
         for group in optimizer.param_groups:
             group["lr"] = setting.lr * learning_rate_factor(workers, POOL)
-        loss, small, large = _gradient(task, flat, optimizer, stream, setting.batch, workers)
+        flat.gradient.zero_()
+        # The mean over all their samples is what the workers would have merged.
+        task.module.loss(flat.model, _batch(task, stream, setting.batch * workers)).backward()
         optimizer.step()
         seen += workers * setting.batch
         took = times.step(workers) * float(np.exp(late.normal(0.0, LATE)))
         seconds += took
         usd += terms.rate(workers) * took
-        if step % setting.every == 0:
-            held_out = task.quality(flat.model)
-            _note(run, step, held_out, seconds, usd, workers)
-        told = Observation(step, seconds, loss, workers, usd, small, large)
-        wanted = steering(told, held_out)
+        held_out = task.quality(flat.model)
+        _note(run, step, held_out, seconds, usd, workers)
+        wanted = steering(Observation(step, seconds, held_out, workers, usd))
         if wanted != workers:
             most = max(wanted, workers)
             pause = JOIN_SECONDS if wanted > workers else times.merges[workers - 1]
@@ -260,45 +260,9 @@ def play(
             usd += terms.rate(most) * pause
             workers = wanted
             run.changes.append((step, workers))
-    if run.steps[-1] != step:
-        _note(run, step, held_out, seconds, usd, workers)
     run.reached = held_out <= target
     run.wall_seconds = time.monotonic() - begun
     return run
-
-
-def _gradient(
-    task: Task, flat: Flat, optimizer: torch.optim.Optimizer, stream: Iterator[int], batch: int, workers: int
-) -> tuple[float, float | None, float | None]:
-    """The mean gradient of all workers, left in ``flat``. Returns the loss, and the squared norms of one worker's
-    gradient and of the mean, as Adam scales them (Pollux, OSDI'21, §3.1: the preconditioned noise scale)."""
-    flat.gradient.zero_()
-    loss = task.module.loss(flat.model, _batch(task, stream, batch))
-    loss.backward()
-    if workers == 1:
-        return loss.item(), None, None
-    one = flat.gradient.clone()
-    flat.gradient.zero_()
-    rest = task.module.loss(flat.model, _batch(task, stream, batch * (workers - 1)))
-    rest.backward()
-    flat.gradient.mul_((workers - 1) / workers).add_(one, alpha=1 / workers)
-    scale = _scale(optimizer)
-    small, large = (one, flat.gradient) if scale is None else (one * scale, flat.gradient * scale)
-    mean = (loss.item() + (workers - 1) * rest.item()) / workers
-    return mean, float(small.square().sum()), float(large.square().sum())
-
-
-def _scale(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
-    """1 / sqrt(v + eps) of Adam, by coordinate; the square root of its preconditioner, whose norm the step descends."""
-    parts = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter)
-            if not state:
-                return None
-            corrected = state["exp_avg_sq"] / (1 - group["betas"][1] ** float(state["step"]))
-            parts.append((corrected.sqrt() + group["eps"]).reshape(-1).rsqrt())
-    return torch.cat(parts)
 
 
 def _note(run: Run, step: int, quality: float, seconds: float, usd: float, workers: int) -> None:
