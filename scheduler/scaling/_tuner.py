@@ -81,7 +81,7 @@ class ScalingTuner:
             return np.asarray(ahead.steps(workers) * self.terms.expected_seconds[workers - 1])
 
         whole = seconds(most)
-        patience = math.inf if self.goal.patience is None else self.goal.patience / 2
+        patience = math.inf if self.goal.patience is None else self.goal.patience
         chosen, least = most, math.inf
         for workers in range(self.terms.least, most + 1):
             takes = seconds(workers)
@@ -135,8 +135,8 @@ class ScalingTuner:
         choices = {count: self._weigh(ahead, count, told) for count in range(self.terms.least, self.terms.most + 1)}
         now = choices[told.workers]
         sure, patient = self.settings.sure, now.in_time > 1 - self.settings.sure
-        # A mean weighs how late it may become. Half of the patience is left over, for what comes otherwise.
-        spare = math.inf if self.goal.patience is None else self.goal.patience / 2
+        # A mean weighs how late it may become, not only whether.
+        spare = math.inf if self.goal.patience is None else self.goal.patience
         kept = [
             one for one in choices.values()
             if (one.ends >= sure and one.late <= spare) or (one is now and patient)
