@@ -22,10 +22,6 @@ class Observation:
     """Who made it."""
     usd: float
     """Spent until then."""
-    small_norm2: float | None = None
-    """Squared norm of one worker's gradient, scaled as the optimiser scales it; None: not measured."""
-    large_norm2: float | None = None
-    """The same of the mean gradient of all."""
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 A step of W workers with B samples each makes 1 / (1 + noise / (W B)) of the progress that one of endless samples makes
 (McCandlish et al., arXiv 1812.06162, §2.2). How far the target is follows from 1 / (a t^p + c) + floor of the progress
 t, MLLess's form: exponent and floor are tried over a grid, a and c follow by least squares, and each weighs as likely
-as it makes the losses (normal errors whose size the best one shows, fewer of them where they hang together).
+as it makes the losses (normal errors whose size the best one shows).
 
-That form is not trusted with the noise: losses that fall faster and faster, as a network's do at first, would all be
-laid to a change of workers. Only a change tells the noise, by the kink that the losses have there. Over the progress of
-the right noise they have none (`_kinks`).
+That form is not trusted with the noise: where losses fall faster and faster, as a network's do at first, it lays that
+to the last change of workers. Only a change tells the noise, by the kink that the losses have there: over the progress
+of the right noise they have none (`_told`). Gradients are not asked: under Adam, with sparse gradients and a learning
+rate that goes with the square root of the batch, they put it many times too high.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ ten and more from first to last (McCandlish et al., §2.3), and the law of a ste
 _AROUND = 8
 """So many steps before a change and after it are compared: over more, a curve is not as smooth everywhere."""
 _LEAST_AROUND = 6
+"""Of both together: a parabola takes three."""
 _BENDS = np.geomspace(0.1, 1e9, 11)
 _FARTHEST = 20.0
 """Times the progress until now: where a curve never reaches the target, or later than that."""
@@ -149,14 +151,15 @@ def _told(made: Floats, workers: Floats, losses: Floats, grid: Floats) -> Floats
             found += _smoothness(progress / progress[:, -1:], losses[near], workers[near])
     off = np.log(grid[:, None] / grid) / _DRIFT_LOG
     blur = np.exp(-0.5 * off**2)
-    return np.asarray((blur / blur.sum(0)) @ np.exp(found - found.max()))
+    return np.asarray((blur / blur.sum(1, keepdims=True)) @ np.exp(found - found.max()))
 
 
 def _smoothness(t: Floats, losses: Floats, workers: Floats) -> Floats:
     """Logarithm of how likely the losses are if they are smooth over t; shape (K,) for t of shape (K, N) in (0, 1].
 
-    Smooth is a parabola whose third derivative is white noise (a spline of degree five: Wahba 1978), of any size beside
-    the errors: sizes are tried, each as likely, and the parabola and the size of both are integrated or fitted.
+    Smooth is a parabola with a third derivative of white noise (a spline of degree five; Wahba 1978, J. R. Stat. Soc. B
+    40:364), of any size beside the errors: sizes are tried over a grid, each as likely. Nothing is known of the
+    parabola, and the size of the errors is the likeliest.
     """
     low = np.minimum(t[:, :, None], t[:, None, :])
     off = np.abs(t[:, :, None] - t[:, None, :])
@@ -168,6 +171,8 @@ def _smoothness(t: Floats, losses: Floats, workers: Floats) -> Floats:
     white = np.linalg.solve(root, np.broadcast_to(columns, (*root.shape[:-1], 4)))
     plain, rest = white[..., :3], white[..., 3:]
     normal, side = (np.swapaxes(plain, -1, -2) @ part for part in (plain, rest))
+    # Of steps so far apart that all but one are at zero there is no parabola.
+    normal = normal + 1e-12 * np.trace(normal, axis1=-2, axis2=-1)[..., None, None] * np.eye(3)
     squares = (rest**2).sum((-2, -1)) - (side * np.linalg.solve(normal, side)).sum((-2, -1))
     logs = -(t.shape[1] - 3) / 2 * np.log(np.maximum(squares, 1e-12))
     logs -= np.log(np.diagonal(root, axis1=-2, axis2=-1)).sum(-1) + np.linalg.slogdet(normal)[1] / 2

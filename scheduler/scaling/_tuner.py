@@ -70,8 +70,9 @@ class ScalingTuner:
     """Steps until it looks again."""
 
     def begin(self) -> int:
-        """With how many workers to begin: fewer than the most only where that is cheaper, and as fast, whatever the
-        noise scale may well be. With a deadline, with the most: how far it is cannot be known yet."""
+        """With how many workers to begin: fewer than the most only where that is cheaper for most of what the noise
+        may be, and no later than patience has it, as a mean that counts what is sooner as in time. With a deadline,
+        with the most: how far it is cannot be known yet."""
         most, sure = self.terms.most, self.settings.sure
         if self.goal.deadline_seconds is not None:
             return most

@@ -23,6 +23,7 @@ from scheduler.scaling import (
     Terms,
     learning_rate_factor,
 )
+from scheduler.scaling._outlook import outlook, unseen
 
 MOST = 16
 
@@ -84,6 +85,21 @@ class Job:
         return sum(parts) + pause, usd + pause * self.terms.rate(max(first, second))
 
 
+class Network(Job):
+    """Losses as a network's: a plateau, a fast fall, a slow end. The form that our tuner supposes has none such."""
+
+    def loss(self, progress: float) -> float:
+        return 0.2 + 2.1 / (1 + math.exp(8 * (progress / self.length - 0.45)))
+
+
+class Power(Network):
+    """Nor does a step follow its law: with a learning rate that goes with the root, Adam gains by a power."""
+
+    def gain(self, workers: int) -> float:
+        return (workers / MOST) ** (0.35 + self.noise / 50)
+
+
+LAWS = st.sampled_from([Job, Network, Power])
 JOBS = st.builds(
     Job,
     noise=st.floats(0.5, 30.0),
@@ -191,15 +207,55 @@ def test_without_errors_it_comes_near_the_best_policy(job: Job) -> None:
     assert usd <= 1.1 * best
 
 
-@given(job=JOBS)
-@settings(max_examples=10, deadline=None)
-def test_without_errors_it_about_keeps_the_time(job: Job) -> None:
-    """A patience of 2 % is an aim: of 231 such jobs the worst took 8 % longer than with all workers."""
+@given(job=JOBS, law=LAWS, begun=st.booleans(), size=st.sampled_from([0.0, 0.01]), seed=st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_it_about_keeps_the_time(job: Job, law: type[Job], begun: bool, size: float, seed: int) -> None:
+    """A patience of 2 % is an aim, of the mean: docs/scaling.md tells the worst of many such jobs."""
+    job.__class__ = law
     tuner = ScalingTuner(job.terms, Goal(job.target, patience=0.02))
-    _, seconds, usd = job.run(tuner.observe)
+    _, seconds, usd = job.run(tuner.observe, tuner.begin() if begun else MOST, errors=draws(seed, size))
     fixed = job.constant(MOST)
-    assert seconds <= 1.12 * fixed[0] + 2 * job.terms.join_seconds
+    assert seconds <= (1.2 if law is Power else 1.12) * fixed[0] + 2 * job.terms.join_seconds
     assert usd <= 1.05 * fixed[1] + 2 * job.terms.join_seconds * job.terms.rate(MOST)
+
+
+def told(job: Job, workers: list[int], errors: Iterator[float]) -> list[Observation]:
+    progress = np.cumsum([job.gain(count) for count in workers])
+    return [
+        Observation(step, float(step), job.loss(done) + next(errors), count, 0.0)
+        for step, (count, done) in enumerate(zip(workers, progress.tolist(), strict=True), start=1)
+    ]
+
+
+@given(job=JOBS, law=st.sampled_from([Job, Network]), workers=st.integers(1, MOST), seed=st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_one_number_of_workers_tells_nothing_of_the_noise(job: Job, law: type[Job], workers: int, seed: int) -> None:
+    job.__class__ = law
+    found, before = outlook(told(job, [workers] * 40, draws(seed, 0.01)), MOST, job.target), unseen(MOST)
+    for noise, weight in zip(before.noises, before.weights, strict=True):
+        assert found.likely(found.noises == noise) == pytest.approx(weight)
+
+
+@given(job=JOBS, law=st.sampled_from([Job, Network]), before=st.integers(4, 80), after=st.integers(6, 40),
+       seed=st.integers(0, 99))  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_a_change_tells_the_noise_whatever_the_form_of_the_losses(
+    job: Job, law: type[Job], before: int, after: int, seed: int
+) -> None:
+    """A fall that grows faster after a change is not laid to it; and it never gets surer than the noise's drift."""
+    job.__class__ = law
+    found = outlook(told(job, [MOST] * before + [4] * after, draws(seed, 1e-4)), MOST, job.target)
+    true = min(max(job.noise, MOST / 16), MOST * 8.0)
+    low, high = (found.quantile(found.noises, share) for share in (0.02, 0.98))
+    assert low / 1.5 <= true <= high * 1.5
+    assert high / low >= 4
+
+
+def test_what_workers_make_of_a_step_is_seen_where_few_were_tried() -> None:
+    for noise, few in ((0.5, False), (120.0, True)):
+        job = Network(noise, compute=1.0, each=0.0, length=60.0)
+        found = outlook(told(job, [MOST] * 10 + [4] * 8, draws(1, 1e-4)), MOST, job.target)
+        assert (found.likely(found.noises > MOST) > 0.8) is few
 
 
 def test_it_adds_workers_for_a_deadline() -> None:
