@@ -62,7 +62,7 @@ def batch_with(spec: JobSpec, chosen: Plan, region: str, workers: int) -> tuple[
 
 def begins_with(spec: JobSpec, chosen: Plan, staffed: Sequence[Staffed]) -> dict[str, int]:
     """Workers to begin with: all of the pool; where the plan chose it, and our tuner follows, so many as are cheaper
-    whatever the noise of gradients may well be."""
+    for most of what the noise of gradients may be."""
     pool = pool_of(chosen)
     terms = _terms(chosen, staffed, pool)
     if spec.train.scaling != "tuned" or spec.train.workers != "auto" or terms is None:

@@ -8,7 +8,7 @@ made-up data of `isp.py`, and a small CNN on scikit-learn's digits, which are re
 measured compute, closed forms of merges, prices of functions. Two channels: each worker has 1 Gbit/s of its own, or all
 go through the one card of 1 Gbit/s that the Redis has, as in MLLess's experiments.
 
-The pool has 24. MLLess's tuner begins with all of them; ours with as many as the plan is sure of, and once more with
+The pool has 24. MLLess's tuner begins with all of them; ours with as many as its belief has it, and once more with
 all, so that the gain of either can be told apart. MLLess's may choose its constants for each task and channel, on a
 seed of its own; ours has the same everywhere, and is told a compute that is a fifth too long. The oracle is the
 cheapest run that keeps the time, of all numbers of workers and of the schedules that dynamic programming finds on their
