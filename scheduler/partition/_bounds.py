@@ -157,12 +157,14 @@ class Bounds:
         live = np.where(both, np.minimum(live, 1 + (after < tables.length)[None, :, None]), live)
         kept = stages.fits >= live
         fits = kept | (stages.fits_again >= live) if tables.problem.rematerialise else kept
+        # More micro-batches may be under way than are counted here, so that an option is of use for its room alone.
+        slow = np.where(fits, 0.0, NEVER)
         fits = tables.needed(fits, kept)
         computed = stages.backward + np.where(kept, 0.0, stages.forward)
         lanes_f = (stages.forward, stages.get_in[:, None, :], stages.put_out)
         lanes_b = (computed, stages.put_back[:, None, :], stages.get_back)
         never = np.where(fits, 0.0, NEVER)
-        forward, backward = sum(lanes_f) + never, sum(lanes_b) + never
+        forward, backward = sum(lanes_f), sum(lanes_b)
         slow_f = np.maximum(np.maximum(lanes_f[0], lanes_f[1]), lanes_f[2])
         slow_b = np.maximum(np.maximum(lanes_b[0], lanes_b[1]), lanes_b[2])
         beat_f = np.where(both, forward + backward, slow_f)
@@ -174,9 +176,9 @@ class Bounds:
         return _Arcs(
             first,
             tuple(spans),
-            _single(forward + backward, forward, stages.other_usd + never),
-            _single(beat_f, beat),
-            _single(forward + backward, backward),
+            _single(forward + backward + never, forward + never, stages.other_usd + never),
+            _single(beat_f + slow, beat + slow),
+            _single(forward + backward + never, backward + never),
             _single(stages.merge)[0],
         )
 

@@ -86,6 +86,24 @@ def test_of_longer_chains_it_is_what_plain_dynamic_programming_finds(seed: int) 
     assert same(points(front(asked)), wanted)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_functions_that_differ_in_room_alone_are_each_of_use(seed: int) -> None:
+    """A stage holds the more micro-batches the more stages follow."""
+    asked = problem(seed, layers=8, sizes=3)
+    asked = replace(asked, batch=8, orders=("1f1b",), degrees=(1,), micro_batches=(1,), rematerialise=seed % 2 == 0)
+    sizes = tuple(replace(size, speed=1.0, bandwidth=1.0) for size in asked.places[0].sizes)
+    layers = tuple(replace(layer, activation_bytes=3 * layer.activation_bytes) for layer in asked.profile.layers)
+    asked = replace(
+        asked, profile=replace(asked.profile, layers=layers), places=(replace(asked.places[0], sizes=sizes),)
+    )
+    wanted = plain_front(asked, ways_of(asked))
+    if not wanted:
+        with pytest.raises(NothingFitsError):
+            front(asked)
+        return
+    assert same(points(front(asked)), wanted)
+
+
 def test_where_no_two_layers_fit_a_function_each_gets_one_of_its_own() -> None:
     asked = problem(4, sizes=2)
     layer = replace(asked.profile.layers[0], parameter_bytes=40 * MB, activation_bytes=MB, output_bytes=MB)
