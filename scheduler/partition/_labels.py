@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +13,8 @@ from scheduler.partition._tables import Floats, Ints
 
 Mask = npt.NDArray[np.bool_]
 
-FIRST_WINDOW = 16
-"""Labels that each is compared with at first; what is left is compared with ever more, until with all."""
+WINDOWS = (0, 2, 8, 32, 128, 512, 1 << 40)
+"""Labels are compared with those next to them at first; what is left is compared with ever more, until with all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,13 +86,8 @@ def undominated(labels: Labels, raised: Labels, count: Floats, alike: bool = Fal
     a label come to in every completion that matters; the other label is taken as it is. ``alike``: only labels of as
     many stages are compared, since their number is fixed.
     """
-    window = FIRST_WINDOW
-    while True:
-        keep = _unbeaten(_measures(labels, count), _measures(raised, count), groups(labels, alike), window)
-        labels, raised, count = labels.take(keep), raised.take(keep), count[keep]
-        if not len(labels) or window >= np.bincount(groups(labels, alike)).max():
-            return labels
-        window *= 4
+    keep = _unbeaten(_measures(labels, count), _measures(raised, count), groups(labels, alike))
+    return labels.take(keep)
 
 
 def groups(labels: Labels, alike: bool = False) -> Ints:
@@ -108,22 +104,29 @@ def _measures(labels: Labels, count: Floats) -> Floats:
     return np.stack([u + x, u + v, u + b, a + x, a + v, a + b, *others])
 
 
-def _unbeaten(low: Floats, high: Floats, group: Ints, window: int) -> Mask:
-    """Compare each label with the `window` ones before it, in two orders. Whoever beats comes first in the order, so
-    that no two labels can beat each other."""
-    alive = np.ones(len(group), dtype=bool)
-    for key in (low[0], low[6]):
-        rows = np.flatnonzero(alive)
-        order = rows[np.lexsort((low[0][rows] + low[5][rows], key[rows], group[rows]))]
-        first, then, own = low[:, order], high[:, order], group[order]
+def _unbeaten(low: Floats, high: Floats, group: Ints) -> Ints:
+    """Rows that no row of the group beats that comes before them. Whoever beats comes first in the order, so that no
+    two labels can beat each other."""
+    order = np.lexsort((low[0] + low[5], low[0], group))
+    low, high, group = low[:, order], high[:, order], group[order]
+    before = np.arange(len(order)) - np.searchsorted(group, group)
+    left = np.arange(len(order))
+    for nearer, far in pairwise(WINDOWS):
+        many = np.minimum(before[left], far) - nearer
+        some = many > 0
+        if not some.any():
+            break
+        then = np.repeat(left[some], many[some])
+        first = then - nearer - 1 - runs(many[some])
+        for measure in range(len(low)):
+            same = low[measure, first] <= high[measure, then]
+            first, then = first[same], then[same]
         worse = np.zeros(len(order), dtype=bool)
-        for shift in range(1, min(window, len(order) - 1) + 1):
-            alike = own[shift:] == own[:-shift]
-            if not alike.any():
-                break
-            same = np.flatnonzero(alike & ~worse[shift:])
-            for measure in range(len(low)):
-                same = same[first[measure, same] <= then[measure, same + shift]]
-            worse[same + shift] = True
-        alive[order[worse]] = False
-    return alive
+        worse[then] = True
+        left = left[~worse[left]]
+    return np.sort(order[left])
+
+
+def runs(many: Ints) -> Ints:
+    """0, 1, .. so many times, for each number."""
+    return np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many)
