@@ -97,15 +97,15 @@ class _Arcs:
     """(3, ..): seconds forward and backward, seconds forward, USD of requests."""
     beats: Singles
     """(2, ..): the slowest lane forward, and both ways."""
-    ended: Singles
-    """(2, ..): seconds both ways, seconds backward."""
     merge: Singles
 
 
 FILLED, ENDED, MORE, BOTH, BEAT_B, BUSY, RATE, OTHER_USD, STAGES, MOST_STAGES = range(10)
 """What a pair of a label and a completion is judged by, of the label."""
-FILL, FORWARD, OTHER, BEAT_F, BEAT, FINISH, ENDS = range(7)
-"""The same, of the completion: the tables of bounds."""
+FILL, FORWARD, OTHER, BEAT_F, BEAT, FINISH, ALONE = range(7)
+"""The same, of the completion: the tables of bounds. Of them FINISH is forward passes up to a stage, what it merges and
+backward passes back to the first one; ALONE is what these stages would take as a pipeline, at least. It ties fill and
+beat together: of the cuts with the least fill, and with the least beat, neither has the least of both."""
 TABLES = 7
 
 
@@ -140,6 +140,7 @@ class Bounds:
         every = np.arange(len(tables.ways))
         self._arcs = [self._arcs_from(first, tables.starting(first, every)) for first in range(tables.length)]
         self._after = self._suffixes()
+        self._most = self._useful_stages()
         self._by_stages = list(self._prefixes())
         whole = [rows[(table[FILL][:, -1] < NEVER / 2).any(axis=1)] for rows, table in self._by_stages]
         self.possible = np.unique(np.concatenate([*whole, np.zeros(0, dtype=np.int64)]))
@@ -178,25 +179,27 @@ class Bounds:
             tuple(spans),
             _single(forward + backward + never, forward + never, stages.other_usd + never),
             _single(beat_f + slow, beat + slow),
-            _single(forward + backward + never, backward + never),
             _single(stages.merge)[0],
         )
 
     def _suffixes(self) -> Singles:
         """(number of stages, table, way, first layer): the least of what the layers from one on take in so many.
 
-        The tables are seconds both ways, the slowest lane both ways, USD of requests, and the rate.
+        The tables are seconds both ways, the slowest lane both ways, USD of requests, the rate, and what these layers
+        would take as a pipeline.
         """
         tables, length = self._tables, self._tables.length
         most = min(self._most_stages(), length)
-        after = np.full((most + 1, 4, len(tables.ways), length + 1), NEVER, dtype=np.float32)
+        after = np.full((most + 1, 5, len(tables.ways), length + 1), NEVER, dtype=np.float32)
         after[0, :, :, -1] = 0.0
         rate = tables.rate.astype(np.float32)[:, None, :]
+        more = (tables.count - 1).astype(np.float32)[:, None]
         for arcs in reversed(self._arcs):
             fits = arcs.added[0] < NEVER / 2
             fill, other = arcs.added[0].min(axis=2), arcs.added[2].min(axis=2)
             beat = np.where(fits, arcs.beats[1], np.float32(NEVER)).min(axis=2)
             cheapest = np.where(fits, rate, np.float32(NEVER)).min(axis=2)
+            own = (arcs.added[0] + more[..., None] * arcs.beats[1]).min(axis=2)
             # Behind this stage there are at most so many.
             later = after[: min(most, length - arcs.first), :, :, arcs.first + 1 :]
             here = after[1 : len(later) + 1, :, :, arcs.first]
@@ -204,7 +207,17 @@ class Bounds:
             np.min(np.maximum(later[:, 1], beat), axis=2, out=here[:, 1])
             np.min(later[:, 2] + other, axis=2, out=here[:, 2])
             np.min(later[:, 3] + cheapest, axis=2, out=here[:, 3])
+            alone = np.maximum(own, fill + more * later[:, 1]) + later[:, 0]
+            np.min(np.maximum(alone, later[:, 4] + fill), axis=2, out=here[:, 4])
         return np.minimum(after, np.float32(NEVER))
+
+    def _useful_stages(self) -> int:
+        """No pipeline of more stages gets ahead of the front."""
+        fill, beat, other, rate, alone = self._after[:, :, :, 0].astype(float).swapaxes(0, 1) * SINGLE
+        seconds = np.maximum(alone, fill + (self._tables.count - 1) * beat)
+        seconds = np.maximum(seconds, self._tables.least_busy * SINGLE)
+        beaten = self._front.surely_beats(seconds, seconds * rate + other, self._within)
+        return int(np.flatnonzero(~beaten.all(axis=1) & (fill < NEVER / 2).any(axis=1)).max(initial=0))
 
     def _most_stages(self) -> int:
         problem = self._tables.problem
@@ -219,7 +232,7 @@ class Bounds:
         rows = np.arange(len(tables.ways))
         table = np.full((TABLES, len(rows), tables.length + 1, LEVELS + 1), NEVER, dtype=np.float32)
         table[:, :, 0, 0] = 0.0
-        for stages in range(self._most_stages()):
+        for stages in range(self._most):
             if tables.problem.most_workers is not None:
                 may = (stages + 1) * tables.degree[rows] <= tables.problem.most_workers
                 rows, table = rows[may], table[:, may]
@@ -243,14 +256,15 @@ class Bounds:
             low, high = int(levels[0]), int(levels[-1]) + 1
             source = table[:, mine, first, None]
             ways = rows[mine]
+            more = (self._tables.count - 1).astype(np.float32)[ways, None, None]
             for option, step in enumerate(self._steps):
                 begin, end = arcs.spans[option]
                 if begin == end:
                     continue
-                added, beats, ended = (
-                    part[:, :, begin:end, option][:, ways, :, None] for part in (arcs.added, arcs.beats, arcs.ended)
-                )
+                added, beats = (part[:, :, begin:end, option][:, ways, :, None] for part in (arcs.added, arcs.beats))
                 merge = arcs.merge[:, begin:end, option][ways, :, None]
+                both, merged = added[0].copy(), merge + added[0]
+                last = merged + more * (beats[1] - beats[0])
                 if whole:
                     added[0] += merge
                 for to, since in _moves(int(step), low, high):
@@ -258,9 +272,14 @@ class Bounds:
                     new = np.empty((TABLES, len(ways), end - begin, old.shape[-1]), dtype=np.float32)
                     np.add(old[FILL : OTHER + 1], added, out=new[FILL : OTHER + 1])
                     np.maximum(old[BEAT_F : BEAT + 1], beats, out=new[BEAT_F : BEAT + 1])
-                    np.maximum(old[FINISH], old[FORWARD] + merge, out=new[FINISH])
-                    np.maximum(old[ENDS], merge, out=new[ENDS])
-                    new[FINISH:] += ended
+                    np.add(old[FINISH : ALONE + 1], both, out=new[FINISH : ALONE + 1])
+                    np.maximum(new[FINISH], old[FORWARD] + merged, out=new[FINISH])
+                    # Of this stage with those before it, from its own merge; and from the first one's.
+                    slowest = more * new[BEAT_F : BEAT + 1]
+                    slowest[0] += old[FORWARD] + last
+                    slowest[1] += new[FILL]
+                    np.maximum(new[ALONE], slowest[0], out=new[ALONE])
+                    np.maximum(new[ALONE], slowest[1], out=new[ALONE])
                     here = (slice(None), mine, slice(first + 1 + begin, first + 1 + end), to)
                     np.minimum(found[here], new, out=found[here])
         return found
@@ -273,14 +292,17 @@ class Bounds:
         more, degree = (part.astype(np.float32)[way] for part in (tables.count - 1, tables.degree))
         fill, beat, other = (table[name][row, layer, level] for name in (FILL, BEAT, OTHER))
         rate = degree * level.astype(np.float32) * np.float32(self._unit)
+        alone = table[ALONE][row, layer, level]
         busy = tables.least_busy.astype(np.float32)[way]
         lost = np.arange(len(row))
-        for number, after in enumerate(self._after):
+        for number, after in enumerate(self._after[: max(self._most - stages, 0) + 1]):
             if problem.stages is not None and stages + number != problem.stages:
                 continue
             behind = after[:, way[lost], layer[lost]]
             seconds = fill[lost] + behind[0] + more[lost] * np.maximum(beat[lost], behind[1])
             np.maximum(seconds, busy[lost], out=seconds)
+            np.maximum(seconds, alone[lost] + behind[0], out=seconds)
+            np.maximum(seconds, fill[lost] + behind[4], out=seconds)
             usd = seconds * (rate[lost] + behind[3]) + other[lost] + behind[2]
             beaten = self._front.surely_beats(seconds * SINGLE, usd * SINGLE, self._within)
             beaten |= behind[0] >= NEVER / 2
@@ -316,8 +338,8 @@ class Bounds:
         the same ones, raised.
 
         Seconds and USD of a completion are bounded from below for every number of stages and rate that the layers
-        before may have. In those that the front does not beat, the stages before also are so slow and merge so long
-        that some of the label's times do not matter, if they are less: these are raised to what does.
+        before may have. In those that the front does not beat, the stages before have a lane so slow forward that the
+        label's own slowest one does not matter, if it is faster: it is raised to what does.
         """
         if not len(labels):
             return labels, labels
@@ -334,16 +356,12 @@ class Bounds:
             if len(row):
                 begins = np.flatnonzero(np.diff(row, prepend=-1))
                 values = before[-1].values[:, at]
-                least = (np.minimum.reduceat(values[table], begins) for table in (BEAT_F, ENDS))
-                parts.append((row[begins], *least))
+                parts.append((row[begins], np.minimum.reduceat(values[BEAT_F], begins)))
         if not parts:
             return labels.take(np.zeros(0, dtype=np.int64)), labels.take(np.zeros(0, dtype=np.int64))
-        keep, beat_f, ends = (np.concatenate(column) for column in zip(*parts, strict=True))
+        keep, beat_f = (np.concatenate(column) for column in zip(*parts, strict=True))
         kept = labels.take(keep)
-        least_ends = kept.fill_b + ends + (self._tables.count[kept.way] - 1) * kept.beat_b
-        return kept, replace(
-            kept, beat_f=np.maximum(kept.beat_f, beat_f), ends=np.maximum(kept.ends, least_ends)
-        )  # fmt: skip
+        return kept, replace(kept, beat_f=np.maximum(kept.beat_f, beat_f))
 
     def _completions(self, first: int) -> list[_Completions]:
         """The coarsest first."""
@@ -391,6 +409,7 @@ class Bounds:
         values = before.values
         beat, more = np.maximum(own[BOTH, row], values[BEAT, at]), own[MORE, row]
         seconds = np.maximum(own[FILLED, row] + values[FILL, at] + more * beat, own[BUSY, row])
+        np.maximum(seconds, own[FILLED, row] + values[ALONE, at], out=seconds)
         left = self._left(own, before, row, at, seconds)
         row, at, seconds = row[left], at[left], seconds[left]
         more, beat_b = own[MORE, row], own[BEAT_B, row]

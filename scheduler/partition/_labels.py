@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +12,8 @@ from scheduler.partition._tables import Floats, Ints
 
 Mask = npt.NDArray[np.bool_]
 
-WINDOWS = (0, 2, 8, 32, 128, 512, 1 << 40)
-"""Labels are compared with those next to them at first; what is left is compared with ever more, until with all."""
+FIRST_WINDOW, MOST_MORE = 2, 512
+"""Labels that each is compared with at first, and how many more at most in each further turn, until with all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +85,7 @@ def undominated(labels: Labels, raised: Labels, count: Floats, alike: bool = Fal
     a label come to in every completion that matters; the other label is taken as it is. ``alike``: only labels of as
     many stages are compared, since their number is fixed.
     """
-    keep = _unbeaten(_measures(labels, count), _measures(raised, count), groups(labels, alike))
-    return labels.take(keep)
+    return labels.take(_unbeaten(_measures(labels, count), _measures(raised, count), groups(labels, alike)))
 
 
 def groups(labels: Labels, alike: bool = False) -> Ints:
@@ -111,22 +109,22 @@ def _unbeaten(low: Floats, high: Floats, group: Ints) -> Ints:
     low, high, group = low[:, order], high[:, order], group[order]
     before = np.arange(len(order)) - np.searchsorted(group, group)
     left = np.arange(len(order))
-    for nearer, far in pairwise(WINDOWS):
+    nearer, far = 0, FIRST_WINDOW
+    while (some := before[left] > nearer).any():
         many = np.minimum(before[left], far) - nearer
-        some = many > 0
-        if not some.any():
-            break
         then = np.repeat(left[some], many[some])
-        first = then - nearer - 1 - runs(many[some])
+        first = then - nearer - 1 - _runs(many[some])
         for measure in range(len(low)):
             same = low[measure, first] <= high[measure, then]
             first, then = first[same], then[same]
         worse = np.zeros(len(order), dtype=bool)
         worse[then] = True
         left = left[~worse[left]]
+        nearer, far = far, min(4 * far, far + MOST_MORE)
     return np.sort(order[left])
 
 
-def runs(many: Ints) -> Ints:
+def _runs(many: Ints) -> Ints:
     """0, 1, .. so many times, for each number."""
-    return np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many)
+    found: Ints = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many)
+    return found

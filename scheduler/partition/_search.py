@@ -5,7 +5,8 @@ Two things keep labels few, and lose no point of the front: a label that another
 goes, and so does one that cannot end better than a whole pipeline that is known already, by a bound on what the layers
 before it still add in any number of stages and at any rate (`_bounds`). The bounds are as good as what is known: first
 the same is done for a shorter chain, where layers are taken together a few at a time, whose pipelines are pipelines of
-the longer one too; and for that one with a shorter one still.
+the longer one too; and for that one with a shorter one still. Then cuts are tried that are near those of these
+pipelines, and only then all.
 
 A front within a share w: a label also goes where a known pipeline is worse than the bound by no more than w, in seconds
 and in USD. Every pipeline p is then covered by one that is found, with at most (1+w) times its seconds and its USD. For
@@ -17,6 +18,7 @@ is paid once, however many stages there are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -39,8 +41,10 @@ FEW = 2
 """Labels of each way that the very first pass keeps at a cut."""
 FEWEST_LAYERS = 6
 """Of a chain that is searched without making it shorter first."""
-SHORTER = 0.5
-"""Of the layers of a chain, those of the shorter one whose pipelines are found first."""
+SHORTER = 4
+"""Layers of a chain that are taken together in the shorter one whose pipelines are found first."""
+NEAR = 2
+"""Layers by which the cuts of these pipelines are then moved, before everything is tried."""
 ROUGH = 0.02
 """Share within which these are found."""
 
@@ -55,14 +59,16 @@ def search(problem: Problem, ways: Sequence[Way], within: float = 0.0) -> Found:
     tables, front = Tables(problem, ways), Front()
     passes: list[Callable[[int], tuple[Way, tuple[Cut, ...]]]] = []
 
-    def go(least_gain: float, choose: Choice) -> None:
-        bounds = Bounds(tables, front, least_gain)
-        labels = _pass(tables, bounds, front, least_gain, choose)
+    def go(bounds: Bounds, choose: Choice, near: Mask | None = None) -> None:
+        labels = _pass(tables, bounds, front, choose, near)
         passes.append(partial(_cuts, tables, labels))
+
+    def best() -> Found:
+        return [passes[number](row) for number, row in front.sources]
 
     length = tables.length
     if length > FEWEST_LAYERS:
-        known = _of_shorter(problem, ways, round(SHORTER * length), max(within, ROUGH))
+        known = _of_shorter(problem, ways, math.ceil(length / SHORTER), max(within, ROUGH))
         plans = [evaluate(problem, way, cuts) for way, cuts in known]
         fitting = [(number, plan) for number, plan in enumerate(plans) if plan is not None]
         front.add(
@@ -73,9 +79,12 @@ def search(problem: Problem, ways: Sequence[Way], within: float = 0.0) -> Found:
         passes.append(known.__getitem__)
     if len(front.seconds) == 1:
         # Too short for a shorter chain, or no two layers fit a function together.
-        go(max(within, ROUGH), partial(_few, tables, FEW))
-    go(within, partial(_undominated, tables))
-    return [passes[number](row) for number, row in front.sources]
+        go(Bounds(tables, front, max(within, ROUGH)), partial(_few, tables, FEW))
+    bounds, least = Bounds(tables, front, within), partial(_undominated, tables)
+    if length > FEWEST_LAYERS:
+        go(bounds, least, _near(tables, best()))
+    go(bounds, least)
+    return best()
 
 
 def _of_shorter(problem: Problem, ways: Sequence[Way], length: int, within: float) -> Found:
@@ -105,11 +114,22 @@ def _as_one(layers: Sequence[Layer]) -> Layer:
     )
 
 
-def _pass(tables: Tables, bounds: Bounds, front: Front, within: float, choose: Choice) -> Labels:
-    """All labels; what is known of the front grows."""
+def _near(tables: Tables, known: Found) -> Mask:
+    """(way, first layer, layer behind the last): stages about where known pipelines have theirs."""
+    near = np.zeros((len(tables.ways), tables.length + 1, tables.length + 1), dtype=bool)
+    row = {way: number for number, way in enumerate(tables.ways)}
+    for way, cuts in known:
+        for cut in cuts:
+            first, behind = (slice(max(at - NEAR, 0), at + NEAR + 1) for at in (cut.first, cut.last + 1))
+            near[row[way], first, behind] = True
+    return near
+
+
+def _pass(tables: Tables, bounds: Bounds, front: Front, choose: Choice, near: Mask | None) -> Labels:
+    """All labels, or those of stages that are near; what is known of the front grows."""
     labels = ends_of(bounds.possible, tables.length, len(tables.problem.places) - 1)
     for first in range(tables.length - 1, -1, -1):
-        found = _extended(tables, bounds, labels, tables.starting(first, bounds.possible))
+        found = _extended(tables, bounds, labels, tables.starting(first, bounds.possible), near)
         found = choose(*bounds.promising(found)) if first else found.take(~front.beats(*_worth(tables, found)))
         labels = joined([labels, found])
     rows = np.flatnonzero(labels.first == 0)
@@ -122,9 +142,11 @@ def _worth(tables: Tables, whole: Labels) -> tuple[Floats, Floats]:
     return seconds, seconds * whole.rate + whole.other_usd
 
 
-def _extended(tables: Tables, bounds: Bounds, labels: Labels, stages: Stages) -> Labels:
+def _extended(tables: Tables, bounds: Bounds, labels: Labels, stages: Stages, near: Mask | None) -> Labels:
     """Every label with every stage in front of it that begins with a layer, fits, and may be there."""
     problem, first = tables.problem, stages.first
+    rows = np.arange(len(labels)) if near is None else np.flatnonzero(near[labels.way, first, labels.first])
+    labels = labels.take(rows)
     row, last = bounds.row[labels.way], labels.first - first - 1
     live = tables.count[labels.way]
     live = np.where(tables.alternates[labels.way], np.minimum(live, labels.stages + 1), live)[:, None]
@@ -143,7 +165,8 @@ def _extended(tables: Tables, bounds: Bounds, labels: Labels, stages: Stages) ->
     if problem.most_workers is not None:
         fits &= ((labels.stages + 1) * tables.degree[labels.way] <= problem.most_workers)[:, None]
     before, option = np.nonzero(tables.needed(fits, kept) & bounds.useful(first)[row, last])
-    return _put_in_front(tables, labels, stages, before, option, ~kept[before, option], row)
+    found = _put_in_front(tables, labels, stages, before, option, ~kept[before, option], row)
+    return replace(found, before=rows[found.before])
 
 
 def _put_in_front(
