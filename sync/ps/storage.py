@@ -5,6 +5,7 @@
     begun                        empty; without it the folder is not the one that the partition began in
     layout.json                  of the flat model, written before anything else
     checkpoint-V-DIGEST.frame    the replica's numbers and the watermarks after merge V; the newest whole one counts
+    .spare.partial               a checkpoint that is not needed any more, to be written again; background exchange only
     log-V.jsonl                  ends of rounds and merges since merge V, one line each; background exchange only
     state-SEQ.frame              the workers' optimiser state at the end of round SEQ
     residual-SEQ.frame           what a lossy codec has held back of our changes, up to our update of round SEQ;

@@ -36,9 +36,9 @@ _ATTEMPT_KINDS = ("init", "g", "b", "w", "c", "p")
 """Channel folders whose next part is the attempt."""
 _CHECKPOINT_SHARE = 0.1
 """Of the time may go into checkpoints where the log makes them dispensable."""
-_HELD_BYTES = 1 << 27
-"""Models in the channel that a replay of the log would need: when the rounds since the last checkpoint have left more,
-the next one is due."""
+_HELD_BYTES, _LEAST_HELD = 1 << 27, 3
+"""Models in the channel that a replay of the log would need: when the rounds since the last checkpoint have left more
+bytes and as many models, the next one is due."""
 _HISTORY = 8
 """Models that are remembered for delay compensation."""
 _NICE = 10
@@ -427,7 +427,9 @@ class Works:
             return self.storage.keep_checkpoint(numbers, action, self._ended, self._attempt)
         due = now - self._checkpoint_at >= self._checkpoint_took / _CHECKPOINT_SHARE
         since = action.sequence - self._checkpoint_of
-        due |= since > 1 and since * numbers.model.nbytes > _HELD_BYTES
+        piled = since >= _LEAST_HELD and since * numbers.model.nbytes > _HELD_BYTES
+        # Half of the time, at most: a slow disk is not to be waited for.
+        due |= piled and now - self._checkpoint_at >= self._checkpoint_took
         if due and self._drafting is None:
             draft = self.storage.draft(numbers, action, self._ended, self._attempt)
             writer = _beside_actions()
