@@ -36,6 +36,8 @@ _AROUND = 8
 """So many steps before a change and after it are compared: over more, a curve is not as smooth everywhere."""
 _LEAST_AROUND = 6
 """Of both together: a parabola takes three."""
+_LONGEST_AROUND, _MOST_AROUND = 40, 16
+"""Steps around changes that follow closely, the last ones, and how many times of changes, the last ones, are asked."""
 _BENDS = np.geomspace(0.1, 1e9, 11)
 _FARTHEST = 20.0
 """Times the progress until now: where a curve never reaches the target, or later than that."""
@@ -144,9 +146,16 @@ def _prior() -> Floats:
 def _told(made: Floats, workers: Floats, losses: Floats, grid: Floats) -> Floats:
     """How likely each noise makes what was seen around changes of workers, up to a factor."""
     found = np.zeros(len(grid))
-    for place in np.flatnonzero(np.diff(workers)) + 1:
-        near = slice(max(0, place - _AROUND), place + _AROUND)
-        if len(losses[near]) >= _LEAST_AROUND and len(losses) - place >= 2:
+    changes = np.flatnonzero(np.diff(workers)) + 1
+    changes = changes[changes <= len(losses) - 2]
+    # Of changes that follow closely each loss is counted once.
+    apart = np.flatnonzero(np.diff(changes) >= _AROUND) + 1
+    for close in np.split(changes, apart)[-_MOST_AROUND:]:
+        if not len(close):
+            continue
+        end = int(close[-1]) + _AROUND
+        near = slice(max(0, int(close[0]) - _AROUND, end - _LONGEST_AROUND), end)
+        if len(losses[near]) >= _LEAST_AROUND:
             progress = np.cumsum(made[near] / (1 + grid[:, None] / workers[near]), axis=1)
             found += _smoothness(progress / progress[:, -1:], losses[near], workers[near])
     off = np.log(grid[:, None] / grid) / _DRIFT_LOG

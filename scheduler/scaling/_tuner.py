@@ -90,8 +90,8 @@ class ScalingTuner:
             in_time = ahead.mean(np.maximum(takes / whole - 1, 0.0)) <= patience
             saves = ahead.quantile(whole * self.terms.rate(most) - usd, 1 - sure) > 0
             # Nothing is known of the way's length, which drops out of the mean of logarithms.
-            expected = ahead.mean(np.log(usd))
-            if in_time and saves and expected < least:
+            expected = ahead.mean(np.log(usd)) if saves else math.inf
+            if in_time and expected < least:
                 chosen, least = workers, expected
         return chosen
 

@@ -251,6 +251,17 @@ def test_a_change_tells_the_noise_whatever_the_form_of_the_losses(
     assert high / low >= 4
 
 
+@given(job=JOBS, law=st.sampled_from([Job, Network]), seed=st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_changes_that_follow_closely_do_not_make_it_surer_than_it_may_be(job: Job, law: type[Job], seed: int) -> None:
+    """Each loss tells once, however many changes it is near."""
+    job.__class__ = law
+    found = outlook(told(job, [4] * 8 + [4, 5] * 20, draws(seed, 0.01)), MOST, job.target)
+    true = min(max(job.noise, MOST / 16), MOST * 8.0)
+    low, high = (found.quantile(found.noises, share) for share in (0.02, 0.98))
+    assert low / 1.5 <= true <= high * 1.5
+
+
 def test_what_workers_make_of_a_step_is_seen_where_few_were_tried() -> None:
     for noise, few in ((0.5, False), (120.0, True)):
         job = Network(noise, compute=1.0, each=0.0, length=60.0)
