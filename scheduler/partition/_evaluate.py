@@ -30,11 +30,12 @@ said to take is its schedule's, played (`_play`).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from scheduler.partition._model import MIB, Cut, Hop, Layer, Pipeline, Place, Problem, Stage, Way
+from scheduler.partition._model import MIB, Cut, Hop, Pipeline, Place, Problem, Stage, Way
 
 __all__ = [
     "Transfers",
@@ -93,17 +94,38 @@ def held_bytes(problem: Problem, way: Way, cut: Cut, from_end: int) -> float:
     Parameters, their gradients and the optimiser's state, what merging needs, the activations of the micro-batches
     that are under way, and an input and an output in each lane, both ways.
     """
-    profile, held = problem.profile, problem.profile.layers[cut.first : cut.last + 1]
+    profile, sums = problem.profile, problem.profile.sums
     live = way.micro_batches(problem.batch)
     if way.order == "1f1b":
         live = min(live, from_end)
     copies = 2.0 + profile.state_factor + (problem.merge_copies if way.degree > 1 else 0.0)
-    activations = sum(layer.activation_bytes for layer in held)
-    entering, leaving = input_bytes(problem, cut.first), held[-1].output_bytes
+    activations = sums.activation_bytes[cut.last + 1] - sums.activation_bytes[cut.first]
+    entering, leaving = input_bytes(problem, cut.first), profile.layers[cut.last].output_bytes
     kept = live * entering + activations if cut.rematerialise else live * activations
     lanes = 2 * (entering + (leaving if cut.last + 1 < len(profile.layers) else 0))
-    parameters = sum(layer.parameter_bytes for layer in held)
+    parameters = _parameter_bytes(problem, cut)
     return profile.base_mb * MIB + copies * parameters + way.micro_batch * (kept + lanes)
+
+
+def _parameter_bytes(problem: Problem, cut: Cut) -> int:
+    sizes = problem.profile.sums.parameter_bytes
+    return sizes[cut.last + 1] - sizes[cut.first]
+
+
+def _compute_seconds(problem: Problem, way: Way, cut: Cut) -> tuple[float, float]:
+    """Forward and backward pass of one micro-batch, at speed 1."""
+    sums = problem.profile.sums
+    forward, backward = (
+        lines[cut.last + 1].seconds(way.micro_batch) - lines[cut.first].seconds(way.micro_batch)
+        for lines in (sums.forward, sums.backward)
+    )
+    return forward, backward
+
+
+def _update_seconds(problem: Problem, cut: Cut) -> float:
+    """The optimiser's step, at speed 1."""
+    sums = problem.profile.sums.update_s
+    return sums[cut.last + 1] - sums[cut.first]
 
 
 def input_bytes(problem: Problem, first: int) -> int:
@@ -191,14 +213,12 @@ def core_seconds(problem: Problem, way: Way, cut: Cut, sides: int) -> float:
 
     Its layers at a whole core's speed, the optimiser's step, and what goes through the channel.
     """
-    held = problem.profile.layers[cut.first : cut.last + 1]
-    count, micro = way.micro_batches(problem.batch), way.micro_batch
-    forward = sum(layer.forward.seconds(micro) for layer in held)
-    backward = sum(layer.backward.seconds(micro) for layer in held)
+    count = way.micro_batches(problem.batch)
+    forward, backward = _compute_seconds(problem, way, cut)
     entering, leaving = message_core_seconds(problem, way, cut)
     moved = 2 * count * ((entering if cut.first else 0.0) + (leaving if sides > (cut.first > 0) else 0.0))
     moved += merge_core_seconds(problem, way, cut)
-    return count * (forward * (2 if cut.rematerialise else 1) + backward) + sum(one.update_s for one in held) + moved
+    return count * (forward * (2 if cut.rematerialise else 1) + backward) + _update_seconds(problem, cut) + moved
 
 
 def message_core_seconds(problem: Problem, way: Way, cut: Cut) -> tuple[float, float]:
@@ -216,8 +236,7 @@ def merge_core_seconds(problem: Problem, way: Way, cut: Cut) -> float:
     channel, d = problem.places[cut.place].channel, way.degree
     if d == 1:
         return 0.0
-    held = problem.profile.layers[cut.first : cut.last + 1]
-    merged = problem.merged_share * sum(layer.parameter_bytes for layer in held)
+    merged = problem.merged_share * _parameter_bytes(problem, cut)
     requests, sent = (d + 2 * (d - 1)) * (2 if problem.merges_apart else 1), merged * (1 + 2 * (d - 1) / d)
     return requests * channel.request_core_s + sent * channel.byte_core_s
 
@@ -235,16 +254,14 @@ def _check(problem: Problem, cuts: Sequence[Cut]) -> None:
 
 
 def _stage(problem: Problem, way: Way, cut: Cut, needed: float, entered: bool, left: bool) -> Stage:
-    place, held = problem.places[cut.place], problem.profile.layers[cut.first : cut.last + 1]
-    size = place.sizes[cut.size]
-    forward = sum(layer.forward.seconds(way.micro_batch) for layer in held) / size.speed
-    backward = sum(layer.backward.seconds(way.micro_batch) for layer in held) / size.speed
-    merged = problem.merged_share * sum(layer.parameter_bytes for layer in held)
+    place, size = problem.places[cut.place], problem.places[cut.place].sizes[cut.size]
+    forward, backward = (alone / size.speed for alone in _compute_seconds(problem, way, cut))
+    merged = problem.merged_share * _parameter_bytes(problem, cut)
     merge_s = merge_seconds(merged, way.degree, place, size.bandwidth)
     if problem.merges_early:
-        first = problem.merged_share * held[0].parameter_bytes
+        first = problem.merged_share * problem.profile.layers[cut.first].parameter_bytes
         if problem.merges_apart:
-            late = _late_seconds(problem, way, held) / size.speed
+            late = _late_seconds(problem, way, cut) / size.speed
             merge_s = exposed_apart_seconds(merged, first, way.degree, place, size.bandwidth, backward, late)
         else:
             merge_s = exposed_seconds(merged, first, way.degree, place, size.bandwidth, backward)
@@ -258,17 +275,19 @@ def _stage(problem: Problem, way: Way, cut: Cut, needed: float, entered: bool, l
         forward_s=forward,
         backward_s=backward + (forward if cut.rematerialise else 0.0),
         merge_s=merge_s,
-        update_s=sum(layer.update_s for layer in held) / size.speed,
+        update_s=_update_seconds(problem, cut) / size.speed,
         core_s=core_seconds(problem, way, cut, entered + left),
     )
 
 
-def _late_seconds(problem: Problem, way: Way, held: Sequence[Layer]) -> float:
+def _late_seconds(problem: Problem, way: Way, cut: Cut) -> float:
     """Backward pass of the first layers that are whole in what is merged apart, at speed 1."""
-    sizes = [layer.parameter_bytes for layer in held]
-    late = late_bytes(float(sum(sizes)), float(sizes[0]), way.degree)
-    within = sum(1 for total in accumulate(sizes) if total <= late * (1 + ROUNDING))
-    return sum(layer.backward.seconds(way.micro_batch) for layer in held[:within])
+    first = problem.profile.layers[cut.first].parameter_bytes
+    late = late_bytes(float(_parameter_bytes(problem, cut)), float(first), way.degree)
+    sizes = problem.profile.sums.parameter_bytes
+    reach = sizes[cut.first] + late * (1 + ROUNDING)
+    within = bisect_right(sizes, reach, cut.first + 1, cut.last + 2) - 1
+    return _compute_seconds(problem, way, replace(cut, last=within - 1))[1]
 
 
 @dataclass(frozen=True)

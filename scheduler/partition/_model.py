@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 Order = Literal["gpipe", "1f1b"]
@@ -40,6 +42,17 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Sums:
+    """Of the first layers of a chain, by how many: from none to all."""
+
+    parameter_bytes: tuple[int, ...]
+    activation_bytes: tuple[int, ...]
+    forward: tuple[Line, ...]
+    backward: tuple[Line, ...]
+    update_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Profile:
     """A model as a chain of layers."""
 
@@ -50,6 +63,24 @@ class Profile:
     """The optimiser's state, in sizes of the parameters: 0 for plain SGD, 1 with momentum, 2 for Adam."""
     base_mb: float = 200.0
     """What a worker takes in memory before it has a layer, and what is kept free (FuncPipe keeps 200 MB)."""
+
+    @cached_property
+    def sums(self) -> Sums:
+        """What a stage's layers come to is the difference of two, however many they are."""
+        return Sums(
+            tuple(accumulate((layer.parameter_bytes for layer in self.layers), initial=0)),
+            tuple(accumulate((layer.activation_bytes for layer in self.layers), initial=0)),
+            _lines(layer.forward for layer in self.layers),
+            _lines(layer.backward for layer in self.layers),
+            tuple(accumulate((layer.update_s for layer in self.layers), initial=0.0)),
+        )
+
+
+def _lines(lines: Iterable[Line]) -> tuple[Line, ...]:
+    def added(a: Line, b: Line) -> Line:
+        return Line(a.base_s + b.base_s, a.sample_s + b.sample_s)
+
+    return tuple(accumulate(lines, added, initial=Line(0.0, 0.0)))
 
 
 @dataclass(frozen=True)
