@@ -50,7 +50,8 @@ class Labels:
 
     def take(self, rows: Ints | Mask) -> Labels:
         """Some of the rows."""
-        return Labels(*(getattr(self, field.name)[rows] for field in fields(self)))
+        rows = np.flatnonzero(rows) if rows.dtype == bool else rows
+        return Labels(*(getattr(self, field.name).take(rows) for field in fields(self)))
 
 
 def joined(parts: Sequence[Labels]) -> Labels:
@@ -106,7 +107,7 @@ def _unbeaten(low: Floats, high: Floats, group: Ints) -> Ints:
     """Rows that no row of the group beats that comes before them. Whoever beats comes first in the order, so that no
     two labels can beat each other."""
     order = np.lexsort((low[0] + low[5], low[0], group))
-    low, high, group = low[:, order], high[:, order], group[order]
+    low, high, group = low.take(order, axis=1), high.take(order, axis=1), group[order]
     before = np.arange(len(order)) - np.searchsorted(group, group)
     left = np.arange(len(order))
     nearer, far = 0, FIRST_WINDOW
@@ -115,8 +116,8 @@ def _unbeaten(low: Floats, high: Floats, group: Ints) -> Ints:
         then = np.repeat(left[some], many[some])
         first = then - nearer - 1 - _runs(many[some])
         for measure in range(len(low)):
-            same = low[measure, first] <= high[measure, then]
-            first, then = first[same], then[same]
+            same = np.flatnonzero(low[measure].take(first) <= high[measure].take(then))
+            first, then = first.take(same), then.take(same)
         worse = np.zeros(len(order), dtype=bool)
         worse[then] = True
         left = left[~worse[left]]

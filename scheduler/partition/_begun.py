@@ -1,0 +1,319 @@
+"""The least that the first layers of a chain take, by what they are cut into: beginnings of pipelines, as bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from scheduler.partition._known import SINGLE, Front, Singles
+from scheduler.partition._labels import Mask
+from scheduler.partition._tables import Floats, Ints, Stages, Tables
+
+__all__ = ["ALONE", "BEAT", "BEAT_F", "FILL", "FINISH", "FORWARD", "LEVELS", "OTHER", "Beginnings", "Begun"]
+
+LEVELS = 48 - 1
+"""Steps of a way's rate, each as large as its cheapest function's; what is above the last one is counted as it."""
+NEVER = 1e15
+"""Seconds of what does not fit. Not infinite, since it is multiplied by zero."""
+PAIRS = 1 << 14
+"""Beginnings that one stage more is put behind in one go, for each of its choices: what the caches hold."""
+BEATS = 1 << 7
+"""Steps of a stage's slowest lane, by factors, from the fastest one's to the slowest one's."""
+
+FILL, FORWARD, OTHER, BEAT_F, BEAT, FINISH, ALONE = range(7)
+"""What is known of a beginning: the tables of bounds. Of them FINISH is forward passes up to a stage, what it merges
+and backward passes back to the first one; ALONE is what these stages would take as a pipeline, at least. It ties fill
+and beat together: of the cuts with the least fill, and with the least beat, neither has the least of both."""
+TABLES = 7
+
+
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """All cuts of the first layers, up to one: by way, number of stages and rate level, in this order, each of some
+    sums and maxima at its least. A rate is counted in whole steps, each stage's rounded down."""
+
+    way: Ints
+    stages: Ints
+    level: Ints
+    values: Singles
+    """(table, row)."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Arcs:
+    """Stages that begin with one layer, in single precision, by (way, last layer, option); `NEVER`: fits nowhere."""
+
+    first: int
+    added: Singles
+    """(3, ..): seconds forward and backward, seconds forward, USD of requests."""
+    beats: Singles
+    """(2, ..): the slowest lane forward, and both ways."""
+    merge: Singles
+
+
+class Beginnings:
+    """Of one problem. Hops between regions are taken as free.
+
+    What cannot get ahead of the front by more than a share, whatever comes behind it, is left out.
+    """
+
+    def __init__(self, tables: Tables, front: Front, within: float) -> None:
+        self._tables, self._front, self._within = tables, front, within
+        per_replica = tables.rate[0] / tables.degree[0]
+        self.unit = float(per_replica.min()) or 1.0
+        """USD per second of a level and replica."""
+        self._steps = np.minimum(np.floor(per_replica / self.unit * (1 + 1e-9)), LEVELS).astype(int)
+        every = np.arange(len(tables.ways))
+        arcs = [self._arcs_from(first, tables.starting(first, every)) for first in range(tables.length)]
+        self.beats = [one.beats[1] for one in arcs]
+        """Of stages that begin with each layer, by (way, last layer, option): the slowest lane both ways."""
+        self._after = self._suffixes(arcs)
+        self._most = self._useful_stages()
+        self.up_to = self._prefixes(arcs)
+        """By number of layers."""
+
+    def _arcs_from(self, first: int, stages: Stages) -> _Arcs:
+        tables = self._tables
+        after = np.arange(first + 1, tables.length + 1)
+        both = tables.alternates[:, None, None]
+        live = tables.count[:, None, None]
+        live = np.where(both, np.minimum(live, 1 + (after < tables.length)[None, :, None]), live)
+        kept = stages.fits >= live
+        fits = kept | (stages.fits_again >= live) if tables.problem.rematerialise else kept
+        # More micro-batches may be under way than are counted here, so that an option is of use for its room alone.
+        slow = np.where(fits, 0.0, NEVER)
+        fits = tables.needed(fits, kept)
+        computed = stages.backward + np.where(kept, 0.0, stages.forward)
+        lanes_f = (stages.forward, stages.get_in[:, None, :], stages.put_out)
+        lanes_b = (computed, stages.put_back[:, None, :], stages.get_back)
+        never = np.where(fits, 0.0, NEVER)
+        forward, backward = sum(lanes_f), sum(lanes_b)
+        slow_f = np.maximum(np.maximum(lanes_f[0], lanes_f[1]), lanes_f[2])
+        slow_b = np.maximum(np.maximum(lanes_b[0], lanes_b[1]), lanes_b[2])
+        beat_f = np.where(both, forward + backward, slow_f)
+        beat = np.where(both, 0.0, slow_b) + beat_f
+        return _Arcs(
+            first,
+            _single(forward + backward + never, forward + never, stages.other_usd + never),
+            _single(beat_f + slow, beat + slow),
+            _single(stages.merge)[0],
+        )
+
+    def _suffixes(self, every: list[_Arcs]) -> Singles:
+        """(number of stages, table, way, first layer): the least of what the layers from one on take in so many.
+
+        The tables are seconds both ways, the slowest lane both ways, USD of requests, the rate, and what these layers
+        would take as a pipeline.
+        """
+        tables, length = self._tables, self._tables.length
+        most = min(self._most_stages(), length)
+        after = np.full((most + 1, 5, len(tables.ways), length + 1), NEVER, dtype=np.float32)
+        after[0, :, :, -1] = 0.0
+        rate = tables.rate.astype(np.float32)[:, None, :]
+        more = (tables.count - 1).astype(np.float32)[:, None]
+        for arcs in reversed(every):
+            fits = arcs.added[0] < NEVER / 2
+            fill, other = arcs.added[0].min(axis=2), arcs.added[2].min(axis=2)
+            beat = np.where(fits, arcs.beats[1], np.float32(NEVER)).min(axis=2)
+            cheapest = np.where(fits, rate, np.float32(NEVER)).min(axis=2)
+            own = (arcs.added[0] + more[..., None] * arcs.beats[1]).min(axis=2)
+            # Behind this stage there are at most so many.
+            later = after[: min(most, length - arcs.first), :, :, arcs.first + 1 :]
+            here = after[1 : len(later) + 1, :, :, arcs.first]
+            np.min(later[:, 0] + fill, axis=2, out=here[:, 0])
+            np.min(np.maximum(later[:, 1], beat), axis=2, out=here[:, 1])
+            np.min(later[:, 2] + other, axis=2, out=here[:, 2])
+            np.min(later[:, 3] + cheapest, axis=2, out=here[:, 3])
+            alone = np.maximum(own, fill + more * later[:, 1]) + later[:, 0]
+            np.min(np.maximum(alone, later[:, 4] + fill), axis=2, out=here[:, 4])
+        return np.minimum(after, np.float32(NEVER))
+
+    def _useful_stages(self) -> int:
+        """No pipeline of more stages gets ahead of the front."""
+        fill, beat, other, rate, alone = self._after[:, :, :, 0].astype(float).swapaxes(0, 1) * SINGLE
+        seconds = np.maximum(alone, fill + (self._tables.count - 1) * beat)
+        seconds = np.maximum(seconds, self._tables.least_busy * SINGLE)
+        beaten = self._front.surely_beats(seconds, seconds * rate + other, self._within)
+        return int(np.flatnonzero(~beaten.all(axis=1) & (fill < NEVER / 2).any(axis=1)).max(initial=0))
+
+    def _most_stages(self) -> int:
+        problem = self._tables.problem
+        most = problem.stages or self._tables.length
+        if problem.most_workers is not None:
+            most = min(most, problem.most_workers // int(self._tables.degree.min()))
+        return most
+
+    def _prefixes(self, every: list[_Arcs]) -> list[Begun]:
+        tables, most = self._tables, max(self._most, 1)
+        ways = np.arange(len(tables.ways))
+        none = np.zeros(len(ways), dtype=np.int64)
+        found = [Begun(ways, none, none, np.zeros((TABLES, len(ways)), dtype=np.float32))]
+        pool, slowest = _Pool(len(ways), tables.length, most), np.full(len(ways), BEATS - 1)
+        beats = [one.beats[1][one.added[0] < NEVER / 2] for one in every]
+        top = max(max(float(some.max(initial=0.0)) for some in beats), 1e-9)
+        least = min(float(some.min(initial=top)) for some in beats)
+        edges = np.geomspace(max(least, 1e-6 * top), top, BEATS).astype(np.float32)
+        for at, ends in enumerate(_ending(tables, every, edges), 1):
+            pool.add(found[-1], slowest)
+            begun, slowest = self._left(at, self._one_more(pool, ends), edges)
+            found.append(begun)
+        return found
+
+    def _one_more(self, pool: _Pool, ends: _Ends) -> Begun:
+        """Every stage that ends before a layer, behind all that may stand in front of it."""
+        least = np.full((TABLES, len(self._tables.ways) * pool.most * (LEVELS + 1)), NEVER, dtype=np.float32)
+        begin, many = pool.begin[ends.first, ends.way], pool.many[ends.first, ends.way, ends.beat]
+        turns = (np.cumsum(many) - 1) // PAIRS
+        for turn in range(int(turns.max(initial=-1)) + 1):
+            arc = np.flatnonzero((turns == turn) & (many > 0))
+            times = many[arc]
+            row = np.arange(times.sum()) + np.repeat(begin[arc] - (np.cumsum(times) - times), times)
+            new = pool.values.take(row, axis=1)
+            _behind(new, np.repeat(ends.stage.take(arc, axis=1), times, axis=1))
+            level = np.minimum(pool.level.take(row) + np.repeat(self._steps[ends.option[arc]], times), LEVELS)
+            key = pool.key.take(row) + level
+            for table in range(TABLES):
+                np.minimum.at(least[table], key, new[table])
+        key = np.flatnonzero(least[FILL] < NEVER / 2)
+        some, level = np.divmod(key, LEVELS + 1)
+        way, before = np.divmod(some, pool.most)
+        return Begun(way, before + 1, level, least.take(key, axis=1))
+
+    def _left(self, at: int, begun: Begun, edges: Singles) -> tuple[Begun, Ints]:
+        """Of beginnings of so many layers, those that the front does not beat whatever comes behind them; and before
+        the slowest lane of which a stage is right behind them that it does not beat either, as a step of some."""
+        tables, problem, way = self._tables, self._tables.problem, begun.way
+        fill, beat, other, alone = (begun.values[name] for name in (FILL, BEAT, OTHER, ALONE))
+        more, degree, busy = (
+            part.astype(np.float32).take(way) for part in (tables.count - 1, tables.degree, tables.least_busy)
+        )
+        rate = degree * begun.level.astype(np.float32) * np.float32(self.unit)
+        room = np.full(len(way), self._most)
+        if problem.most_workers is not None:
+            room = np.minimum(room, (problem.most_workers // tables.degree).astype(np.int64).take(way))
+        room -= begun.stages
+        after = self._after[: self._most + 1, :, :, at]
+        # Of so many stages behind, and of as many or more.
+        exactly, at_least = (
+            one.swapaxes(0, 1).reshape(5, -1) for one in (after, np.minimum.accumulate(after[::-1])[::-1])
+        )
+
+        def beaten(rows: Ints, behind: Singles, number: int | Ints, beat: Singles) -> Mask:
+            behind = behind.take(number * len(tables.ways) + way.take(rows), axis=1)
+            filled = fill.take(rows)
+            seconds = filled + behind[0] + more.take(rows) * np.maximum(beat, behind[1])
+            np.maximum(seconds, busy.take(rows), out=seconds)
+            np.maximum(seconds, alone.take(rows) + behind[0], out=seconds)
+            np.maximum(seconds, filled + behind[4], out=seconds)
+            usd = seconds * (rate.take(rows) + behind[3]) + other.take(rows) + behind[2]
+            lost = self._front.surely_beats(seconds * SINGLE, usd * SINGLE, self._within)
+            lost |= behind[0] >= NEVER / 2
+            return lost
+
+        fewest, left = np.full(len(way), -1), np.arange(len(way))
+        for number in range(len(after)):
+            if number % 4 == 0:
+                # Most that are beaten at all are so by the least of all numbers.
+                left = left[room.take(left) >= number]
+                left = left[~beaten(left, at_least, number, beat.take(left))]
+            if not len(left):
+                break
+            lost = beaten(left, exactly, number, beat.take(left)) | (room.take(left) < number)
+            if problem.stages is not None:
+                lost |= begun.stages.take(left) + number != problem.stages
+            fewest[left[~lost]] = number
+            left = left[lost]
+        rows = np.flatnonzero(fewest >= 0)
+        fewest, own = fewest.take(rows), beat.take(rows)
+        slowest, step = np.zeros(len(rows), dtype=np.int64), BEATS
+        while step > 1:
+            step //= 2
+            lost = beaten(rows, at_least, fewest, np.maximum(own, edges.take(slowest + step)))
+            slowest += np.where(lost, 0, step)
+        return Begun(way[rows], begun.stages[rows], begun.level[rows], begun.values.take(rows, axis=1)), slowest
+
+
+@dataclass(frozen=True, eq=False)
+class _Ends:
+    """Stages that end before one layer and fit, by way."""
+
+    way: Ints
+    first: Ints
+    option: Ints
+    beat: Ints
+    """The slowest lane both ways, as a step."""
+    stage: Singles
+    """(what, row): what such a stage adds, as in `_behind`."""
+
+
+def _ending(tables: Tables, every: list[_Arcs], edges: Singles) -> Iterator[_Ends]:
+    """By the layer before which they end, from the second one on."""
+    parts = []
+    for arcs in every:
+        flat = np.flatnonzero(arcs.added[0] < NEVER / 2)
+        way, last, option = np.unravel_index(flat, arcs.merge.shape)
+        added, beats = (one.reshape(len(one), -1).take(flat, axis=1) for one in (arcs.added, arcs.beats))
+        more = (tables.count - 1).astype(np.float32)[way]
+        merged = arcs.merge.reshape(-1).take(flat) + added[0]
+        # Nothing hides what the first stage merges.
+        fill = merged if arcs.first == 0 else added[0]
+        stage = np.stack([fill, *added[1:], *beats, added[0], merged, merged + more * (beats[1] - beats[0]), more])
+        parts.append((way, np.full(len(way), arcs.first), last + arcs.first + 1, option, stage))
+    way, first, end, option, stage = (np.concatenate(part, axis=-1) for part in zip(*parts, strict=True))
+    order = np.lexsort((way, end))
+    begin = np.searchsorted(end[order], np.arange(1, tables.length + 2))
+    beat = np.maximum(np.searchsorted(edges, stage[BEAT], side="right") - 1, 0)
+    for a, b in pairwise(begin):
+        rows = order[a:b]
+        yield _Ends(way[rows], first[rows], option[rows], beat[rows], stage.take(rows, axis=1))
+
+
+class _Pool:
+    """Beginnings of all numbers of layers so far, one after the other: by way, and those first that the slowest stages
+    may follow."""
+
+    def __init__(self, ways: int, length: int, most: int) -> None:
+        self.most, self._length, self._layers = most, 0, 0
+        self.key, self.level = np.zeros((2, PAIRS), dtype=np.int64)
+        """Of way and number of stages; of the rate."""
+        self.values = np.zeros((TABLES, PAIRS), dtype=np.float32)
+        self.begin = np.zeros((length, ways), dtype=np.int64)
+        """By number of layers and way."""
+        self.many = np.zeros((length, ways, BEATS), dtype=np.int64)
+        """The same, and by a stage's beat: how many it may follow."""
+
+    def add(self, begun: Begun, slowest: Ints) -> None:
+        """Of the next number of layers."""
+        end = self._length + len(begun.way)
+        while end > len(self.key):
+            self.key, self.level = (np.concatenate([old, old]) for old in (self.key, self.level))
+            self.values = np.concatenate([self.values, self.values], axis=1)
+        _, ways, beats = self.many.shape
+        kinds = begun.way * beats + beats - 1 - slowest
+        order, here = np.argsort(kinds, kind="stable"), slice(self._length, end)
+        self.key[here] = ((begun.way * self.most + begun.stages) * (LEVELS + 1))[order]
+        self.level[here], self.values[:, here] = begun.level[order], begun.values.take(order, axis=1)
+        many = np.bincount(kinds, minlength=ways * beats).reshape(ways, beats).cumsum(axis=1)
+        self.many[self._layers] = many[:, ::-1]
+        self.begin[self._layers] = self._length + np.cumsum(many[:, -1]) - many[:, -1]
+        self._length, self._layers = end, self._layers + 1
+
+
+def _behind(old: Singles, stage: Singles) -> None:
+    """In place: a stage more, by table and row."""
+    both, merged, last, more = stage[TABLES - 2 :]
+    forward = old[FORWARD].copy()
+    np.add(old[FILL : OTHER + 1], stage[FILL : OTHER + 1], out=old[FILL : OTHER + 1])
+    np.maximum(old[BEAT_F : BEAT + 1], stage[BEAT_F : BEAT + 1], out=old[BEAT_F : BEAT + 1])
+    np.add(old[FINISH : ALONE + 1], both, out=old[FINISH : ALONE + 1])
+    np.maximum(old[FINISH], forward + merged, out=old[FINISH])
+    # Of this stage with those before it, from its own merge; and from the first one's.
+    np.maximum(old[ALONE], forward + last + more * old[BEAT_F], out=old[ALONE])
+    np.maximum(old[ALONE], old[FILL] + more * old[BEAT], out=old[ALONE])
+
+
+def _single(*tables: Floats) -> Singles:
+    return np.stack([np.minimum(table, NEVER) for table in np.broadcast_arrays(*tables)]).astype(np.float32)
