@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
 
 import numpy as np
@@ -18,6 +19,8 @@ LEVELS = 48 - 1
 """Steps of a way's rate, each as large as its cheapest function's; what is above the last one is counted as it."""
 NEVER = 1e15
 """Seconds of what does not fit. Not infinite, since it is multiplied by zero."""
+NUMBERS = 4
+"""Of stages behind a beginning that are tried, until all that are left are again."""
 PAIRS = 1 << 14
 """Beginnings that one stage more is put behind in one go, for each of its choices: what the caches hold."""
 BEATS = 1 << 7
@@ -40,6 +43,10 @@ class Begun:
     level: Ints
     values: Singles
     """(table, row)."""
+
+    def take(self, rows: Ints) -> Begun:
+        """Some of the rows."""
+        return Begun(self.way[rows], self.stages[rows], self.level[rows], self.values.take(rows, axis=1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,37 +110,37 @@ class Beginnings:
         )
 
     def _suffixes(self, every: list[_Arcs]) -> Singles:
-        """(number of stages, table, way, first layer): the least of what the layers from one on take in so many.
+        """(number of stages, table, first layer, way): the least of what the layers from one on take in so many.
 
         The tables are seconds both ways, the slowest lane both ways, USD of requests, the rate, and what these layers
         would take as a pipeline.
         """
         tables, length = self._tables, self._tables.length
         most = min(self._most_stages(), length)
-        after = np.full((most + 1, 5, len(tables.ways), length + 1), NEVER, dtype=np.float32)
-        after[0, :, :, -1] = 0.0
+        after = np.full((most + 1, 5, length + 1, len(tables.ways)), NEVER, dtype=np.float32)
+        after[0, :, -1] = 0.0
         rate = tables.rate.astype(np.float32)[:, None, :]
-        more = (tables.count - 1).astype(np.float32)[:, None]
+        more = (tables.count - 1).astype(np.float32)
         for arcs in reversed(every):
             fits = arcs.added[0] < NEVER / 2
-            fill, other = arcs.added[0].min(axis=2), arcs.added[2].min(axis=2)
-            beat = np.where(fits, arcs.beats[1], np.float32(NEVER)).min(axis=2)
-            cheapest = np.where(fits, rate, np.float32(NEVER)).min(axis=2)
-            own = (arcs.added[0] + more[..., None] * arcs.beats[1]).min(axis=2)
+            fill, other = _least(arcs.added[0]), _least(arcs.added[2])
+            beat = _least(np.where(fits, arcs.beats[1], np.float32(NEVER)))
+            cheapest = _least(np.where(fits, rate, np.float32(NEVER)))
+            own = _least(arcs.added[0] + more[:, None, None] * arcs.beats[1])
             # Behind this stage there are at most so many.
-            later = after[: min(most, length - arcs.first), :, :, arcs.first + 1 :]
-            here = after[1 : len(later) + 1, :, :, arcs.first]
-            np.min(later[:, 0] + fill, axis=2, out=here[:, 0])
-            np.min(np.maximum(later[:, 1], beat), axis=2, out=here[:, 1])
-            np.min(later[:, 2] + other, axis=2, out=here[:, 2])
-            np.min(later[:, 3] + cheapest, axis=2, out=here[:, 3])
+            later = after[: min(most, length - arcs.first), :, arcs.first + 1 :]
+            here = after[1 : len(later) + 1, :, arcs.first]
+            np.min(later[:, 0] + fill, axis=1, out=here[:, 0])
+            np.min(np.maximum(later[:, 1], beat), axis=1, out=here[:, 1])
+            np.min(later[:, 2] + other, axis=1, out=here[:, 2])
+            np.min(later[:, 3] + cheapest, axis=1, out=here[:, 3])
             alone = np.maximum(own, fill + more * later[:, 1]) + later[:, 0]
-            np.min(np.maximum(alone, later[:, 4] + fill), axis=2, out=here[:, 4])
+            np.min(np.maximum(alone, later[:, 4] + fill), axis=1, out=here[:, 4])
         return np.minimum(after, np.float32(NEVER))
 
     def _useful_stages(self) -> int:
         """No pipeline of more stages gets ahead of the front."""
-        fill, beat, other, rate, alone = self._after[:, :, :, 0].astype(float).swapaxes(0, 1) * SINGLE
+        fill, beat, other, rate, alone = self._after[:, :, 0].astype(float).swapaxes(0, 1) * SINGLE
         seconds = np.maximum(alone, fill + (self._tables.count - 1) * beat)
         seconds = np.maximum(seconds, self._tables.least_busy * SINGLE)
         beaten = self._front.surely_beats(seconds, seconds * rate + other, self._within)
@@ -183,57 +190,88 @@ class Beginnings:
         return Begun(way, before + 1, level, least.take(key, axis=1))
 
     def _left(self, at: int, begun: Begun, edges: Singles) -> tuple[Begun, Ints]:
-        """Of beginnings of so many layers, those that the front does not beat whatever comes behind them; and before
-        the slowest lane of which a stage is right behind them that it does not beat either, as a step of some."""
-        tables, problem, way = self._tables, self._tables.problem, begun.way
-        fill, beat, other, alone = (begun.values[name] for name in (FILL, BEAT, OTHER, ALONE))
-        more, degree, busy = (
-            part.astype(np.float32).take(way) for part in (tables.count - 1, tables.degree, tables.least_busy)
-        )
-        rate = degree * begun.level.astype(np.float32) * np.float32(self.unit)
-        room = np.full(len(way), self._most)
-        if problem.most_workers is not None:
-            room = np.minimum(room, (problem.most_workers // tables.degree).astype(np.int64).take(way))
-        room -= begun.stages
-        after = self._after[: self._most + 1, :, :, at]
-        # Of so many stages behind, and of as many or more.
-        exactly, at_least = (
-            one.swapaxes(0, 1).reshape(5, -1) for one in (after, np.minimum.accumulate(after[::-1])[::-1])
-        )
-
-        def beaten(rows: Ints, behind: Singles, number: int | Ints, beat: Singles) -> Mask:
-            behind = behind.take(number * len(tables.ways) + way.take(rows), axis=1)
-            filled = fill.take(rows)
-            seconds = filled + behind[0] + more.take(rows) * np.maximum(beat, behind[1])
-            np.maximum(seconds, busy.take(rows), out=seconds)
-            np.maximum(seconds, alone.take(rows) + behind[0], out=seconds)
-            np.maximum(seconds, filled + behind[4], out=seconds)
-            usd = seconds * (rate.take(rows) + behind[3]) + other.take(rows) + behind[2]
-            lost = self._front.surely_beats(seconds * SINGLE, usd * SINGLE, self._within)
-            lost |= behind[0] >= NEVER / 2
-            return lost
-
-        fewest, left = np.full(len(way), -1), np.arange(len(way))
-        for number in range(len(after)):
-            if number % 4 == 0:
+        """Of beginnings of so many layers, those that the front does not beat whatever comes behind them; and of each,
+        how slow a stage may be that comes next, as a step of stages' beats."""
+        trial = self._trial(at, begun)
+        fewest, left = np.full(len(begun.way), -1), np.arange(len(begun.way))
+        for number in range(self._most + 1):
+            if number % NUMBERS == 0:
                 # Most that are beaten at all are so by the least of all numbers.
-                left = left[room.take(left) >= number]
-                left = left[~beaten(left, at_least, number, beat.take(left))]
+                left = left[trial.room.take(left) >= number]
+                left = left[~trial.beaten(left, trial.at_least, number)]
             if not len(left):
                 break
-            lost = beaten(left, exactly, number, beat.take(left)) | (room.take(left) < number)
-            if problem.stages is not None:
-                lost |= begun.stages.take(left) + number != problem.stages
+            lost = trial.beaten(left, trial.exactly, number) | (trial.room.take(left) < number)
+            if (fixed := self._tables.problem.stages) is not None:
+                lost |= begun.stages.take(left) + number != fixed
             fewest[left[~lost]] = number
             left = left[lost]
         rows = np.flatnonzero(fewest >= 0)
-        fewest, own = fewest.take(rows), beat.take(rows)
         slowest, step = np.zeros(len(rows), dtype=np.int64), BEATS
         while step > 1:
             step //= 2
-            lost = beaten(rows, at_least, fewest, np.maximum(own, edges.take(slowest + step)))
+            lost = trial.beaten(rows, trial.at_least, fewest.take(rows), edges.take(slowest + step))
             slowest += np.where(lost, 0, step)
-        return Begun(way[rows], begun.stages[rows], begun.level[rows], begun.values.take(rows, axis=1)), slowest
+        return begun.take(rows), slowest
+
+    def _trial(self, at: int, begun: Begun) -> _Trial:
+        tables, problem, way = self._tables, self._tables.problem, begun.way
+        degree, more, busy = (
+            part.astype(np.float32).take(way) for part in (tables.degree, tables.count - 1, tables.least_busy)
+        )
+        room = np.full(len(way), self._most)
+        if problem.most_workers is not None:
+            room = np.minimum(room, (problem.most_workers // tables.degree).astype(np.int64).take(way))
+        after = self._after[: self._most + 1, :, at]
+        at_least = np.minimum.accumulate(after[::-1])[::-1]
+        return _Trial(
+            front=self._front,
+            within=self._within,
+            ways=len(tables.ways),
+            begun=begun,
+            more=more,
+            busy=busy,
+            rate=degree * begun.level.astype(np.float32) * np.float32(self.unit),
+            room=room - begun.stages,
+            exactly=after.swapaxes(0, 1).reshape(len(after[0]), -1),
+            at_least=at_least.swapaxes(0, 1).reshape(len(after[0]), -1),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """Beginnings of one number of layers, and what may come behind them, before a front."""
+
+    front: Front
+    within: float
+    ways: int
+    begun: Begun
+    more: Singles
+    busy: Singles
+    rate: Singles
+    """USD per second."""
+    room: Ints
+    """Stages that may come behind."""
+    exactly: Singles
+    """(table, number of stages and way): the least of what comes behind in so many stages."""
+    at_least: Singles
+    """The same, in as many or more."""
+
+    def beaten(self, rows: Ints, after: Singles, number: int | Ints, next_beat: Singles | None = None) -> Mask:
+        """Which of some beginnings the front beats with so many stages behind, if the next one's slowest lane takes at
+        least so long."""
+        fill, beat, other, alone = (self.begun.values[name].take(rows) for name in (FILL, BEAT, OTHER, ALONE))
+        if next_beat is not None:
+            np.maximum(beat, next_beat, out=beat)
+        behind = after.take(number * self.ways + self.begun.way.take(rows), axis=1)
+        seconds = fill + behind[0] + self.more.take(rows) * np.maximum(beat, behind[1])
+        np.maximum(seconds, self.busy.take(rows), out=seconds)
+        np.maximum(seconds, alone + behind[0], out=seconds)
+        np.maximum(seconds, fill + behind[4], out=seconds)
+        usd = seconds * (self.rate.take(rows) + behind[3]) + other + behind[2]
+        beaten = self.front.surely_beats(seconds * SINGLE, usd * SINGLE, self.within)
+        beaten |= behind[0] >= NEVER / 2
+        return beaten
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,7 +296,7 @@ def _ending(tables: Tables, every: list[_Arcs], edges: Singles) -> Iterator[_End
         added, beats = (one.reshape(len(one), -1).take(flat, axis=1) for one in (arcs.added, arcs.beats))
         more = (tables.count - 1).astype(np.float32)[way]
         merged = arcs.merge.reshape(-1).take(flat) + added[0]
-        # Nothing hides what the first stage merges.
+        # A pipeline is not over before its first stage has merged.
         fill = merged if arcs.first == 0 else added[0]
         stage = np.stack([fill, *added[1:], *beats, added[0], merged, merged + more * (beats[1] - beats[0]), more])
         parts.append((way, np.full(len(way), arcs.first), last + arcs.first + 1, option, stage))
@@ -313,6 +351,11 @@ def _behind(old: Singles, stage: Singles) -> None:
     # Of this stage with those before it, from its own merge; and from the first one's.
     np.maximum(old[ALONE], forward + last + more * old[BEAT_F], out=old[ALONE])
     np.maximum(old[ALONE], old[FILL] + more * old[BEAT], out=old[ALONE])
+
+
+def _least(of_options: Singles) -> Singles:
+    """(last layer, way), of (way, last layer, option): `min` is slow along a short axis."""
+    return np.ascontiguousarray(reduce(np.minimum, of_options.T))
 
 
 def _single(*tables: Floats) -> Singles:

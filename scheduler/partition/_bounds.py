@@ -180,11 +180,8 @@ class Bounds:
     def _left(self, own: Singles, before: _Completions, row: Ints, at: Ints, seconds: Singles) -> Ints:
         """Of such pairs, those of so many seconds at least that the front does not beat, and that may be."""
         problem = self._tables.problem
-        usd = (
-            seconds * (own[RATE].take(row) + before.rate.take(at))
-            + own[OTHER_USD].take(row)
-            + before.values[OTHER].take(at)
-        )
+        usd = seconds * (own[RATE].take(row) + before.rate.take(at))
+        usd += own[OTHER_USD].take(row) + before.values[OTHER].take(at)
         left = ~self._front.surely_beats(seconds, usd, self._within)
         if problem.stages is not None:
             left &= own[STAGES].take(row) + before.stages.take(at) == problem.stages

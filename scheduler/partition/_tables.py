@@ -28,9 +28,9 @@ class Stages:
     """All stages that begin with one layer. Axes are (way, last layer, option) where nothing else is said."""
 
     first: int
-    fits: Ints
-    """Micro-batches that may be under way at once."""
-    fits_again: Ints
+    fits: Floats
+    """Micro-batches that may be under way at once, not rounded down."""
+    fits_again: Floats
     """The same, where the forward pass is computed again."""
     forward: Floats
     backward: Floats
@@ -179,7 +179,7 @@ class Tables:
             other_usd=self._requests(ways, entered + inner),
         )
 
-    def most_live(self, first: int, ways: Ints) -> tuple[Ints, Ints]:
+    def most_live(self, first: int, ways: Ints) -> tuple[Floats, Floats]:
         """Micro-batches that may be under way at once in stages from `first` on: kept, and computed again."""
         after = np.arange(first + 1, self.length + 1)
         own = 2.0 + self.problem.profile.state_factor
@@ -193,8 +193,7 @@ class Tables:
         kept = np.where(activations > 0, left / np.maximum(activations, 1e-9), np.where(left >= 0, np.inf, -1.0))
         left = left - activations
         again = left / entering if entering > 0 else np.where(left >= 0, np.inf, -1.0)
-        most = float(1 << 40)
-        return np.floor(np.clip(kept, -1, most)).astype(np.int64), np.floor(np.clip(again, -1, most)).astype(np.int64)
+        return kept, again
 
     def _merging(self, ways: Ints, sizes: Floats, first: int, backward: Floats) -> Floats:
         """(way, stage, option): `merge_seconds` of many sizes, or what is exposed of that."""
