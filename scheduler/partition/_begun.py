@@ -171,7 +171,8 @@ class Beginnings:
 
     def _one_more(self, pool: _Pool, ends: _Ends) -> Begun:
         """Every stage that ends before a layer, behind all that may stand in front of it."""
-        least = np.full((TABLES, len(self._tables.ways) * pool.most * (LEVELS + 1)), NEVER, dtype=np.float32)
+        least = pool.least
+        least.fill(NEVER)
         begin, many = pool.begin[ends.first, ends.way], pool.many[ends.first, ends.way, ends.beat]
         turns = (np.cumsum(many) - 1) // PAIRS
         for turn in range(int(turns.max(initial=-1)) + 1):
@@ -318,6 +319,8 @@ class _Pool:
         self.key, self.level = np.zeros((2, PAIRS), dtype=np.int64)
         """Of way and number of stages; of the rate."""
         self.values = np.zeros((TABLES, PAIRS), dtype=np.float32)
+        self.least = np.empty((TABLES, ways * most * (LEVELS + 1)), dtype=np.float32)
+        """Room for the least of the next number of layers."""
         self.begin = np.zeros((length, ways), dtype=np.int64)
         """By number of layers and way."""
         self.many = np.zeros((length, ways, BEATS), dtype=np.int64)
