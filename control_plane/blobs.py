@@ -35,19 +35,18 @@ class BlobStore:
 
     def size(self, digest: str) -> int | None:
         """Bytes of a blob that is whole; None where it is not."""
-        try:
-            return self.path(digest).stat().st_size
-        except FileNotFoundError:
-            return None
+        return _size(self.path(digest))
 
     def stat(self, digest: str) -> common_pb2.BlobAck:
         """How much of a blob is here."""
         whole = self.size(digest)
-        if whole is not None:
-            return common_pb2.BlobAck(digest=digest, have_bytes=whole, complete=True)
-        partial = self._partial / _name(digest)
-        have = partial.stat().st_size if partial.exists() else 0
-        return common_pb2.BlobAck(digest=digest, have_bytes=have)
+        if whole is None:
+            partial = _size(self._partial / _name(digest))
+            if partial is not None:
+                return common_pb2.BlobAck(digest=digest, have_bytes=partial)
+            # An upload may have ended in between, and moved its file.
+            whole = self.size(digest)
+        return common_pb2.BlobAck(digest=digest, have_bytes=whole or 0, complete=whole is not None)
 
     async def receive(self, chunks: AsyncIterator[common_pb2.BlobChunk], *, limit_bytes: int) -> common_pb2.BlobAck:
         """Take an upload; what arrived stays, also when the stream breaks.
@@ -111,6 +110,13 @@ def _append(descriptor: int, chunk: common_pb2.BlobChunk, have: int, total: int)
         have += written
         fresh = fresh[written:]
     return have
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def _name(digest: str) -> str:
