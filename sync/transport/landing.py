@@ -144,6 +144,9 @@ class Landing:
             if self._sealed and writing:
                 raise GeofedError("FENCED", "this update is complete")
             if self._file is None:
+                if not self._have.total:
+                    # It may have been left by a life that came as far as giving the file its last name.
+                    self._record.unlink(missing_ok=True)
                 file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 try:
                     os.posix_fallocate(file, 0, self.total_bytes)

@@ -59,6 +59,20 @@ def test_a_landing_is_resumed_in_another_life_wherever_it_was_written(tmp_path: 
     assert second.digest() == "sha256:" + hashlib.sha256(data).hexdigest()
 
 
+def test_the_record_of_a_file_that_has_its_last_name_tells_nothing_of_a_new_one(tmp_path: Path) -> None:
+    whole = Landing(tmp_path / "1.part", 1000)
+    whole.write(0, bytes(1000))
+    whole.keep_record()
+    # The process died between giving the file its name and forgetting the record, and again as it kept one.
+    (tmp_path / "1.part").rename(tmp_path / "1.frame")
+    again = Landing(tmp_path / "1.part", 1000)
+    assert again.have == []
+    again.write(0, bytes(100))
+    assert Landing(tmp_path / "1.part", 1000).have == []
+    again.keep_record()
+    assert Landing(tmp_path / "1.part", 1000).have == [(0, 100)]
+
+
 def test_damaged_bytes_are_hashed_anew_once_they_are_here_again(tmp_path: Path) -> None:
     data = bytes(1000)
     landing = Landing(tmp_path / "1.part", 1000)
