@@ -150,8 +150,6 @@ class Works:
         self._ended, self._attempt = recovered.ended, recovered.attempt
         if self.setup.background:
             recovered = self._replay(recovered, entries)
-            key = self._publish_last_correction(recovered.version) if recovered.sequence else ""
-            recovered = replace(recovered, correction_key=key)
         begins = self.replica.model if self._over(recovered) else self.replica.start
         model_key, state_key = self._publish(recovered.sequence, begins)
         model_bytes = self.replica.model.nbytes
@@ -165,17 +163,17 @@ class Works:
 
     def _replay(self, recovered: Recovered, entries: list[Entry]) -> Recovered:
         outbox = {manifest.sequence: manifest for manifest in recovered.outbox}
-        lost = 0
+        lost, merged = 0, recovered.sequence > 0
         self._keep_correction(recovered.version)
         for entry in entries:
             if isinstance(entry, Apply):
                 self._merge_updates(entry)
                 self._keep_correction(entry.version)
-                recovered = _after(recovered, entry)
+                recovered, merged = _after(recovered, entry), entry.sequence > 0
                 continue
             if isinstance(entry, Restart):
                 self._replica().restart()
-                self._attempt = entry.attempt
+                self._attempt, merged = entry.attempt, False
                 continue
             manifest = outbox.get(entry.sequence)
             end = parted.read_vector(self.channel, entry.model_key, "model")
@@ -191,8 +189,11 @@ class Works:
         if lost:
             _log.warning("what was held back of %d rounds is lost; the open round begins anew", lost)
             self._replica().restart()
+            merged = False
+        # Who has begun anew since the last merge has begun with the model: nothing leads there.
+        key = self._publish_last_correction(recovered.version) if merged else ""
         digest = framing.digest_of([self._replica().model.data.cast("B")])
-        return replace(recovered, model_digest=digest, attempt=self._attempt)
+        return replace(recovered, model_digest=digest, attempt=self._attempt, correction_key=key)
 
     def _account(self, entry: Log, manifest: Manifest, end: Vector | None) -> None:
         """A round of ours whose update was durable already."""

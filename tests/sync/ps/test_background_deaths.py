@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sync import framing
@@ -508,10 +508,18 @@ def test_many_deaths_in_a_row(codec: str, deaths: list[int], seed: int, late: in
     play(codec, deaths, seed, late=late)
 
 
-@settings(max_examples=30, deadline=None)
-@given(deaths=st.lists(st.integers(0, 90), max_size=5), seed=st.integers(0, 1 << 20))
-def test_deaths_of_servers_and_workers(tmp_path_factory: pytest.TempPathFactory, deaths: list[int], seed: int) -> None:
-    play("ternary", deaths, seed, lose_workers=True)
+@settings(max_examples=40, deadline=None)
+@given(
+    codec=st.sampled_from(["fp32", "int8", "ternary"]),
+    deaths=st.lists(st.integers(0, 90), max_size=6),
+    seed=st.integers(0, 1 << 20),
+    cuts=st.booleans(),
+    late=st.integers(0, 4),
+)
+@example(codec="ternary", deaths=[75, 13], seed=0, cuts=False, late=0)
+@example(codec="fp32", deaths=[84, 4, 0, 41, 43], seed=86392, cuts=False, late=0)
+def test_deaths_of_servers_and_workers(codec: str, deaths: list[int], seed: int, cuts: bool, late: int) -> None:
+    play(codec, deaths, seed, lose_workers=True, cuts=cuts, late=late)
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])

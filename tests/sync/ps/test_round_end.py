@@ -16,7 +16,7 @@ from sync.channel import FileChannel
 from sync.codec import codec_named
 from sync.layout import Layout, Slot
 from sync.ps import works as works_module
-from sync.ps.actions import Apply, Log, Prepare
+from sync.ps.actions import Apply, Log, Prepare, Restart
 from sync.ps.events import Applied, Prepared
 from sync.ps.machine import Setup
 from sync.ps.storage import Storage
@@ -129,6 +129,45 @@ class AtOnce(Executor):
         done: Future[Any] = Future()
         done.set_result(work(*given, **named))
         return done
+
+
+def test_who_begins_anew_from_the_model_is_led_nowhere_after_a_crash_either(tmp_path: Path) -> None:
+    """A correction made again would be another one under the name of what a replay of the log makes."""
+    setup, channel = replace(SETUP, regions=("a", "b"), workers=1, background=True), FileChannel(tmp_path / "channel")
+
+    def life() -> Works:
+        storage = Storage(tmp_path / "ps", setup)
+        storage.keep_layout(Layout((Slot("w", (SIZE,), "float32"),), 1))
+        return Works(setup, storage, channel, policy_named("ma"), codec_named("fp32"))
+
+    def ends(works: Works, sequence: int, correction: str) -> str:
+        key = f"b/1/{sequence}/model"
+        channel.put(key, framing.encode({"model": np.full(SIZE, 2.0 * sequence, np.float32)}))
+        if sequence:
+            works.do(Log(sequence, key, "", 1.0, sequence, correction, sequence + 1), 1)
+        made = works.do(Prepare(sequence, 1, key, "", 1.0, sequence, correction), 1)
+        assert isinstance(made, Prepared)
+        marks = (("b", sequence),)
+        done = works.do(Apply(sequence, (made.manifest,), sequence, 1.0, 0, sequence, marks), 1)
+        assert isinstance(done, Applied)
+        return done.correction_key
+
+    works = life()
+    assert ends(works, 0, "") == ""
+    led = ends(works, 1, "")
+    assert life().recover().correction_key == led
+    works = life()
+    works.recover()
+    works.do(Restart(2), 2)
+    again = life()
+    assert again.recover().correction_key == ""
+    # What it goes on to make of that is the same in the next life.
+    ends(again, 2, "")
+    assert again.replica is not None
+    then = life()
+    assert then.recover().correction_key
+    assert then.replica is not None
+    np.testing.assert_array_equal(then.replica.start, again.replica.start)
 
 
 @pytest.mark.parametrize("held", [2, 5])
