@@ -10,10 +10,10 @@ from itertools import pairwise
 import numpy as np
 
 from scheduler.partition._known import SINGLE, Front, Singles
-from scheduler.partition._labels import Mask
+from scheduler.partition._labels import Mask, ranges
 from scheduler.partition._tables import Floats, Ints, Stages, Tables
 
-__all__ = ["ALONE", "BEAT", "BEAT_F", "FILL", "FINISH", "FORWARD", "LEVELS", "OTHER", "Beginnings", "Begun"]
+__all__ = ["ALONE", "BEAT", "BEAT_F", "FILL", "FINISH", "FORWARD", "LEVELS", "NEVER", "OTHER", "Beginnings", "Begun"]
 
 LEVELS = 48 - 1
 """Steps of a way's rate, each as large as its cheapest function's; what is above the last one is counted as it."""
@@ -178,7 +178,7 @@ class Beginnings:
         for turn in range(int(turns.max(initial=-1)) + 1):
             arc = np.flatnonzero((turns == turn) & (many > 0))
             times = many[arc]
-            row = np.arange(times.sum()) + np.repeat(begin[arc] - (np.cumsum(times) - times), times)
+            row = ranges(begin[arc], times)
             new = pool.values.take(row, axis=1)
             _behind(new, np.repeat(ends.stage.take(arc, axis=1), times, axis=1))
             level = np.minimum(pool.level.take(row) + np.repeat(self._steps[ends.option[arc]], times), LEVELS)

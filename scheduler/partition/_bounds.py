@@ -20,7 +20,7 @@ from scheduler.partition._begun import (
     Begun,
 )
 from scheduler.partition._known import SINGLE, Front, Singles
-from scheduler.partition._labels import Labels, Mask
+from scheduler.partition._labels import Labels, Mask, ranges
 from scheduler.partition._tables import Floats, Ints, Tables
 
 __all__ = ["Bounds"]
@@ -162,7 +162,7 @@ class Bounds:
         begin = before.begin[coarser]
         many = before.begin[coarser + 1] - begin
         row = np.repeat(row, many)
-        at = np.arange(len(row)) + np.repeat(begin - (np.cumsum(many) - many), many)
+        at = ranges(begin, many)
         # The first of three bounds alone leaves few, so that the others are asked of these.
         values = before.values
         beat, more = np.maximum(own[BOTH].take(row), values[BEAT].take(at)), own[MORE].take(row)

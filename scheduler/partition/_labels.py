@@ -114,7 +114,7 @@ def _unbeaten(low: Floats, high: Floats, group: Ints) -> Ints:
     while (some := before[left] > nearer).any():
         many = np.minimum(before[left], far) - nearer
         then = np.repeat(left[some], many[some])
-        first = then - nearer - 1 - _runs(many[some])
+        first = then - nearer - 1 - ranges(0, many[some])
         for measure in range(len(low)):
             same = np.flatnonzero(low[measure].take(first) <= high[measure].take(then))
             first, then = first.take(same), then.take(same)
@@ -125,7 +125,7 @@ def _unbeaten(low: Floats, high: Floats, group: Ints) -> Ints:
     return np.sort(order[left])
 
 
-def _runs(many: Ints) -> Ints:
-    """0, 1, .. so many times, for each number."""
-    found: Ints = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many)
+def ranges(begin: Ints | int, many: Ints) -> Ints:
+    """From each begin on so many numbers, one after the other."""
+    found: Ints = np.arange(many.sum()) + np.repeat(begin - (np.cumsum(many) - many), many)
     return found

@@ -6,7 +6,7 @@ of the layers after it. `_evaluate` says what the numbers mean; here they are on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,13 +69,14 @@ class Tables:
         self._hops()
 
     def _layers(self) -> None:
-        layers, profile = self.problem.profile.layers, self.problem.profile
+        profile, sums = self.problem.profile, self.problem.profile.sums
+        layers = profile.layers
         self.length = len(layers)
-        self.parameters = _sums(layer.parameter_bytes for layer in layers)
-        self.activations = _sums(layer.activation_bytes for layer in layers)
-        self.forward_base, self.forward_sample = _lines([layer.forward for layer in layers])
-        self.backward_base, self.backward_sample = _lines([layer.backward for layer in layers])
-        self.update = _sums(layer.update_s for layer in layers)
+        self.parameters = np.array(sums.parameter_bytes, dtype=float)
+        self.activations = np.array(sums.activation_bytes, dtype=float)
+        self.forward_base, self.forward_sample = _columns(sums.forward)
+        self.backward_base, self.backward_sample = _columns(sums.backward)
+        self.update = np.array(sums.update_s)
         self.passed = np.array([profile.input_bytes, *(layer.output_bytes for layer in layers)], dtype=float)
         """Bytes of a sample that enter a layer; the last entry leaves the model."""
 
@@ -286,9 +287,5 @@ class Tables:
         return found
 
 
-def _sums(values: Iterable[float]) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(np.array(list(values), dtype=float))])
-
-
-def _lines(lines: Sequence[Line]) -> tuple[Floats, Floats]:
-    return _sums(line.base_s for line in lines), _sums(line.sample_s for line in lines)
+def _columns(lines: Sequence[Line]) -> tuple[Floats, Floats]:
+    return np.array([line.base_s for line in lines]), np.array([line.sample_s for line in lines])

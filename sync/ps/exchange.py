@@ -229,8 +229,14 @@ class ExchangeService(Intake):
             raise GeofedError("FORBIDDEN", f"{request.region} is no region of this job")
         path: Path | None = storage.update_path(request.region, request.sequence)
         if request.checkpoint:
-            # In the background nobody can begin from another region's, and files of checkpoints are written again.
-            path = None if self._engine.machine.setup.background else storage.newest_checkpoint()
+            if self._engine.machine.setup.background:
+                # Its file is written again when the next one is made.
+                raise GeofedError(
+                    "MODEL_NOT_FOUND",
+                    "in the background no region begins from another's checkpoint",
+                    hint="ask for its updates",
+                )
+            path = storage.newest_checkpoint()
             digest = f"sha256:{path.stem.rpartition('-')[2]}" if path is not None else ""
         try:
             if path is None:

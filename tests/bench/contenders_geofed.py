@@ -58,10 +58,10 @@ def _contender(name: str, settings: Settings | None, *, quick: bool = False) -> 
 
     def window(setting: Setting) -> tuple[int, int]:
         each = int(str(chosen(setting)["steps_per_round"]))
-        # The first model travels while its region has begun to train: that is over when the window opens.
         if each < setting.local_steps:
             # Links bound these: as many steps would take many minutes.
             return 12, 12
+        # The first model travels while its region has begun to train: that is over when the window opens.
         warm, measured = (12, 12) if setting.compute_ms < 200 else (3, 4)
         return -(-warm * setting.local_steps // each), -(-measured * setting.local_steps // each)
 
