@@ -64,6 +64,8 @@ NOISE_SAMPLES = 313.0
 LEAST_STEPS = 60.0
 HEAVY = 0.03
 """Seconds a sample, of what is chosen for: with less, one worker would be best."""
+MOST = {"redis": (8, 14), "s3": (16, 4)}
+"""Workers, and megabytes of their vector."""
 BATCHES, MEMORIES = (16, 32, 64), (1769, 885, 3008)
 
 
@@ -107,9 +109,15 @@ def _ways(workers: int) -> Iterator[tuple[str, int]]:
 
 
 def learned_from(one: Setting) -> bool:
-    """The few that coefficients are fitted to: the smallest and the largest vector, four and eight workers."""
-    fewest = one.workers == 4 and one.size_mb in (0.25, 14)
-    return fewest or (one.workers == 8 and one.size_mb == 14 and one.pattern != "scatter-reduce")
+    """The few that coefficients are fitted to: the smallest and the largest vector of four workers, and between the
+    fewest workers and the most there are, so that what is foretold lies between what was seen."""
+    if one.workers == 2:
+        return one.size_mb == 1 and one.pattern == "all-reduce"
+    if one.workers == 4:
+        return one.size_mb == 0.25 or (one.size_mb == 14 and one.pattern != "scatter-reduce")
+    halved = one.pattern == "k-reduce" and one.chunks == one.workers // 2
+    more = one.workers == 8 and one.size_mb == 14 and (halved or one.pattern == "pipelined-scatter-reduce")
+    return more or ((one.workers, one.size_mb) == MOST[one.kind] and (halved or one.pattern == "all-reduce"))
 
 
 def taken_from(path: Path) -> Iterator[tuple[Setting, Measured, ChannelCosts]]:

@@ -20,8 +20,8 @@ from collectives_live import Contender, Group, Workers, counts, group
 from sync.collective import ChannelCosts, Settings
 
 MB = 1e6
-ITERATIONS = 8
-"""Of one setting; the first is not counted."""
+ITERATIONS = {"redis": 8, "s3": 20}
+"""Of one setting; the first is not counted. Requests of S3 take as long as is drawn, each."""
 _DISTURBED, _AGAIN = 1.25, 2
 """A setting whose slowest iteration took so many times its fastest is tried again, at most so often."""
 
@@ -114,16 +114,16 @@ def _iterations(group: Group, name: str, setting: Setting, costs: ChannelCosts) 
     compute = compute_seconds(setting.batch, setting.memory_mb, setting.per_sample_seconds) * group.slower
     if group.control:
         counts(group.control)
-    begin = time.monotonic() + 0.06
-    told = group.workers.ask(group.count, "iterate", name, begin, ITERATIONS, compute)
+    begin, count = time.monotonic() + 0.06, ITERATIONS[setting.kind]
+    told = group.workers.ask(group.count, "iterate", name, begin, count, compute)
     group.workers.ask(group.count, "close", name)
     asked = counts(group.control) if group.control else {}
-    ends = [max(worker[step][1] for worker in told) for step in range(ITERATIONS)]
+    ends = [max(worker[step][1] for worker in told) for step in range(count)]
     spans = [(after - before) / group.slower for before, after in itertools.pairwise(ends)]
     computed = statistics.median(step[0] for worker in told for step in worker[1:]) / group.slower
     seconds = statistics.median(spans)
     return Measured(
         setting, seconds, min(spans), max(spans), seconds - computed, computed,
-        {kind: round(count / ITERATIONS) for kind, count in asked.items() if not kind.startswith("bytes")},
+        {kind: round(number / count) for kind, number in asked.items() if not kind.startswith("bytes")},
         group.scale, group.slower, load,
     )  # fmt: skip
