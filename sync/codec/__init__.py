@@ -2,6 +2,7 @@
 
 from sync.codec._contract import Codec, Tensors
 from sync.codec._dense import BFloat16, Float32, Int8Blocks
+from sync.codec._exact import Exact
 from sync.codec._feedback import ErrorFeedback
 from sync.codec._mixed import MIXED, Mixed
 from sync.codec._slabs import decoded
@@ -14,6 +15,7 @@ __all__ = [
     "ChunkedTopK",
     "Codec",
     "ErrorFeedback",
+    "Exact",
     "Float32",
     "Int8Blocks",
     "Mixed",
@@ -27,7 +29,7 @@ __all__ = [
 ]
 
 _CODECS: dict[str, Codec] = {
-    codec.name: codec for codec in (Float32(), BFloat16(), Int8Blocks(), ChunkedTopK(), Sparse(), Ternary())
+    codec.name: codec for codec in (Float32(), BFloat16(), Int8Blocks(), ChunkedTopK(), Sparse(), Ternary(), Exact())
 }
 _BY_MARK: dict[int, Codec] = {codec.mark: codec for codec in _CODECS.values()}
 

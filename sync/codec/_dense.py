@@ -12,7 +12,7 @@ from sync.codec._contract import Tensors
 from sync.codec._slabs import Slab, in_slabs
 from sync.layout import Vector
 
-__all__ = ["BFloat16", "Float32", "Int8Blocks"]
+__all__ = ["BFloat16", "Float32", "Int8Blocks", "in_rows", "powers", "require"]
 
 _LARGEST_BF16 = np.uint32(0x7F7F0000)
 _SLAB = 1 << 15
@@ -86,7 +86,7 @@ class Int8Blocks:
     """Exponents of the scale: normal float32, and 127 times it still finite."""
 
     def encode(self, vector: Vector) -> Tensors:
-        blocks = _in_rows(vector, self._BLOCK)
+        blocks = in_rows(vector, self._BLOCK)
         largest = np.abs(blocks).max(axis=1, initial=0.0)
         # frexp: largest / 127 = m * 2^e with m < 1, so 127 * 2^e holds it.
         exponents = np.clip(np.frexp(largest / np.float32(127))[1], self._LEAST, self._MOST).astype(np.int8)
@@ -109,7 +109,7 @@ class Int8Blocks:
         require(values is not None and values.dtype == np.int8 and values.shape == out.shape, "not a vector of int8")
         rows = -(-out.size // self._BLOCK)
         require(exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,), "no scales")
-        scale = _powers(np.asarray(exponents), self._LEAST, self._MOST)
+        scale = powers(np.asarray(exponents), self._LEAST, self._MOST)
         whole = out.size // self._BLOCK
         for part, _ in in_slabs(self, whole * self._BLOCK, _SLAB):
             rows_ = slice(part.start // self._BLOCK, part.stop // self._BLOCK)
@@ -120,7 +120,7 @@ class Int8Blocks:
         np.multiply(np.asarray(values)[rest], scale[whole:], out=out[rest], dtype=np.float32)
 
 
-def _in_rows(vector: Vector, width: int) -> npt.NDArray[np.float32]:
+def in_rows(vector: Vector, width: int) -> npt.NDArray[np.float32]:
     """A copy in rows of ``width``, the last one filled with zeros."""
     rows = -(-vector.size // width)
     out = np.zeros((rows, width), np.float32)
@@ -128,7 +128,8 @@ def _in_rows(vector: Vector, width: int) -> npt.NDArray[np.float32]:
     return out
 
 
-def _powers(exponents: npt.NDArray[np.generic], least: int, most: int) -> Vector:
+def powers(exponents: npt.NDArray[np.generic], least: int, most: int) -> Vector:
+    """Of two; raises ``GeofedError("FRAME_INVALID")`` for exponents beyond ``least`` and ``most``."""
     whole = exponents.astype(np.int32)
     require(whole.size == 0 or (whole.min() >= least and whole.max() <= most), "a scale is out of range")
     return np.ldexp(np.float32(1), whole).astype(np.float32)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sync.codec._contract import Tensors
-from sync.codec._dense import _in_rows, _powers, require
+from sync.codec._dense import in_rows, powers, require
 from sync.codec._slabs import Slab, in_slabs, joined
 from sync.layout import Vector
 
@@ -44,14 +44,14 @@ class Ternary:
 
     def _encode_slab(self, vector: Vector) -> Tensors:
         size = vector.size
-        blocks = vector.reshape(-1, self._BLOCK) if size % self._BLOCK == 0 else _in_rows(vector, self._BLOCK)
+        blocks = vector.reshape(-1, self._BLOCK) if size % self._BLOCK == 0 else in_rows(vector, self._BLOCK)
         square = _squares(blocks)
         filled = np.full(len(blocks), self._BLOCK, np.float64)
         if filled.size:
             filled[-1] = size - self._BLOCK * (len(blocks) - 1)
         exact = np.maximum(_SCALE * np.sqrt(square / filled), 2.0**-140)
         exponents = np.clip(np.rint(np.log2(exact)), _LEAST, _MOST).astype(np.int8)
-        half = _powers(exponents, _LEAST, _MOST)[:, None] / 2
+        half = powers(exponents, _LEAST, _MOST)[:, None] / 2
         trits = (blocks >= half).view(np.int8) - (blocks <= -half).view(np.int8)
         fives = np.zeros((-(-size // 5), 5), np.float32)
         fives.reshape(-1)[:size] = trits.reshape(-1)[:size]
@@ -71,7 +71,7 @@ class Ternary:
         require(exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,), "no scales")
         packed = np.asarray(trits, np.uint8)
         require(packed.size == 0 or packed.max() < 243, "a byte holds more than five trits")
-        scales = _powers(np.asarray(exponents), _LEAST, _MOST)
+        scales = powers(np.asarray(exponents), _LEAST, _MOST)
         for part, _ in self.apart(out.size):
             bytes_ = packed[part.start // 5 : -(-part.stop // 5)]
             scale = scales[part.start // self._BLOCK : -(-part.stop // self._BLOCK), None]

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sync.codec._contract import Tensors
-from sync.codec._dense import _in_rows, _powers, require
+from sync.codec._dense import in_rows, powers, require
 from sync.layout import Vector
 
 __all__ = ["ChunkedTopK"]
@@ -41,14 +41,14 @@ class ChunkedTopK:
 
     def _encode_slab(self, vector: Vector, keep: int) -> tuple[npt.NDArray[np.generic], ...]:
         """Counts, places, levels and exponents of some chunks."""
-        chunks = _in_rows(vector, self._CHUNK)
+        chunks = in_rows(vector, self._CHUNK)
         size = np.abs(chunks)
         places = np.argpartition(size, self._CHUNK - keep, axis=1)[:, -keep:]
         places.sort(axis=1)
         rows = np.arange(len(chunks))[:, None]
         chosen, magnitude = chunks[rows, places], size[rows, places]
         exponents = np.clip(np.frexp(magnitude.mean(axis=1, dtype=np.float64) / 2)[1], _LEAST, _MOST).astype(np.int8)
-        unit = _powers(exponents, _LEAST, _MOST)[:, None]
+        unit = powers(exponents, _LEAST, _MOST)[:, None]
         sent = magnitude >= unit / 2
         levels = (2 * (chosen < 0) + (magnitude >= 2 * unit)).astype(np.uint8)
         return sent.sum(axis=1).astype(np.uint8), places[sent].astype(np.uint16), levels[sent], exponents
@@ -70,7 +70,7 @@ class ChunkedTopK:
         levels = _unpack2(tensors, "levels", total)
         at = np.repeat(np.arange(rows, dtype=np.int64) * self._CHUNK, number) + places
         require(total == 0 or (at[-1] < size and (np.diff(at) > 0).all()), "places are not in order")
-        unit = np.repeat(_powers(np.asarray(exponents), _LEAST, _MOST), number)
+        unit = np.repeat(powers(np.asarray(exponents), _LEAST, _MOST), number)
         value = unit * np.where(levels & 1, np.float32(3), np.float32(1))
         out[...] = 0.0
         out[at] = np.where(levels & 2, -value, value)

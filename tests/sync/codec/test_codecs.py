@@ -19,6 +19,7 @@ from sync.codec import (
     ChunkedTopK,
     Codec,
     ErrorFeedback,
+    Exact,
     Float32,
     Int8Blocks,
     Ternary,
@@ -26,7 +27,7 @@ from sync.codec import (
     codec_of,
 )
 
-CODECS = [Float32(), BFloat16(), Int8Blocks(), ChunkedTopK(), Ternary()]
+CODECS = [Float32(), BFloat16(), Int8Blocks(), ChunkedTopK(), Ternary(), Exact()]
 LOSSY = [codec for codec in CODECS if codec.lossy]
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -55,9 +56,39 @@ def test_what_is_held_back_is_exact(codec: Codec, data: st.DataObject) -> None:
     assert np.array_equal(held_back.astype(np.float64), exact)
 
 
-@given(vectors(finite))
-def test_fp32_is_lossless(vector: npt.NDArray[np.float32]) -> None:
-    assert np.array_equal(through_a_frame(Float32(), vector), vector)
+@pytest.mark.parametrize("codec", [Float32(), Exact()], ids=lambda codec: codec.name)
+@given(data=st.data())
+def test_what_is_not_lossy_is_not(codec: Codec, data: st.DataObject) -> None:
+    vector = data.draw(vectors(finite))
+    assert np.array_equal(through_a_frame(codec, vector), vector)
+
+
+@pytest.mark.parametrize(
+    ("codec", "updates", "bits"),
+    [(Int8Blocks(), 1, 8), (Int8Blocks(), 60, 16), (Ternary(), 60, 8), (ChunkedTopK(), 60, 8), (Float32(), 3, 32)],
+    ids=lambda v: getattr(v, "name", str(v)),
+)
+def test_a_sum_takes_twice_the_bits_of_what_it_is_of(codec: Codec, updates: int, bits: float) -> None:
+    """Though the scales of a block differ from one to the next."""
+    random, feedback = np.random.default_rng(2), ErrorFeedback(codec)
+    total = np.zeros(1 << 17, np.float32)
+    for sequence in range(updates):
+        total += feedback.encode(random.normal(0, 1e-3 * (1 + sequence % 3), total.size).astype(np.float32))[1]
+    pieces = framing.encode(Exact().encode(total))
+    assert sum(piece.nbytes for piece in pieces) * 8 / total.size <= bits + 0.1
+
+
+def test_what_of_a_sum_needs_more_bits_gets_them() -> None:
+    parts = [
+        np.zeros(256),
+        np.arange(-128, 128).clip(-127) * 2.0**-20,
+        np.arange(256) * 101.0,
+        np.linspace(0, 1, 256) ** 3,
+    ]
+    vector = np.concatenate(parts).astype(np.float32)
+    tensors = Exact().encode(vector)
+    assert tensors["widths"].tolist() == [0, 1, 2, 4]
+    assert np.array_equal(Exact().decode(tensors, vector.size), vector)
 
 
 @given(vectors(st.floats(-(2.0**100), 2.0**100, width=32)))
@@ -141,10 +172,10 @@ def test_damaged_arrays_are_refused_or_decode_to_the_right_shape(codec: Codec, d
 
 
 def test_names_and_marks() -> None:
-    assert [codec_named(codec.name).name for codec in CODECS] == ["fp32", "bf16", "int8", "topk", "ternary"]
-    assert [codec_of(codec.mark).name for codec in CODECS] == ["fp32", "bf16", "int8", "topk", "ternary"]
+    assert [codec_named(codec.name).name for codec in CODECS] == ["fp32", "bf16", "int8", "topk", "ternary", "exact"]
+    assert [codec_of(codec.mark).name for codec in CODECS] == ["fp32", "bf16", "int8", "topk", "ternary", "exact"]
     with pytest.raises(GeofedError, match="gzip") as caught:
         codec_named("gzip")
-    assert caught.value.hint == "known: fp32, bf16, int8, topk, sparse, ternary"
+    assert caught.value.hint == "known: fp32, bf16, int8, topk, sparse, ternary, exact"
     with pytest.raises(GeofedError, match="not known here"):
         codec_of(99)

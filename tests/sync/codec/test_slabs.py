@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sync.codec import BFloat16, ChunkedTopK, Codec, ErrorFeedback, Float32, Int8Blocks, Mixed, Ternary
+from sync.codec import BFloat16, ChunkedTopK, Codec, ErrorFeedback, Exact, Float32, Int8Blocks, Mixed, Ternary
 from sync.codec._slabs import apart, joined
 
 Vector = npt.NDArray[np.float32]
-CODECS: list[Codec] = [Float32(), BFloat16(), Int8Blocks(), ChunkedTopK(), Ternary()]
+CODECS: list[Codec] = [Float32(), BFloat16(), Int8Blocks(), ChunkedTopK(), Ternary(), Exact()]
 SLABS = (1 << 15, 28 * 5 * 256)
 sizes = st.one_of(
     st.integers(1, 3000), st.sampled_from([n * slab + d for slab in SLABS for n in (1, 2) for d in (-1, 0, 1)])
