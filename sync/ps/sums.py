@@ -1,10 +1,11 @@
 """Which updates are sent summed up: a region that was away shall get no more than about a model of each other's.
 
-While a peer cannot be reached its updates pile up, and a long cut makes them more than a model in float32 is, which can
-say the same: policies that average or add up make of a sum of changes what they make of the changes. So a run of a
-region's updates that a peer has not begun to get is replaced by one update, whose manifest tells the first and the last
-round (`Manifest.first`). It is merged exactly once like any other, as the one that follows on the watermark. Nothing of
-it needs to be durable where it is made: the updates themselves stay until they are everywhere.
+While a peer cannot be reached its updates pile up, and a long cut makes them more than a model is, which can say the
+same: policies that average or add up make of a sum of changes what they make of the changes. A sum takes twice the bits
+of what it is of, for most codecs (`sync.codec.Exact`), and those of float32 at most. So a run of a region's updates
+that a peer has not begun to get is replaced by one update, whose manifest tells the first and the last round
+(`Manifest.first`). It is merged exactly once like any other, as the one that follows on the watermark. Nothing of it
+needs to be durable where it is made: the updates themselves stay until they are everywhere.
 
 Two units may never overlap, or a region that has a part of one could not use the other. So a sum is made only of
 updates that no bytes were sent of,
@@ -26,9 +27,10 @@ from sync.ps.manifest import Manifest
 __all__ = ["Sums"]
 
 _LEAST_UPDATES = 3
-_LEAST_MORE = 2
-"""Updates by which a sum grows, and that share of the model's bytes."""
-_LEAST_SHARE_MORE = 0.25
+_LEAST_MORE, _LEAST_SHARE_MORE = 2, 0.25
+"""Updates by which a sum grows, and the share of the model's bytes that they are."""
+_LEAST_SHARE = 0.25
+"""Of the model's bytes that a sum takes: a byte for each coordinate."""
 
 
 class Sums:
@@ -46,7 +48,10 @@ class Sums:
         self._unreached: set[str] = set()
         self._made: dict[tuple[str, str, int], Manifest] = {}
         """Sums by (peer, whose, first round); peer "": for all."""
-        self._making = False
+        self._making = 0
+        """Bytes of what is being summed up."""
+        self._least_bytes = 0
+        """A sum was this large, and larger than what it was of."""
         self._dropped: list[str] = []
         self.model_bytes = 0
         """Of the model in float32; 0: not known yet, and nothing is summed up."""
@@ -111,7 +116,7 @@ class Sums:
                 for whom, units in self._summable(peer, origin, lacking(peer, origin), has):
                     parts = self._parts(whom, units)
                     if parts:
-                        self._making = True
+                        self._making = _bytes(parts)
                         return SumUp(whom, tuple(parts))
         return None
 
@@ -136,18 +141,27 @@ class Sums:
             return []
         before = self._made.get((whom, units[0].region, units[0].begins))
         if before is None:
-            worth = len(units) >= _LEAST_UPDATES and _bytes(units) > self.model_bytes
+            worth = len(units) >= _LEAST_UPDATES and _bytes(units) > self._takes(units)
             return units if worth else []
         more = [manifest for manifest in units if manifest.begins > before.sequence]
         worth = len(more) >= _LEAST_MORE and _bytes(more) > _LEAST_SHARE_MORE * self.model_bytes
         return [before, *more] if worth else []
 
+    def _takes(self, units: list[Manifest]) -> float:
+        """Bytes that a sum of these is likely to take."""
+        twice = 2 * max(manifest.total_bytes for manifest in units)
+        return max(min(twice, self.model_bytes), _LEAST_SHARE * self.model_bytes, self._least_bytes)
+
     def made(self, peer: str, manifest: Manifest | None) -> None:
-        """A sum is there; it counts unless one of its updates has been tried meanwhile."""
-        self._making = False
+        """A sum is there; it counts unless it is no smaller, or one of its updates has been tried meanwhile."""
+        replaced, self._making = self._making, 0
         if manifest is None:
             # Not at once again: when the link fails the next time.
             self._unreached.clear()
+            return
+        if manifest.total_bytes >= replaced:
+            self._least_bytes = manifest.total_bytes
+            self._dropped.append(manifest.digest)
             return
         if any(self._tried.get((who, manifest.region), 0) >= manifest.begins for who in self._whom(peer)):
             self._dropped.append(manifest.digest)

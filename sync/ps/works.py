@@ -17,7 +17,7 @@ import numpy as np
 from geofed_pb.errors import GeofedError
 from sync import framing, parted
 from sync.channel import Channel
-from sync.codec import Codec, Float32, codec_of, decoded
+from sync.codec import Codec, Exact, Float32, codec_of, decoded
 from sync.collective import weighted_mean
 from sync.layout import Vector
 from sync.ps.actions import Action, Apply, Forget, Keep, Log, Merge, Prepare, Restart, SumUp
@@ -385,7 +385,7 @@ class Works:
                 return Summed(action.peer, None)
             total[part] += delta
         last, weight = action.manifests[-1], sum(manifest.weight for manifest in action.manifests)
-        codec, facts = Float32(), {"sequence": last.sequence, "weight": weight}
+        codec, facts = Exact(), {"sequence": last.sequence, "weight": weight}
         pieces = framing.encode(codec.encode(total), {**facts, "codec": codec.mark})
         bytes_, digest = sum(piece.nbytes for piece in pieces), framing.digest_of(pieces)
         first = action.manifests[0].begins

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from support.small_disk import small_disk
 
 from sync import framing
 from sync.channel import FileChannel
-from sync.codec import codec_named
+from sync.codec import codec_named, codec_of
 from sync.layout import Layout, Slot
 from sync.ps.actions import SumUp
 from sync.ps.background import Background
@@ -234,6 +235,27 @@ def test_a_sum_grows_with_what_comes() -> None:
     assert ledger.sums.forget(ledger.has) == (first.digest,)
 
 
+def test_a_sum_that_is_no_smaller_is_not_sent_and_a_larger_one_is_waited_for() -> None:
+    ledger = _sender()
+    ledger.sums.unreached("b")
+    assert _wanted(ledger) == ("", [*range(1, 11)])
+    ledger.sums.made("", replace(_update(10, first=1), total_bytes=10))
+    assert [m.first for ship in ledger.ships(1) for m in ship.manifests] == [0] * 20
+    assert ledger.sums.forget(ledger.has) == ("a1-10",)
+    assert _wanted(ledger) is None
+    ledger.add(_update(11))
+    assert _wanted(ledger) == ("", [*range(1, 12)])
+
+
+@pytest.mark.parametrize(("model_bytes", "worth"), [(9, True), (40, False), (39, True)])
+def test_a_sum_is_made_where_it_is_likely_to_be_smaller(model_bytes: int, worth: bool) -> None:
+    """Of ten updates of a byte: twice a byte, but a quarter of the model at least."""
+    ledger = _sender()
+    ledger.sums.model_bytes = model_bytes
+    ledger.sums.unreached("b")
+    assert (_wanted(ledger) is not None) is worth
+
+
 # What a receiver takes
 
 
@@ -286,10 +308,10 @@ def test_a_disk_without_room_for_a_sum_costs_no_more_than_the_sum(tmp_path: Path
             policy_named("ma"), ExchangeSettings(background=1.0), codec_named("fp32"),
             Numbers(np.zeros(8192, np.float32), np.zeros(8192, np.float32)),
         )  # fmt: skip
-        manifests = []
+        manifests, changes = [], np.random.default_rng(0).normal(size=(3, 8192)).astype(np.float32)
         for sequence in (1, 2):
             pieces = framing.encode(
-                codec_named("fp32").encode(np.full(8192, sequence, np.float32)),
+                codec_named("fp32").encode(changes[sequence]),
                 {"sequence": sequence, "weight": 1.0, "codec": codec_named("fp32").mark},
             )
             total, digest = sum(piece.nbytes for piece in pieces), framing.digest_of(pieces)
@@ -299,8 +321,10 @@ def test_a_disk_without_room_for_a_sum_costs_no_more_than_the_sum(tmp_path: Path
         assert isinstance(made, Summed)
         assert made.manifest is not None
         assert (made.manifest.begins, made.manifest.sequence, made.manifest.rounds) == (1, 2, 2)
-        summed = framing.decode(storage.update(made.manifest)).tensors["delta"]
-        np.testing.assert_array_equal(np.asarray(summed), np.full(8192, 3, np.float32))
+        summed = framing.decode(storage.update(made.manifest))
+        np.testing.assert_array_equal(
+            codec_of(int(summed.facts["codec"])).decode(summed.tensors, 8192), changes[1] + changes[2]
+        )
         again = Manifest("a", 1, 2, manifests[1].digest, manifests[1].total_bytes, 2.0)
         for _ in range(2):
             # Without an answer no other is asked for.
