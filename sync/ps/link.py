@@ -32,8 +32,9 @@ __all__ = ["Courier", "LinkMeter", "Notices", "Tls", "manifest_of", "manifest_to
 
 _log = logging.getLogger("geofed.ps.link")
 _UNASKED_BYTES = CHUNK_BYTES
-_TRAIN = 8
-"""Small updates on their way at once."""
+_TRAIN, _TRAIN_BYTES = 8, 2 * CHUNK_BYTES
+"""Small updates on their way at once, and how much of them where the link itself does not hold more. What has been
+tried is not summed up when the link falls."""
 _BACKOFF_FIRST_SECONDS = 0.2
 _BACKOFF_MOST_SECONDS = 1.0
 _COLLECT_AGAIN_SECONDS = 5.0
@@ -341,8 +342,10 @@ class Courier:
         """Small updates that wait one behind the other, while the link is good."""
         train: list[Manifest] = []
         if self._trusted and not self._bulk.by_collecting:
+            room = max(_TRAIN_BYTES, 2 * self.meter.mbps * 1e6 / 8 * self.meter.rtt_ms / 1e3)
             for manifest in itertools.islice(self._waiting.values(), _TRAIN):
-                if manifest.total_bytes > _UNASKED_BYTES:
+                room -= manifest.total_bytes
+                if manifest.total_bytes > _UNASKED_BYTES or (train and room < 0):
                     break
                 train.append(manifest)
         return train

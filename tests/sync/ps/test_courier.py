@@ -8,6 +8,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+import pytest
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import sync_pb2
@@ -63,10 +64,14 @@ def test_what_takes_far_longer_than_its_link_explains_is_told(tmp_path: Path) ->
         await courier.close()
         return failed
 
-    assert asyncio.run(told(100.0, 60.0)) == ["b"]
-    assert asyncio.run(told(100.0, 0.1)) == []
-    assert asyncio.run(told(1.0, 60.0)) == [], "8 s of sending are as usual there"
-    assert asyncio.run(told(0.0, 60.0)) == [], "nothing is known of the link"
+    async def all_told() -> list[list[str]]:
+        return await asyncio.gather(told(100.0, 60.0), told(100.0, 0.1), told(1.0, 60.0), told(0.0, 60.0))
+
+    overdue, in_time, slow_link, unknown_link = asyncio.run(all_told())
+    assert overdue == ["b"]
+    assert in_time == []
+    assert slow_link == [], "8 s of sending are as usual there"
+    assert unknown_link == [], "nothing is known of the link"
 
 
 def test_a_peer_that_was_restarted_is_dialled_anew_before_it_is_taken_for_out_of_reach(tmp_path: Path) -> None:
@@ -184,3 +189,27 @@ def test_what_waits_goes_in_order_and_a_refusal_is_told(tmp_path: Path) -> None:
     offered, told = asyncio.run(sent())
     assert offered == [1, 2, 3, 3, 3]
     assert told == ["LIMIT_EXCEEDED", "LIMIT_EXCEEDED"]
+
+
+@pytest.mark.parametrize(
+    ("size", "mbps", "rtt_ms", "at_once"),
+    [(1000, 0.0, 0.0, 8), (1 << 20, 100.0, 30.0, 2), (700_000, 100.0, 30.0, 2), (1 << 20, 500.0, 150.0, 8),
+     ((1 << 20) + 1, 500.0, 150.0, 0)],
+)  # fmt: skip
+def test_of_small_updates_no_more_is_on_its_way_at_once_than_the_link_holds(
+    size: int, mbps: float, rtt_ms: float, at_once: int
+) -> None:
+    """Two megabytes in any case; what has been tried cannot be summed up when the link falls."""
+
+    async def trains() -> tuple[list[Manifest], list[Manifest]]:
+        courier = Courier("j", lambda: None, lambda manifest: Path("/nonexistent"), lambda *_: None, 5.0)
+        courier.ship(Peer("b", 1, "127.0.0.1:1"), tuple(Manifest("a", 1, n, f"d{n}", size, 1.0) for n in range(1, 20)))
+        before = courier._train()
+        courier._trusted, courier.meter.mbps, courier.meter.rtt_ms = True, mbps, rtt_ms
+        train = courier._train()
+        await courier.close()
+        return before, train
+
+    before, train = asyncio.run(trains())
+    assert before == []
+    assert [manifest.sequence for manifest in train] == [*range(1, at_once + 1)]
