@@ -4,8 +4,9 @@ At the end of a round the workers' model is put into the log, and they go on fro
 knew: their own fresh change in full, everybody's earlier ones as merged (delayed application with the own fresh term;
 arXiv 2502.12996, and Decoupled DiLoCo, arXiv 2604.21428, for the quorum and the grace window). Meanwhile the round's
 update is made, shipped and merged together with the remote ones that have come. Nobody waits for anybody, unless the
-workers end another round before this one is merged: a merge waits for the same round of every region that keeps up,
-when that would hold the workers up only for the one before, and after a moment for one a few rounds older.
+workers end another round before this one is merged: a merge waits for the same round of every region that keeps up, and
+of one that lacked it the last time for what it will have. At the end of the next round the workers wait for the one
+before, and after a moment for one a few rounds older.
 A region that does not is left out until it does (`Attendance`); its updates are merged when they come, and until then
 the others' count for more in the model that the workers go on from (`Replica`). Regions get their model one after the
 other, and make the first rounds together. So is the last quarter of the job made, with all, whoever was away, so that
@@ -86,6 +87,10 @@ class Background(Machine):
         a little late."""
         self._grace_over: set[int] = set()
         self._attendance = Attendance()
+        self._lags: dict[str, tuple[int, int]] = {}
+        """Rounds of each region that were lacking at the last end of one that our workers came to, and at the one
+        before."""
+        self._lags_of = 0
         self._patience = 0
         """The round for which patience is running out."""
         self._pause = self._pause_over = 0
@@ -203,9 +208,16 @@ class Background(Machine):
     def _try_log(self) -> list[Action]:
         if len(self._boundary.arrived) < self.setup.workers or self._logging or self._boundary.applying:
             return []
+        ended = self._ended_sequence
+        if self._lags_of != ended:
+            self._lags_of = ended
+            for region in self.setup.others:
+                before, _ = self._lags.get(region, (0, 0))
+                self._lags[region] = max(0, ended - self.ledger.newest(region)), before
+        if late := self._late():
+            return self._lose_patience(ended, late)
         if self._pending is not None:
-            late = self._late()
-            return self._lose_patience(self._pending.sequence, late) if late else self._try_apply()
+            return self._try_apply()
         if self._alone and self._pause_over <= self._ended_sequence:
             return self._pauses(self._ended_sequence + 1)
         agreed = self._agreed()
@@ -272,7 +284,8 @@ class Background(Machine):
             return self._apply(pending.sequence, [*remote, *([own] if own is not None else [])])
         if remote and (self._own_last or len(remote) >= _BACKLOG):
             return self._apply(self._sequence, remote)
-        return []
+        # The workers may have waited for what has come.
+        return self._try_log()
 
     def _prepare(self, ended: Log) -> Prepare:
         self._boundary.preparing = True
@@ -323,11 +336,15 @@ class Background(Machine):
         return self._try_apply()
 
     def _awaited_round(self, region: str) -> int:
-        """The round that must be here of a region that keeps up, for the pending one to be merged."""
+        """The round that must be here of a region that keeps up, for the pending one to be merged, or the next one to
+        be ended."""
         if self.setup.quorum:
             return self._ended_sequence - self.setup.lead
-        if len(self._boundary.arrived) < self.setup.workers or self._ended_sequence <= FIRST:
+        if self._ended_sequence <= FIRST:
             return self._ended_sequence
+        if len(self._boundary.arrived) < self.setup.workers:
+            # The more of two: what comes just at the end of a round lacks in turn, and does not.
+            return self._ended_sequence - max(self._lags.get(region, (0, 0)))
         if self._together or self._ended_sequence not in self._grace_over:
             return self._ended_sequence - 1
         return self._ended_sequence - self._attendance.behind(region) - _LATE
@@ -338,11 +355,12 @@ class Background(Machine):
         return self._open_step * _TOGETHER > self.setup.steps * (_TOGETHER - 1)
 
     def _late(self) -> tuple[str, ...]:
-        """Regions that the merge of the pending round waits for.
+        """Regions that the merge of the pending round waits for, and then the workers.
 
-        Without a quorum all that keep up: for the same round, once the workers are held up by that for the one before
-        (in the first rounds still for the same), and after the grace window for one a few rounds older; with a quorum,
-        those that are too far behind (stale synchronous parallel, Ho et al. 2013).
+        Without a quorum all that keep up. The merge waits for the same round, or for one as much older as a region
+        lacked at the last end: a merge that would wait in vain would be made while the workers wait. They wait for the
+        one before (in the first rounds for the same), and after the grace window for one a few rounds older. With a
+        quorum, both wait for those that are too far behind (stale synchronous parallel, Ho et al. 2013).
         """
         if self.setup.quorum and (not self.setup.lead or self._own_last):
             return ()
@@ -353,7 +371,8 @@ class Background(Machine):
 
     def _lose_patience(self, sequence: int, late: tuple[str, ...]) -> list[Action]:
         """The workers are held up by regions whose updates have not come."""
-        if self._together or self._patience >= sequence or self.ledger.own(sequence) is None:
+        making = self._pending is not None and self.ledger.own(sequence) is None
+        if self._together or self._patience >= sequence or making:
             return []
         if not self.setup.quorum and sequence not in self._grace_over:
             if sequence in self._grace:
@@ -368,7 +387,7 @@ class Background(Machine):
         if event.sequence != self._patience:
             return []
         self._patience = 0
-        if self._pending is not None and self._pending.sequence == event.sequence and not self._together:
+        if self._ended_sequence == event.sequence and not self._together:
             self._attendance.gave_up(region for region in self._late() if region in event.regions)
         return self._try_apply()
 
@@ -464,7 +483,7 @@ class Background(Machine):
             return "finished"
         if self._sequence == NO_MODEL:
             return "starting"
-        held = self._own_last or (self._pending is not None and bool(self._boundary.arrived))
+        held = self._own_last or (bool(self._boundary.arrived) and (self._pending is not None or bool(self._late())))
         return "exchanging" if held else "training"
 
     def _condition(self) -> str:
@@ -475,7 +494,7 @@ class Background(Machine):
         if self._own_last and not self._complete:
             missing = [region for region in self.setup.others if region not in self._lasts]
             return f"waiting for the last updates from {', '.join(missing)}" if missing else ""
-        if self._pending is not None and self._boundary.arrived and (late := self._late()):
+        if self._boundary.arrived and (late := self._late()):
             if self.setup.quorum:
                 return f"{self.setup.lead} rounds ahead of {', '.join(late)}"
             return f"waiting for round {self._awaited_round(late[0])} of {', '.join(late)}"

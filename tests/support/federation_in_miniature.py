@@ -302,6 +302,8 @@ class Site:
             case Log():
                 assert disk.ended is None or action.sequence == disk.ended.sequence + 1, "a round ended twice"
                 assert action.sequence == disk.checkpoints[-1].sequence + 1, "a round ended before the last was merged"
+                if self.setup.background:
+                    self._nobody_is_left_behind(action.sequence - 1)
                 disk.ended = action
                 return Logged(action)
             case Restart():
@@ -367,8 +369,9 @@ class Site:
         if not self.setup.quorum and not self.lost_patience:
             # Where the job ends before its plan, a region may be done when others begin their last round.
             behind = min(told[region] for region in self.setup.regions if region not in action.lasts)
-            slack = _LATE if self.graced >= action.sequence else 1
-            least = action.sequence - (slack if action.sequence > FIRST else 0)
+            least = (
+                action.sequence if action.sequence <= FIRST else action.sequence - 1 - self._slack(action.sequence - 1)
+            )
             assert behind >= least, "a merge without a region's round, which all waited for"
         merged = (*base.merged, *action.manifests)
         made = Checkpoint(
@@ -378,6 +381,22 @@ class Site:
         self.disk.checkpoints = [made]
         key = f"correction/{action.version}"
         return Applied(action, "", f"model/{action.sequence}", "", key, model_bytes=MODEL_BYTES)
+
+    def _slack(self, sequence: int) -> int:
+        """Rounds that a region may lack when the one after this is ended."""
+        if sequence <= FIRST:
+            return 0
+        return _LATE if self.graced >= sequence else 1
+
+    def _nobody_is_left_behind(self, sequence: int) -> None:
+        """The workers have ended the round after this one, and go on."""
+        assert self.machine is not None
+        ledger = self.machine.ledger
+        for region in self.setup.others:
+            if self.setup.quorum or self.lost_patience or ledger.has_ended(region):
+                continue
+            lacks = sequence - ledger.newest(region)
+            assert lacks <= self._slack(sequence), f"{self.name} went on without {region}, which all wait for"
 
     def _apply(self, action: Apply) -> Applied:
         if self.setup.background:

@@ -8,6 +8,7 @@ import pytest
 from support.federation_in_miniature import Miniature, Site
 
 from sync.ps.actions import Action, StartGrace, StartPatience, StartPause
+from sync.ps.background import Background
 
 ALL = ("r0", "r1", "r2")
 ROUNDS = 160
@@ -146,6 +147,31 @@ def test_a_region_that_is_a_little_late_holds_nobody_up(regions: Miniature) -> N
     assert not waits(here)
     assert round_of(here) - before == usual
     assert 2 <= _lag(regions) <= 3
+
+
+def test_what_a_region_lacks_round_by_round_no_merge_waits_for(
+    regions: Miniature, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait in vain, and be made while the workers wait for it."""
+    waited: list[bool] = []
+    real = Background._try_log
+
+    def looked_at(machine: Background) -> list[Action]:
+        arrived, busy = machine._boundary.arrived, machine._logging or machine._boundary.applying
+        if machine.setup.region == "r0" and arrived and not busy:
+            made = machine.ledger.own(machine._ended_sequence) is not None
+            waited.append(machine._pending is not None and made)
+        return real(machine)
+
+    monkeypatch.setattr(Background, "_try_log", looked_at)
+    go(regions, ("r0", "r1"), 6)
+    assert any(waited), "r2 was in time until then"
+    go(regions, ALL, 4)
+    waited.clear()
+    go(regions, ALL, 20)
+    assert _lag(regions) >= 2
+    assert waited
+    assert not any(waited)
 
 
 def test_regions_begin_side_by_side() -> None:
