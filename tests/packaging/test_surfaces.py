@@ -274,6 +274,7 @@ SURFACES = {
         "ChunkedTopK",
         "Codec",
         "ErrorFeedback",
+        "Exact",
         "Float32",
         "Int8Blocks",
         "Mixed",
