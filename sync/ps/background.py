@@ -206,7 +206,8 @@ class Background(Machine):
         return self._try_log()
 
     def _try_log(self) -> list[Action]:
-        if len(self._boundary.arrived) < self.setup.workers or self._logging or self._boundary.applying:
+        busy = self._logging or self._boundary.applying
+        if len(self._boundary.arrived) < self.setup.workers or busy or self._failure is not None:
             return []
         ended = self._ended_sequence
         if self._lags_of != ended:

@@ -7,8 +7,11 @@ from collections.abc import Iterable
 import pytest
 from support.federation_in_miniature import Miniature, Site
 
-from sync.ps.actions import Action, StartGrace, StartPatience, StartPause
+from sync.ps.actions import Action, Apply, Failed, Log, StartGrace, StartPatience, StartPause
 from sync.ps.background import Background
+from sync.ps.events import Applied, BoundaryArrived, Configured, Logged, Prepared, Stored
+from sync.ps.machine import Recovered, Setup
+from sync.ps.manifest import Manifest, Peer
 
 ALL = ("r0", "r1", "r2")
 ROUNDS = 160
@@ -258,3 +261,25 @@ def _without_r2(regions: Miniature, times: int) -> int:
 
 def _lag(regions: Miniature) -> int:
     return round_of(regions.sites["r0"]) - round_of(regions.sites["r2"])
+
+
+def test_workers_that_hold_different_models_after_a_merge_end_the_job_once() -> None:
+    setup = Setup("a", ("a", "b"), 2, 40, 1, 0, background=True)
+    machine = Background(setup, Recovered(sequence=0, version=0, marks=(("b", 0),), model_bytes=4))
+    machine.handle(Configured(1, 1, (Peer("b", 1, "b"),)))
+
+    def ends(sequence: int, *digests: str) -> list[Action]:
+        found: list[Action] = []
+        for worker, digest in enumerate(digests):
+            call = 10 * sequence + worker
+            end = BoundaryArrived(call, worker, 1, sequence, sequence, digest, "b", "", 1.0, 0.5, 0.1)
+            found += machine.handle(end)
+        return found
+
+    (log,) = (action for action in ends(1, "same", "same") if isinstance(action, Log))
+    machine.handle(Logged(log))
+    machine.handle(Prepared(Manifest("a", 1, 1, "d", 1, 1.0)))
+    (apply,) = (a for a in machine.handle(Stored(Manifest("b", 1, 1, "e", 1, 1.0))) if isinstance(a, Apply))
+    assert ends(2, "one", "other") == []
+    told = machine.handle(Applied(apply, "", "", "", "correction/1", model_bytes=4))
+    assert sum(isinstance(action, Failed) for action in told) == 1
