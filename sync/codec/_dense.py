@@ -9,14 +9,12 @@ import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
 from sync.codec._contract import Tensors
-from sync.codec._slabs import Slab, in_slabs
+from sync.codec._slabs import SLAB, Slab, Slabwise, in_slabs
 from sync.layout import Vector
 
 __all__ = ["BFloat16", "Float32", "Int8Blocks", "in_rows", "powers", "require"]
 
 _LARGEST_BF16 = np.uint32(0x7F7F0000)
-_SLAB = 1 << 15
-"""Coordinates that are coded together: a multiple of the block; what arises on the way stays in the cache."""
 
 
 def require(condition: object, what: str) -> None:
@@ -33,7 +31,7 @@ class Float32:
         return {"delta": vector}
 
     def apart(self, size: int) -> Iterator[Slab]:
-        return in_slabs(self, size, _SLAB)
+        return in_slabs(self, size, SLAB)
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         delta = tensors.get("delta")
@@ -41,7 +39,7 @@ class Float32:
         return np.asarray(delta, np.float32)
 
 
-class BFloat16:
+class BFloat16(Slabwise):
     """The upper half of each float32, rounded to nearest even: 16 bits a coordinate."""
 
     name, mark, lossy = "bf16", 1, True
@@ -55,14 +53,6 @@ class BFloat16:
             rounded[overflown] = (bits[overflown] & np.uint32(0x80000000)) | _LARGEST_BF16
         return {"bf16": (rounded >> np.uint32(16)).astype(np.uint16)}
 
-    def apart(self, size: int) -> Iterator[Slab]:
-        return in_slabs(self, size, _SLAB)
-
-    def decode(self, tensors: Tensors, size: int) -> Vector:
-        out = np.empty(size, np.float32)
-        self.decode_into(tensors, out)
-        return out
-
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
         halves = tensors.get("bf16")
         require(
@@ -74,7 +64,7 @@ class BFloat16:
             bits[part] <<= np.uint32(16)
 
 
-class Int8Blocks:
+class Int8Blocks(Slabwise):
     """Blocks of 256 coordinates with one scale, a power of two: 8.03 bits a coordinate.
 
     The power of two costs at most one bit of precision against the exact scale, and makes the residual exact.
@@ -96,14 +86,6 @@ class Int8Blocks:
         np.clip(scaled, -127, 127, out=scaled)
         return {"int8": scaled.astype(np.int8).reshape(-1)[: vector.size], "exponents": exponents}
 
-    def apart(self, size: int) -> Iterator[Slab]:
-        return in_slabs(self, size, _SLAB)
-
-    def decode(self, tensors: Tensors, size: int) -> Vector:
-        out = np.empty(size, np.float32)
-        self.decode_into(tensors, out)
-        return out
-
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
         values, exponents = tensors.get("int8"), tensors.get("exponents")
         require(values is not None and values.dtype == np.int8 and values.shape == out.shape, "not a vector of int8")
@@ -111,7 +93,7 @@ class Int8Blocks:
         require(exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,), "no scales")
         scale = powers(np.asarray(exponents), self._LEAST, self._MOST)
         whole = out.size // self._BLOCK
-        for part, _ in in_slabs(self, whole * self._BLOCK, _SLAB):
+        for part, _ in self.apart(whole * self._BLOCK):
             rows_ = slice(part.start // self._BLOCK, part.stop // self._BLOCK)
             out[part] = np.asarray(values)[part]
             blocks = out[part].reshape(-1, self._BLOCK)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 
 from sync.codec._contract import Tensors
 from sync.codec._dense import in_rows, powers, require
-from sync.codec._slabs import Slab, in_slabs, joined
+from sync.codec._slabs import Slabwise, joined
 from sync.layout import Vector
 
 __all__ = ["Exact"]
 
-_BLOCK, _SLAB = 256, 1 << 15
+_BLOCK = 256
 _LEAST, _MOST = -126, 127
 _NAMES = {1: "int8", 2: "int16", 4: "float32"}
 """Of the arrays, by the bytes of a coordinate."""
@@ -22,7 +20,7 @@ _TYPES = {1: np.int8, 2: np.uint16, 4: np.float32}
 """As frames know them: of two bytes the bits."""
 
 
-class Exact:
+class Exact(Slabwise):
     """Each block of 256 coordinates in as few bytes as say exactly what it is: none where all are zero, one or two
     where they are small multiples of a power of two, four otherwise.
 
@@ -34,14 +32,6 @@ class Exact:
 
     def encode(self, vector: Vector) -> Tensors:
         return joined([_encoded(vector[part]) for part, _ in self.apart(vector.size)])
-
-    def apart(self, size: int) -> Iterator[Slab]:
-        return in_slabs(self, size, _SLAB)
-
-    def decode(self, tensors: Tensors, size: int) -> Vector:
-        out = np.empty(size, np.float32)
-        self.decode_into(tensors, out)
-        return out
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
         count = -(-out.size // _BLOCK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -10,8 +11,10 @@ import numpy as np
 from sync.codec._contract import Codec, Tensors
 from sync.layout import Vector
 
-__all__ = ["Slab", "apart", "decode_into", "decoded", "in_slabs", "joined"]
+__all__ = ["SLAB", "Slab", "Slabwise", "apart", "decode_into", "decoded", "in_slabs", "joined"]
 
+SLAB = 1 << 15
+"""Coordinates that are coded together: a multiple of the usual blocks; what arises on the way stays in the cache."""
 Slab = tuple[slice, Codec]
 """Coordinates, and what codes them."""
 
@@ -35,6 +38,24 @@ class Into(Protocol):
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
         """As `Codec.decode`, shape (n,)."""
+
+
+class Slabwise(Codec, Protocol):
+    """A codec whose slabs are all coded alike, and that decodes into memory that is there already."""
+
+    slab: int = SLAB
+
+    def apart(self, size: int) -> Iterator[Slab]:
+        return in_slabs(self, size, self.slab)
+
+    def decode(self, tensors: Tensors, size: int) -> Vector:
+        out = np.empty(size, np.float32)
+        self.decode_into(tensors, out)
+        return out
+
+    @abstractmethod
+    def decode_into(self, tensors: Tensors, out: Vector) -> None:
+        """As `decode`, into ``out``."""
 
 
 def decoded(codec: Codec, tensors: Tensors, size: int, room: Vector | None = None) -> Vector:

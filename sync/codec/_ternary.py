@@ -3,14 +3,12 @@ error feedback, which makes up for the bias of rounding to the nearest (Karimire
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 
 from sync.codec._contract import Tensors
 from sync.codec._dense import in_rows, powers, require
-from sync.codec._slabs import Slab, in_slabs, joined
+from sync.codec._slabs import Slabwise, joined
 from sync.layout import Vector
 
 __all__ = ["Ternary"]
@@ -21,13 +19,11 @@ _SCALE = 1.2
 _PLACES = np.array([1, 3, 9, 27, 81])
 _VALUES = (np.arange(243)[:, None] // _PLACES % 3 - 1).astype(np.float32)
 """The five coordinates of each byte, in units of the scale, shape (243, 5)."""
-_SLAB = 28 * 5 * 256
-"""Coordinates that are coded together: whole blocks and whole bytes; what arises on the way stays in the cache."""
 _TINY, _HUGE = np.float32(2.0**-80), np.float32(2.0**120)
 """Sums of squares between these have lost nothing that matters in float32."""
 
 
-class Ternary:
+class Ternary(Slabwise):
     """Blocks of 256 coordinates with one scale, a power of two; five coordinates in a byte: 1.63 bits a coordinate.
 
     What is nearer to zero than to the scale is not sent, so that what is held back stays exact.
@@ -35,12 +31,11 @@ class Ternary:
 
     name, mark, lossy = "ternary", 5, True
     _BLOCK = 256
+    slab = 28 * 5 * 256
+    """Whole blocks and whole bytes."""
 
     def encode(self, vector: Vector) -> Tensors:
         return joined([self._encode_slab(vector[part]) for part, _ in self.apart(vector.size)])
-
-    def apart(self, size: int) -> Iterator[Slab]:
-        return in_slabs(self, size, _SLAB)
 
     def _encode_slab(self, vector: Vector) -> Tensors:
         size = vector.size
@@ -59,11 +54,6 @@ class Ternary:
         packed = fives @ _PLACES.astype(np.float32) + np.float32(_PLACES.sum())
         return {"trits": packed.astype(np.uint8), "exponents": exponents}
 
-    def decode(self, tensors: Tensors, size: int) -> Vector:
-        out = np.empty(size, np.float32)
-        self.decode_into(tensors, out)
-        return out
-
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
         trits, exponents = tensors.get("trits"), tensors.get("exponents")
         fives, rows = -(-out.size // 5), -(-out.size // self._BLOCK)
@@ -76,7 +66,7 @@ class Ternary:
             bytes_ = packed[part.start // 5 : -(-part.stop // 5)]
             scale = scales[part.start // self._BLOCK : -(-part.stop // self._BLOCK), None]
             # Of the last slab the last byte and the last block may be partly filled.
-            filled = part.stop - part.start == _SLAB
+            filled = part.stop - part.start == self.slab
             room = out[part] if filled else np.zeros(max(5 * bytes_.size, self._BLOCK * len(scale)), np.float32)
             np.take(_VALUES, bytes_, axis=0, out=room[: 5 * bytes_.size].reshape(-1, 5), mode="clip")
             blocks = room[: self._BLOCK * len(scale)].reshape(-1, self._BLOCK)
