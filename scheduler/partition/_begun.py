@@ -17,7 +17,7 @@ __all__ = ["ALONE", "BEAT", "BEAT_F", "FILL", "FINISH", "FORWARD", "LEVELS", "NE
 
 LEVELS = 48 - 1
 """Steps of a way's rate, each as large as its cheapest function's; what is above the last one is counted as it."""
-NEVER = 1e15
+NONE, NEVER = np.float32(0.0), np.float32(1e15)
 """Seconds of what does not fit. Not infinite, since it is multiplied by zero."""
 NUMBERS = 4
 """Of stages behind a beginning that are tried, until all that are left are again."""
@@ -73,8 +73,9 @@ class Beginnings:
         self.unit = float(per_replica.min()) or 1.0
         """USD per second of a level and replica."""
         self._steps = np.minimum(np.floor(per_replica / self.unit * (1 + 1e-9)), LEVELS).astype(int)
-        every = np.arange(len(tables.ways))
-        arcs = [self._arcs_from(first, tables.starting(first, every)) for first in range(tables.length)]
+        every = np.unique(tables.alike)
+        row = np.searchsorted(every, tables.alike)
+        arcs = [self._arcs_from(first, tables.starting(first, every), row) for first in range(tables.length)]
         self.beats = [one.beats[1] for one in arcs]
         """Of stages that begin with each layer, by (way, last layer, option): the slowest lane both ways."""
         self._after = self._suffixes(arcs)
@@ -82,31 +83,34 @@ class Beginnings:
         self.up_to = self._prefixes(arcs)
         """By number of layers."""
 
-    def _arcs_from(self, first: int, stages: Stages) -> _Arcs:
+    def _arcs_from(self, first: int, stages: Stages, row: Ints) -> _Arcs:
+        """`row`: by way, which of the stages' ways it is like."""
         tables = self._tables
         after = np.arange(first + 1, tables.length + 1)
         both = tables.alternates[:, None, None]
         live = tables.count[:, None, None]
         live = np.where(both, np.minimum(live, 1 + (after < tables.length)[None, :, None]), live)
-        kept = stages.fits >= live
-        fits = kept | (stages.fits_again >= live) if tables.problem.rematerialise else kept
+        kept = stages.fits.take(row, axis=0) >= live
+        fits = kept | (stages.fits_again.take(row, axis=0) >= live) if tables.problem.rematerialise else kept
         # More micro-batches may be under way than are counted here, so that an option is of use for its room alone.
-        slow = np.where(fits, 0.0, NEVER)
-        fits = tables.needed(fits, kept)
-        computed = stages.backward + np.where(kept, 0.0, stages.forward)
+        slow = np.where(fits, NONE, NEVER)
+        never = np.where(tables.needed(fits, kept), NONE, NEVER)
         lanes_f = (stages.forward, stages.get_in[:, None, :], stages.put_out)
-        lanes_b = (computed, stages.put_back[:, None, :], stages.get_back)
-        never = np.where(fits, 0.0, NEVER)
-        forward, backward = sum(lanes_f), sum(lanes_b)
+        lanes_b = (stages.put_back[:, None, :], stages.get_back)
         slow_f = np.maximum(np.maximum(lanes_f[0], lanes_f[1]), lanes_f[2])
-        slow_b = np.maximum(np.maximum(lanes_b[0], lanes_b[1]), lanes_b[2])
+        tables_of = (sum(lanes_f), sum(lanes_b), slow_f, np.maximum(*lanes_b), stages.forward, stages.backward)
+        forward, backward, slow_f, slow_b, once, computed = (_single(one).take(row, axis=0) for one in tables_of)
+        computed += np.where(kept, NONE, once)
+        backward += computed
+        np.maximum(slow_b, computed, out=slow_b)
         beat_f = np.where(both, forward + backward, slow_f)
-        beat = np.where(both, 0.0, slow_b) + beat_f
+        beat = np.where(both, NONE, slow_b) + beat_f
+        other, merge = (_single(one).take(row, axis=0) for one in (stages.other_usd, stages.merge))
         return _Arcs(
             first,
-            _single(forward + backward + never, forward + never, stages.other_usd + never),
-            _single(beat_f + slow, beat + slow),
-            _single(stages.merge)[0],
+            np.stack([forward + backward + never, forward + never, other + never]),
+            np.stack([beat_f + slow, beat + slow]),
+            merge,
         )
 
     def _suffixes(self, every: list[_Arcs]) -> Singles:
@@ -186,9 +190,14 @@ class Beginnings:
             for table in range(TABLES):
                 np.minimum.at(least[table], key, new[table])
         key = np.flatnonzero(least[FILL] < NEVER / 2)
+        values = least.take(key, axis=1)
+        if self._tables.problem.stages is None:
+            fewer = least.take(key - (LEVELS + 1), axis=1, mode="clip")
+            better = (fewer <= values).all(axis=0) & (key % (pool.most * (LEVELS + 1)) >= LEVELS + 1)
+            key, values = key[~better], values[:, ~better]
         some, level = np.divmod(key, LEVELS + 1)
         way, before = np.divmod(some, pool.most)
-        return Begun(way, before + 1, level, least.take(key, axis=1))
+        return Begun(way, before + 1, level, values)
 
     def _left(self, at: int, begun: Begun, edges: Singles) -> tuple[Begun, Ints]:
         """Of beginnings of so many layers, those that the front does not beat whatever comes behind them; and of each,
@@ -361,5 +370,5 @@ def _least(of_options: Singles) -> Singles:
     return np.ascontiguousarray(reduce(np.minimum, of_options.T))
 
 
-def _single(*tables: Floats) -> Singles:
-    return np.stack([np.minimum(table, NEVER) for table in np.broadcast_arrays(*tables)]).astype(np.float32)
+def _single(table: Floats) -> Singles:
+    return np.minimum(table, NEVER).astype(np.float32)

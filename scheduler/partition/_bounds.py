@@ -25,8 +25,6 @@ from scheduler.partition._tables import Floats, Ints, Tables
 
 __all__ = ["Bounds"]
 
-HALVINGS = 24
-"""Of a search for the slowest lane that is of use."""
 PAIRS = 1 << 17
 """Labels times completions, of the coarsest, that are looked at in one go."""
 RUNS = (LEVELS + 1, 6, 1)
@@ -59,38 +57,37 @@ class Bounds:
         self._begun = Beginnings(tables, front, within)
         self.possible = np.unique(self._begun.up_to[-1].way)
         """Ways that can still reach the front."""
-        self.row = np.full(len(tables.ways), -1)
-        """By way: which of the possible ones it is."""
-        self.row[self.possible] = np.arange(len(self.possible))
-        self._slowest = self._slowest_beats()
+        self.alike = np.unique(tables.alike[self.possible])
+        """Of these, one for all that are `alike`."""
+        self.row = np.searchsorted(self.alike, tables.alike)
+        """By possible way: which of these it is like."""
+        self.slowest = self._slowest_of_possible()
+        """By possible way: seconds of the slowest lane, both ways, that a stage may have at most."""
         self._of_first: dict[int, list[_Completions]] = {}
 
-    def _slowest_beats(self) -> Floats:
-        """By way: no pipeline whose slowest lanes, forward and backward, come to more gets ahead of the front."""
+    def _slowest_of_possible(self) -> Floats:
         tables, whole = self._tables, self._begun.up_to[-1]
-        values, rate = whole.values.astype(float) * SINGLE, self._rates(whole)
-        more = tables.count[whole.way] - 1
-        low: Floats = values[BEAT]
-        high = np.full(len(rate), NEVER)
-        for _ in range(HALVINGS):
-            # By factors: the upper end begins far away.
-            middle = np.sqrt(low * high)
-            seconds = values[FILL] + more * middle
-            lost = self._front.surely_beats(seconds, seconds * rate + values[OTHER], self._within)
-            low, high = np.where(lost, low, middle), np.where(lost, middle, high)
-        slowest = np.zeros(len(tables.ways))
-        np.maximum.at(slowest, whole.way, np.where(more > 0, high, np.inf))
-        return slowest
+        if not len(whole.way):
+            return np.zeros(0)
+        values = whole.values.astype(float) * SINGLE
+        slowest = self._slowest(values[FILL], tables.count[whole.way] - 1, self._rates(whole), values[OTHER])
+        found: Floats = np.maximum.reduceat(slowest, np.flatnonzero(np.diff(whole.way, prepend=-1)))
+        return found
+
+    def _slowest(self, fill: Floats, more: Floats, rate: Floats, other_usd: Floats) -> Floats:
+        """No pipeline of at least this fill, rate and price whose slowest lanes, forward and backward, come to more
+        gets ahead of the front."""
+        spare = self._front.beats_from(rate, other_usd, self._within) - fill
+        return np.where(more > 0, spare / np.maximum(more, 1.0), np.inf)
 
     def _rates(self, begun: Begun) -> Floats:
         """USD per second, at least."""
         rates: Floats = self._tables.degree[begun.way] * begun.level.astype(float) * self._begun.unit
         return rates
 
-    def useful(self, first: int) -> Mask:
-        """(possible way, last layer, option): stages that begin with a layer and are not too slow for the front."""
-        useful: Mask = self._begun.beats[first][self.possible] <= self._slowest[self.possible, None, None]
-        return useful
+    def beats(self, first: int) -> Singles:
+        """(way, last layer, option): seconds of the slowest lane, both ways, of stages that begin with a layer."""
+        return self._begun.beats[first]
 
     def promising(self, labels: Labels) -> tuple[Labels, Labels]:
         """Of labels that begin with one layer, those that can still get ahead of the front by more than the share; and
@@ -98,7 +95,8 @@ class Bounds:
 
         Seconds and USD of a completion are bounded from below for every number of stages and rate that the layers
         before may have. In those that the front does not beat, the stages before have a lane so slow forward that the
-        label's own slowest one does not matter, if it is faster: it is raised to what does.
+        label's own slowest one does not matter, if it is faster: it is raised to what does. And the next one may be so
+        slow at most that the front does not beat the least of them all.
         """
         if not len(labels):
             return labels, labels
@@ -117,12 +115,14 @@ class Bounds:
                 row, at = self._open(own, finer, row, at)
             if len(row):
                 begins = np.flatnonzero(np.diff(row, prepend=-1))
-                beat_f = before[-1].values[BEAT_F].take(at)
-                parts.append((row[begins], np.minimum.reduceat(beat_f, begins)))
+                least = np.stack([*before[-1].values[[FILL, OTHER, BEAT_F]], before[-1].rate]).take(at, axis=1)
+                parts.append((row[begins], np.minimum.reduceat(least, begins, axis=1)))
         if not parts:
             return labels.take(np.zeros(0, dtype=np.int64)), labels.take(np.zeros(0, dtype=np.int64))
-        keep, beat_f = (np.concatenate(column) for column in zip(*parts, strict=True))
-        kept = labels.take(keep)
+        keep, least = (np.concatenate(column, axis=-1) for column in zip(*parts, strict=True))
+        kept, (filled, _, more, *_), (fill, other, beat_f, rate) = labels.take(keep), own.take(keep, axis=1), least
+        slowest = self._slowest(filled + fill, more, own[RATE, keep] + rate, own[OTHER_USD, keep] + other)
+        kept = replace(kept, slowest=slowest)
         return kept, replace(kept, beat_f=np.maximum(kept.beat_f, beat_f))
 
     def _completions(self, first: int) -> list[_Completions]:

@@ -13,6 +13,8 @@ __all__ = ["SINGLE", "Front", "Singles"]
 ROUNDING = 1 - 1e-12
 SINGLE = 1 - 3e-5
 """Bounds are kept in single precision: what sums of some dozens of numbers may be off by."""
+LEAST_RATE = 1e-30
+"""USD per second: what is for nothing may take any time."""
 CELLS = 1 << 14
 """Steps in seconds of a front that is looked up instead of searched."""
 
@@ -56,6 +58,7 @@ class Front:
         begins[-1] = max(begins[-1], last)
         self._known = self.usd[np.searchsorted(self.seconds, begins, side="right") - 1]
         self._known[0] = np.inf
+        self._known = self._known.astype(np.float32)
 
     def beats(self, seconds: Floats, usd: Floats, within: float = 0.0) -> Mask:
         """Whether something is as fast and as cheap, or worse by no more than this share."""
@@ -68,6 +71,16 @@ class Front:
         """The same, and faster; now and then not where it just does."""
         factor = (1 + within) * SINGLE
         # One step less than where the seconds are, so that no rounding leads to a later price.
-        cell = np.clip((seconds * factor - self._begin) / self._step, 0.0, CELLS - 1.0).astype(np.int64)
-        beaten: Mask = self._known.take(cell) <= usd * factor
+        cell = seconds * (factor / self._step)
+        cell -= self._begin / self._step
+        np.minimum(np.maximum(cell, 0.0, out=cell), CELLS - 1.0, out=cell)
+        beaten: Mask = self._known.take(cell.astype(np.intp)) <= usd * factor
         return beaten
+
+    def beats_from(self, rate: Floats, other_usd: Floats, within: float) -> Floats:
+        """Seconds from which on it surely beats what costs so much in each of them, and so much besides."""
+        factor = (1 + within) * SINGLE
+        seconds = (self.usd[:, None] / factor - other_usd) / np.maximum(rate, LEAST_RATE)
+        np.maximum(seconds, self.seconds[:, None] / factor, out=seconds)
+        found: Floats = seconds.min(axis=0)
+        return found

@@ -44,6 +44,8 @@ class Labels:
     """Of the stage in front."""
     again: Mask
     """Whether it computes its forward pass again."""
+    slowest: Floats
+    """Seconds of the slowest lane, both ways, that a stage in front of it may have at most."""
 
     def __len__(self) -> int:
         return len(self.way)
@@ -59,13 +61,13 @@ def joined(parts: Sequence[Labels]) -> Labels:
     return Labels(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Labels)))
 
 
-def ends_of(ways: Ints, length: int, place: int) -> Labels:
+def ends_of(ways: Ints, slowest: Floats, length: int, place: int) -> Labels:
     """Nothing yet, behind the last layer, in the place where the last stage must be at the latest."""
     n = len(ways)
     none, zero = np.full(n, -1), np.zeros(n)
     return Labels(
         ways, np.full(n, length), np.full(n, place), zero, zero, zero, zero, zero, zero, zero, zero, zero,
-        np.zeros(n, dtype=np.int64), none, none, np.zeros(n, dtype=bool),
+        np.zeros(n, dtype=np.int64), none, none, np.zeros(n, dtype=bool), slowest,
     )  # fmt: skip
 
 
@@ -96,26 +98,28 @@ def groups(labels: Labels, alike: bool = False) -> Ints:
 
 
 def _measures(labels: Labels, count: Floats) -> Floats:
-    """What one label must be no larger in than another, by row."""
+    """What one label must be no larger in than another, by row. In the first the raised are no smaller; of the others
+    come first what the fastest labels are larger in, so that few pairs are left for the rest."""
     a, b, x = labels.fill_f, labels.fill_b, labels.ends
     u, v = a + (count - 1) * labels.beat_f, b + (count - 1) * labels.beat_b
-    others = labels.busy, labels.busiest, labels.rate, labels.other_usd, labels.stages.astype(float)
-    return np.stack([u + x, u + v, u + b, a + x, a + v, a + b, *others])
+    others = labels.rate, labels.other_usd, a + b, a + x, u + b, a + v, u + v
+    return np.stack([u + x, *others, labels.busy, labels.busiest, labels.stages.astype(float)])
 
 
 def _unbeaten(low: Floats, high: Floats, group: Ints) -> Ints:
     """Rows that no row of the group beats that comes before them. Whoever beats comes first in the order, so that no
     two labels can beat each other."""
-    order = np.lexsort((low[0] + low[5], low[0], group))
+    order = np.lexsort((low[0] + low[3], low[0], group))
     low, high, group = low.take(order, axis=1), high.take(order, axis=1), group[order]
     before = np.arange(len(order)) - np.searchsorted(group, group)
     left = np.arange(len(order))
     nearer, far = 0, FIRST_WINDOW
     while (some := before[left] > nearer).any():
-        many = np.minimum(before[left], far) - nearer
-        then = np.repeat(left[some], many[some])
-        first = then - nearer - 1 - ranges(0, many[some])
-        for measure in range(len(low)):
+        begin = left[some] - np.minimum(before[left[some]], far)
+        many = left[some] - nearer - begin
+        first, then = ranges(begin, many), np.repeat(left[some], many)
+        # By the first measure they are in order.
+        for measure in range(1, len(low)):
             same = np.flatnonzero(low[measure].take(first) <= high[measure].take(then))
             first, then = first.take(same), then.take(same)
         worse = np.zeros(len(order), dtype=bool)

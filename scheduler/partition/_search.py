@@ -128,9 +128,9 @@ def _near(tables: Tables, known: Found) -> Mask:
 
 def _pass(tables: Tables, bounds: Bounds, front: Front, choose: Choice, near: Mask | None) -> Labels:
     """All labels, or those of stages that are near; what is known of the front grows."""
-    labels = ends_of(bounds.possible, tables.length, len(tables.problem.places) - 1)
+    labels = ends_of(bounds.possible, bounds.slowest, tables.length, len(tables.problem.places) - 1)
     for first in range(tables.length - 1, -1, -1):
-        found = _extended(tables, bounds, labels, tables.starting(first, bounds.possible), near)
+        found = _extended(tables, bounds, labels, tables.starting(first, bounds.alike), near)
         found = choose(*bounds.promising(found)) if first else found.take(~front.beats(*_worth(tables, found)))
         labels = joined([labels, found])
     rows = np.flatnonzero(labels.first == 0)
@@ -165,7 +165,8 @@ def _extended(tables: Tables, bounds: Bounds, labels: Labels, stages: Stages, ne
         fits &= ((labels.stages + 1 == problem.stages) if first == 0 else (labels.stages + 1 < problem.stages))[:, None]
     if problem.most_workers is not None:
         fits &= ((labels.stages + 1) * tables.degree[labels.way] <= problem.most_workers)[:, None]
-    before, option = np.nonzero(tables.needed(fits, kept) & bounds.useful(first)[row, last])
+    useful = bounds.beats(first)[labels.way, last] <= labels.slowest[:, None]
+    before, option = np.nonzero(tables.needed(fits, kept) & useful)
     found = _put_in_front(tables, labels, stages, before, option, ~kept[before, option], row)
     return replace(found, before=rows[found.before])
 
@@ -210,6 +211,7 @@ def _put_in_front(
         before=before,
         option=option,
         again=again,
+        slowest=np.full(len(before), np.inf),
     )
 
 

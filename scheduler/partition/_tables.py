@@ -1,6 +1,6 @@
 """Every stage that there could be, in numbers: for each way, first layer, last layer and function size, as arrays.
 
-An axis of ways (degree, micro-batch, order), one of options (a place and one of its sizes), and for a first layer one
+An axis of ways (degree, micro-batch; the order is no matter here), one of options (a place and one of its sizes), and for a first layer one
 of the layers after it. `_evaluate` says what the numbers mean; here they are only computed for many stages at a time.
 """
 
@@ -63,6 +63,9 @@ class Tables:
         self.micro = np.array([float(way.micro_batch) for way in ways])
         self.count = np.array([float(way.micro_batches(problem.batch)) for way in ways])
         self.alternates = np.array([way.order == "1f1b" for way in ways])
+        alike = {(way.degree, way.micro_batch): number for number, way in reversed(list(enumerate(ways)))}
+        self.alike = np.array([alike[way.degree, way.micro_batch] for way in ways])
+        """By way: the first one that differs in order alone, whose stages are the same."""
         self.rate = self.degree[:, None] * self._gb_usd
         """(way, option): USD per second of a stage."""
         self.least_busy = self._least_busy()
@@ -151,7 +154,7 @@ class Tables:
         return forward, backward
 
     def starting(self, first: int, ways: Ints) -> Stages:
-        """All stages that begin with a layer, for some ways."""
+        """All stages that begin with a layer, for some ways; of those that are `alike`, one is enough."""
         after = np.arange(first + 1, self.length + 1)
         fits, fits_again = self.most_live(first, ways)
         alone = [one[:, :, None] for one in self.compute(ways, first, after)]
@@ -159,6 +162,7 @@ class Tables:
         update = (self.update[after] - self.update[first])[None, :, None]
         leaving = np.where(after < self.length, self.passed[after], 0.0)
         inner = (after < self.length).astype(float)[None, :, None]
+        shape = len(ways), len(after), len(self.options)
         share = self.problem.sent_share
         bytes_out = share * self.micro[ways][:, None, None] * leaving[None, :, None]
         bytes_in = share * self.micro[ways][:, None] * self.passed[first]
@@ -173,10 +177,9 @@ class Tables:
             put_back=entered * (self._put_s + bytes_in / self._up),
             put_out=inner * self._put_s + bytes_out / self._up,
             get_back=inner * self._get_s + bytes_out / self._down,
-            merge=self._merging(ways, self.parameters[after] - self.parameters[first], first, backward)
-            + update / self.speed,
-            core=self._cores(ways, first, alone, update, entered + inner, leaving),
-            core_again=(self.degree * self.count)[ways][:, None, None] * alone[0] * self._per_core,
+            merge=self._merging(ways, self.parameters[after] - self.parameters[first], first, backward, update),
+            core=np.broadcast_to(self._cores(ways, first, alone, update, entered + inner, leaving), shape),
+            core_again=np.broadcast_to(self._cores_again(ways, alone[0]), shape),
             other_usd=self._requests(ways, entered + inner),
         )
 
@@ -191,19 +194,22 @@ class Tables:
         entering = self.passed[first]
         left = self._room - (copies[:, None] * parameters)[:, :, None]
         left = left / self.micro[ways][:, None, None] - 2 * (entering + leaving)[None, :, None]
-        kept = np.where(activations > 0, left / np.maximum(activations, 1e-9), np.where(left >= 0, np.inf, -1.0))
+        kept = left / np.maximum(activations, 1e-9)
+        free = np.flatnonzero(activations[0, :, 0] <= 0)
+        kept[:, free] = np.where(left[:, free] >= 0, np.inf, -1.0)
         left = left - activations
         again = left / entering if entering > 0 else np.where(left >= 0, np.inf, -1.0)
         return kept, again
 
-    def _merging(self, ways: Ints, sizes: Floats, first: int, backward: Floats) -> Floats:
-        """(way, stage, option): `merge_seconds` of many sizes, or what is exposed of that."""
+    def _merging(self, ways: Ints, sizes: Floats, first: int, backward: Floats, update: Floats) -> Floats:
+        """(way, stage, option): `merge_seconds` of many sizes, or what is exposed of that, and the optimiser's step."""
         degrees, rows = np.unique(self.degree[ways], return_inverse=True)
         d = degrees[:, None, None]
         whole = self.problem.merged_share * sizes[None, :, None]
-        merged: Floats = self._merge_of(whole, d)[rows]
+        merged, update = self._merge_of(whole, d), update / self.speed
         if not self.problem.merges_early:
-            return merged
+            return (merged + update).take(rows, axis=0)
+        merged = merged[rows]
         own = self.problem.merged_share * (self.parameters[first + 1] - self.parameters[first])
         late = np.maximum(own, whole / d)
         if self.problem.merges_apart:
@@ -212,7 +218,7 @@ class Tables:
             one_up, one_down, gets = self._one_part(whole / d, d)
             last = np.maximum(self._put_s + late / self._up + one_down, one_up + gets)
             last = np.where(d > 1, last + one_up + self._get_s + late / self._down, 0.0)[rows]
-        return np.minimum(merged, np.maximum(merged - backward, last))
+        return np.minimum(merged, np.maximum(merged - backward, last)) + update
 
     def _one_part(self, part: Floats, d: Floats | Ints) -> tuple[Floats, Floats, Floats]:
         """Seconds to put one owner's part, to get it, and to get all others' of it."""
@@ -257,7 +263,7 @@ class Tables:
     ) -> Floats:
         """`core_seconds` of all replicas, by the cores that they share."""
         if not self._per_core.any():
-            return np.zeros((len(ways), len(leaving), len(self.speed)))
+            return np.zeros(1)
         d, count, micro = (column[ways][:, None, None] for column in (self.degree, self.count, self.micro))
         passed = (self.passed[first] if first else 0.0) + leaving[None, :, None]
         merged = self.problem.merged_share * (self.parameters[first + 1 :] - self.parameters[first])[None, :, None]
@@ -270,6 +276,12 @@ class Tables:
         found: Floats = d * (count * (alone[0] + alone[1]) + update + moved) * self._per_core
         return found
 
+    def _cores_again(self, ways: Ints, forward: Floats) -> Floats:
+        if not self._per_core.any():
+            return np.zeros(1)
+        found: Floats = (self.degree * self.count)[ways][:, None, None] * forward * self._per_core
+        return found
+
     def _least_busy(self) -> Floats:
         """By way: seconds that all layers keep the cores of a single place busy, whatever the cuts."""
         if len(self.problem.places) > 1:
@@ -279,12 +291,14 @@ class Tables:
         return found
 
     def _requests(self, ways: Ints, sides: Floats) -> Floats:
+        # There are two numbers of sides at most: of all stages but the last one, and of that.
+        few, rows = np.unique(sides, return_inverse=True)
         d, count = self.degree[ways][:, None, None], self.count[ways][:, None, None]
-        passed = sides * d * count
+        passed = few[None, :, None] * d * count
         times = 2 if self.problem.merges_apart else 1
         merged = np.where(d > 1, times * d * d, 0.0), times * 2 * d * (d - 1)
         found: Floats = (passed + merged[0]) * self._put_usd + (passed + merged[1]) * self._get_usd
-        return found
+        return found.take(rows.ravel(), axis=1)
 
 
 def _columns(lines: Sequence[Line]) -> tuple[Floats, Floats]:
