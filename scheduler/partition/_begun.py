@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
-from itertools import pairwise
 
 import numpy as np
 
@@ -20,7 +18,7 @@ LEVELS = 48 - 1
 NONE, NEVER = np.float32(0.0), np.float32(1e15)
 """Seconds of what does not fit. Not infinite, since it is multiplied by zero."""
 NUMBERS = 4
-"""Of stages behind a beginning that are tried, until all that are left are again."""
+"""Of stages behind a beginning that are tried at once."""
 PAIRS = 1 << 14
 """Beginnings that one stage more is put behind in one go, for each of its choices: what the caches hold."""
 BEATS = 1 << 7
@@ -51,7 +49,7 @@ class Begun:
 
 @dataclass(frozen=True, eq=False)
 class _Arcs:
-    """Stages that begin with one layer, in single precision, by (way, last layer, option); `NEVER`: fits nowhere."""
+    """Stages that begin with one layer, in single precision, by (last layer, way, option); `NEVER`: fits nowhere."""
 
     first: int
     added: Singles
@@ -77,7 +75,7 @@ class Beginnings:
         row = np.searchsorted(every, tables.alike)
         arcs = [self._arcs_from(first, tables.starting(first, every), row) for first in range(tables.length)]
         self.beats = [one.beats[1] for one in arcs]
-        """Of stages that begin with each layer, by (way, last layer, option): the slowest lane both ways."""
+        """Of stages that begin with each layer, by (last layer, way, option): the slowest lane both ways."""
         self._after = self._suffixes(arcs)
         self._most = self._useful_stages()
         self.up_to = self._prefixes(arcs)
@@ -87,30 +85,33 @@ class Beginnings:
         """`row`: by way, which of the stages' ways it is like."""
         tables = self._tables
         after = np.arange(first + 1, tables.length + 1)
-        both = tables.alternates[:, None, None]
-        live = tables.count[:, None, None]
-        live = np.where(both, np.minimum(live, 1 + (after < tables.length)[None, :, None]), live)
-        kept = stages.fits.take(row, axis=0) >= live
-        fits = kept | (stages.fits_again.take(row, axis=0) >= live) if tables.problem.rematerialise else kept
+        both = tables.alternates[:, None]
+        live = tables.count[:, None]
+        live = np.where(both, np.minimum(live, 1 + (after < tables.length)[:, None, None]), live)
+
+        def by_way(of_kind: Floats) -> Floats:
+            return of_kind.swapaxes(0, 1).take(row, axis=1)
+
+        kept = by_way(stages.fits) >= live
+        fits = kept | (by_way(stages.fits_again) >= live) if tables.problem.rematerialise else kept
         # More micro-batches may be under way than are counted here, so that an option is of use for its room alone.
         slow = np.where(fits, NONE, NEVER)
         never = np.where(tables.needed(fits, kept), NONE, NEVER)
         lanes_f = (stages.forward, stages.get_in[:, None, :], stages.put_out)
         lanes_b = (stages.put_back[:, None, :], stages.get_back)
         slow_f = np.maximum(np.maximum(lanes_f[0], lanes_f[1]), lanes_f[2])
-        tables_of = (sum(lanes_f), sum(lanes_b), slow_f, np.maximum(*lanes_b), stages.forward, stages.backward)
-        forward, backward, slow_f, slow_b, once, computed = (_single(one).take(row, axis=0) for one in tables_of)
+        sums = (sum(lanes_f), sum(lanes_b), slow_f, np.maximum(*lanes_b), stages.forward, stages.backward)
+        forward, backward, slow_f, slow_b, once, computed = (by_way(_single(one)) for one in sums)
         computed += np.where(kept, NONE, once)
         backward += computed
         np.maximum(slow_b, computed, out=slow_b)
         beat_f = np.where(both, forward + backward, slow_f)
         beat = np.where(both, NONE, slow_b) + beat_f
-        other, merge = (_single(one).take(row, axis=0) for one in (stages.other_usd, stages.merge))
         return _Arcs(
             first,
-            np.stack([forward + backward + never, forward + never, other + never]),
+            np.stack([forward + backward + never, forward + never, by_way(_single(stages.other_usd)) + never]),
             np.stack([beat_f + slow, beat + slow]),
-            merge,
+            by_way(_single(stages.merge)),
         )
 
     def _suffixes(self, every: list[_Arcs]) -> Singles:
@@ -123,14 +124,14 @@ class Beginnings:
         most = min(self._most_stages(), length)
         after = np.full((most + 1, 5, length + 1, len(tables.ways)), NEVER, dtype=np.float32)
         after[0, :, -1] = 0.0
-        rate = tables.rate.astype(np.float32)[:, None, :]
+        rate = tables.rate.astype(np.float32)
         more = (tables.count - 1).astype(np.float32)
         for arcs in reversed(every):
             fits = arcs.added[0] < NEVER / 2
             fill, other = _least(arcs.added[0]), _least(arcs.added[2])
-            beat = _least(np.where(fits, arcs.beats[1], np.float32(NEVER)))
-            cheapest = _least(np.where(fits, rate, np.float32(NEVER)))
-            own = _least(arcs.added[0] + more[:, None, None] * arcs.beats[1])
+            beat = _least(np.where(fits, arcs.beats[1], NEVER))
+            cheapest = _least(np.where(fits, rate, NEVER))
+            own = _least(arcs.added[0] + more[:, None] * arcs.beats[1])
             # Behind this stage there are at most so many.
             later = after[: min(most, length - arcs.first), :, arcs.first + 1 :]
             here = after[1 : len(later) + 1, :, arcs.first]
@@ -140,7 +141,7 @@ class Beginnings:
             np.min(later[:, 3] + cheapest, axis=1, out=here[:, 3])
             alone = np.maximum(own, fill + more * later[:, 1]) + later[:, 0]
             np.min(np.maximum(alone, later[:, 4] + fill), axis=1, out=here[:, 4])
-        return np.minimum(after, np.float32(NEVER))
+        return np.minimum(after, NEVER)
 
     def _useful_stages(self) -> int:
         """No pipeline of more stages gets ahead of the front."""
@@ -162,14 +163,14 @@ class Beginnings:
         ways = np.arange(len(tables.ways))
         none = np.zeros(len(ways), dtype=np.int64)
         found = [Begun(ways, none, none, np.zeros((TABLES, len(ways)), dtype=np.float32))]
-        pool, slowest = _Pool(len(ways), tables.length, most), np.full(len(ways), BEATS - 1)
+        pool, slowest = _Pool(tables, self._steps, most), np.full(len(ways), BEATS - 1)
         beats = [one.beats[1][one.added[0] < NEVER / 2] for one in every]
         top = max(max(float(some.max(initial=0.0)) for some in beats), 1e-9)
         least = min(float(some.min(initial=top)) for some in beats)
         edges = np.geomspace(max(least, 1e-6 * top), top, BEATS).astype(np.float32)
-        for at, ends in enumerate(_ending(tables, every, edges), 1):
-            pool.add(found[-1], slowest)
-            begun, slowest = self._left(at, self._one_more(pool, ends), edges)
+        for at, arcs in enumerate(every, 1):
+            pool.add(found[-1], slowest, arcs, edges)
+            begun, slowest = self._left(at, self._one_more(pool, pool.ending(at)), edges)
             found.append(begun)
         return found
 
@@ -177,21 +178,21 @@ class Beginnings:
         """Every stage that ends before a layer, behind all that may stand in front of it."""
         least = pool.least
         least.fill(NEVER)
-        begin, many = pool.begin[ends.first, ends.way], pool.many[ends.first, ends.way, ends.beat]
-        turns = (np.cumsum(many) - 1) // PAIRS
+        turns = (np.cumsum(ends.many) - 1) // PAIRS
         for turn in range(int(turns.max(initial=-1)) + 1):
-            arc = np.flatnonzero((turns == turn) & (many > 0))
-            times = many[arc]
-            row = ranges(begin[arc], times)
+            arcs = slice(*np.searchsorted(turns, [turn, turn + 1]))
+            times = ends.many[arcs]
+            row = ranges(ends.begin[arcs], times)
             new = pool.values.take(row, axis=1)
-            _behind(new, np.repeat(ends.stage.take(arc, axis=1), times, axis=1))
-            level = np.minimum(pool.level.take(row) + np.repeat(self._steps[ends.option[arc]], times), LEVELS)
+            _behind(new, np.repeat(ends.stage[:, arcs], times, axis=1))
+            level = np.minimum(pool.level.take(row) + np.repeat(ends.steps[arcs], times), LEVELS)
             key = pool.key.take(row) + level
             for table in range(TABLES):
                 np.minimum.at(least[table], key, new[table])
         key = np.flatnonzero(least[FILL] < NEVER / 2)
         values = least.take(key, axis=1)
         if self._tables.problem.stages is None:
+            # Of the same rate and with a stage less, what is no worse in anything makes them needless.
             fewer = least.take(key - (LEVELS + 1), axis=1, mode="clip")
             better = (fewer <= values).all(axis=0) & (key % (pool.most * (LEVELS + 1)) >= LEVELS + 1)
             key, values = key[~better], values[:, ~better]
@@ -204,25 +205,22 @@ class Beginnings:
         how slow a stage may be that comes next, as a step of stages' beats."""
         trial = self._trial(at, begun)
         fewest, left = np.full(len(begun.way), -1), np.arange(len(begun.way))
-        for number in range(self._most + 1):
-            if number % NUMBERS == 0:
-                # Most that are beaten at all are so by the least of all numbers.
-                left = left[trial.room.take(left) >= number]
-                left = left[~trial.beaten(left, trial.at_least, number)]
+        for number in range(0, self._most + 1, NUMBERS):
+            # Most that are beaten at all are so by the least of all numbers.
+            left = left[trial.room.take(left) >= number]
+            left = left[~trial.beaten(left, trial.at_least, number)]
             if not len(left):
                 break
-            lost = trial.beaten(left, trial.exactly, number) | (trial.room.take(left) < number)
+            numbers = np.arange(number, min(number + NUMBERS, self._most + 1))[:, None]
+            lost = trial.beaten(left, trial.exactly, numbers) | (trial.room.take(left) < numbers)
             if (fixed := self._tables.problem.stages) is not None:
-                lost |= begun.stages.take(left) + number != fixed
-            fewest[left[~lost]] = number
-            left = left[lost]
+                lost |= begun.stages.take(left) + numbers != fixed
+            none = lost.all(axis=0)
+            fewest[left[~none]] = number + lost.argmin(axis=0)[~none]
+            left = left[none]
         rows = np.flatnonzero(fewest >= 0)
-        slowest, step = np.zeros(len(rows), dtype=np.int64), BEATS
-        while step > 1:
-            step //= 2
-            lost = trial.beaten(rows, trial.at_least, fewest.take(rows), edges.take(slowest + step))
-            slowest += np.where(lost, 0, step)
-        return begun.take(rows), slowest
+        slowest = np.searchsorted(edges, trial.slowest(rows, fewest.take(rows)), side="right") - 1
+        return begun.take(rows), np.maximum(slowest, 0)
 
     def _trial(self, at: int, begun: Begun) -> _Trial:
         tables, problem, way = self._tables, self._tables.problem, begun.way
@@ -267,12 +265,9 @@ class _Trial:
     at_least: Singles
     """The same, in as many or more."""
 
-    def beaten(self, rows: Ints, after: Singles, number: int | Ints, next_beat: Singles | None = None) -> Mask:
-        """Which of some beginnings the front beats with so many stages behind, if the next one's slowest lane takes at
-        least so long."""
+    def beaten(self, rows: Ints, after: Singles, number: int | Ints) -> Mask:
+        """Which of some beginnings the front beats with so many stages behind; by row, or by number and row."""
         fill, beat, other, alone = (self.begun.values[name].take(rows) for name in (FILL, BEAT, OTHER, ALONE))
-        if next_beat is not None:
-            np.maximum(beat, next_beat, out=beat)
         behind = after.take(number * self.ways + self.begun.way.take(rows), axis=1)
         seconds = fill + behind[0] + self.more.take(rows) * np.maximum(beat, behind[1])
         np.maximum(seconds, self.busy.take(rows), out=seconds)
@@ -283,73 +278,85 @@ class _Trial:
         beaten |= behind[0] >= NEVER / 2
         return beaten
 
+    def slowest(self, rows: Ints, fewest: Ints) -> Singles:
+        """Of some beginnings, seconds of the slowest lane that the next stage may have, with so many or more behind."""
+        behind = self.at_least.take(fewest * self.ways + self.begun.way.take(rows), axis=1)
+        fill, other = (self.begun.values[name].take(rows) for name in (FILL, OTHER))
+        rate, more = self.rate.take(rows) + behind[3], self.more.take(rows)
+        seconds = self.front.beats_from(rate, (other + behind[2]) * SINGLE, self.within) / SINGLE
+        return np.where(more > 0, (seconds - fill - behind[0]) / np.maximum(more, 1), np.inf)
+
 
 @dataclass(frozen=True, eq=False)
 class _Ends:
-    """Stages that end before one layer and fit, by way."""
+    """Stages that fit and may stand behind some beginnings in a pool."""
 
-    way: Ints
-    first: Ints
-    option: Ints
-    beat: Ints
-    """The slowest lane both ways, as a step."""
+    begin: Ints
+    """The first of these."""
+    many: Ints
+    steps: Ints
+    """Of the rate."""
     stage: Singles
     """(what, row): what such a stage adds, as in `_behind`."""
 
 
-def _ending(tables: Tables, every: list[_Arcs], edges: Singles) -> Iterator[_Ends]:
-    """By the layer before which they end, from the second one on."""
-    parts = []
-    for arcs in every:
-        flat = np.flatnonzero(arcs.added[0] < NEVER / 2)
-        way, last, option = np.unravel_index(flat, arcs.merge.shape)
-        added, beats = (one.reshape(len(one), -1).take(flat, axis=1) for one in (arcs.added, arcs.beats))
-        more = (tables.count - 1).astype(np.float32)[way]
-        merged = arcs.merge.reshape(-1).take(flat) + added[0]
-        # A pipeline is not over before its first stage has merged.
-        fill = merged if arcs.first == 0 else added[0]
-        stage = np.stack([fill, *added[1:], *beats, added[0], merged, merged + more * (beats[1] - beats[0]), more])
-        parts.append((way, np.full(len(way), arcs.first), last + arcs.first + 1, option, stage))
-    way, first, end, option, stage = (np.concatenate(part, axis=-1) for part in zip(*parts, strict=True))
-    order = np.lexsort((way, end))
-    begin = np.searchsorted(end[order], np.arange(1, tables.length + 2))
-    beat = np.maximum(np.searchsorted(edges, stage[BEAT], side="right") - 1, 0)
-    for a, b in pairwise(begin):
-        rows = order[a:b]
-        yield _Ends(way[rows], first[rows], option[rows], beat[rows], stage.take(rows, axis=1))
-
-
 class _Pool:
     """Beginnings of all numbers of layers so far, one after the other: by way, and those first that the slowest stages
-    may follow."""
+    may follow. With the stages that may."""
 
-    def __init__(self, ways: int, length: int, most: int) -> None:
-        self.most, self._length, self._layers = most, 0, 0
+    def __init__(self, tables: Tables, steps: Ints, most: int) -> None:
+        self.most, self._length = most, 0
+        self._ways, self._steps, self._more = len(tables.ways), steps, (tables.count - 1).astype(np.float32)
         self.key, self.level = np.zeros((2, PAIRS), dtype=np.int64)
         """Of way and number of stages; of the rate."""
         self.values = np.zeros((TABLES, PAIRS), dtype=np.float32)
-        self.least = np.empty((TABLES, ways * most * (LEVELS + 1)), dtype=np.float32)
+        self.least = np.empty((TABLES, self._ways * most * (LEVELS + 1)), dtype=np.float32)
         """Room for the least of the next number of layers."""
-        self.begin = np.zeros((length, ways), dtype=np.int64)
-        """By number of layers and way."""
-        self.many = np.zeros((length, ways, BEATS), dtype=np.int64)
-        """The same, and by a stage's beat: how many it may follow."""
+        self._next: list[tuple[_Ends, Ints]] = []
+        """By number of layers, the stages that may come next, sorted by the layer before which they end; and where
+        those begin that end before each."""
 
-    def add(self, begun: Begun, slowest: Ints) -> None:
-        """Of the next number of layers."""
+    def add(self, begun: Begun, slowest: Ints, arcs: _Arcs, edges: Singles) -> None:
+        """Of the next number of layers; what may come next, and how slow, as a step of the edges."""
         end = self._length + len(begun.way)
         while end > len(self.key):
             self.key, self.level = (np.concatenate([old, old]) for old in (self.key, self.level))
             self.values = np.concatenate([self.values, self.values], axis=1)
-        _, ways, beats = self.many.shape
-        kinds = begun.way * beats + beats - 1 - slowest
+        kinds = begun.way * BEATS + BEATS - 1 - slowest
         order, here = np.argsort(kinds, kind="stable"), slice(self._length, end)
         self.key[here] = ((begun.way * self.most + begun.stages) * (LEVELS + 1))[order]
         self.level[here], self.values[:, here] = begun.level[order], begun.values.take(order, axis=1)
-        many = np.bincount(kinds, minlength=ways * beats).reshape(ways, beats).cumsum(axis=1)
-        self.many[self._layers] = many[:, ::-1]
-        self.begin[self._layers] = self._length + np.cumsum(many[:, -1]) - many[:, -1]
-        self._length, self._layers = end, self._layers + 1
+        many = np.bincount(kinds, minlength=self._ways * BEATS).reshape(self._ways, BEATS).cumsum(axis=1)
+        self._next.append(self._following(many, arcs, edges))
+        self._length = end
+
+    def _following(self, many: Ints, arcs: _Arcs, edges: Singles) -> tuple[_Ends, Ints]:
+        """`many`: by way and by a stage's beat, the slowest first, how many of the last ones it may follow."""
+        begin = self._length + np.cumsum(many[:, -1]) - many[:, -1]
+        fits = (arcs.added[0] < NEVER / 2) & (many[:, -1:] > 0)
+        flat = np.flatnonzero(fits)
+        way = flat // fits.shape[2] % self._ways
+        beat = np.searchsorted(edges, arcs.beats[1].reshape(-1).take(flat), side="right") - 1
+        times = many[way, BEATS - 1 - np.maximum(beat, 0)]
+        some = np.flatnonzero(times)
+        flat, way, times = flat.take(some), way.take(some), times.take(some)
+        added, beats = (one.reshape(len(one), -1).take(flat, axis=1) for one in (arcs.added, arcs.beats))
+        more, merged = self._more.take(way), arcs.merge.reshape(-1).take(flat) + added[0]
+        # A pipeline is not over before its first stage has merged.
+        fill = merged if arcs.first == 0 else added[0]
+        stage = np.stack([fill, *added[1:], *beats, added[0], merged, merged + more * (beats[1] - beats[0]), more])
+        ends = _Ends(begin.take(way), times, self._steps.take(flat % fits.shape[2]), stage)
+        return ends, np.searchsorted(flat, np.arange(len(fits) + 1) * fits[0].size)
+
+    def ending(self, at: int) -> _Ends:
+        """All that end before a layer."""
+        parts = [(ends, slice(*begin[at - first - 1 :][:2])) for first, (ends, begin) in enumerate(self._next)]
+        return _Ends(
+            np.concatenate([ends.begin[here] for ends, here in parts]),
+            np.concatenate([ends.many[here] for ends, here in parts]),
+            np.concatenate([ends.steps[here] for ends, here in parts]),
+            np.concatenate([ends.stage[:, here] for ends, here in parts], axis=1),
+        )
 
 
 def _behind(old: Singles, stage: Singles) -> None:
@@ -366,8 +373,8 @@ def _behind(old: Singles, stage: Singles) -> None:
 
 
 def _least(of_options: Singles) -> Singles:
-    """(last layer, way), of (way, last layer, option): `min` is slow along a short axis."""
-    return np.ascontiguousarray(reduce(np.minimum, of_options.T))
+    """(last layer, way), of (last layer, way, option): `min` is slow along a short axis."""
+    return reduce(np.minimum, np.moveaxis(of_options, -1, 0))
 
 
 def _single(table: Floats) -> Singles:

@@ -86,7 +86,7 @@ class Bounds:
         return rates
 
     def beats(self, first: int) -> Singles:
-        """(way, last layer, option): seconds of the slowest lane, both ways, of stages that begin with a layer."""
+        """(last layer, way, option): seconds of the slowest lane, both ways, of stages that begin with a layer."""
         return self._begun.beats[first]
 
     def promising(self, labels: Labels) -> tuple[Labels, Labels]:

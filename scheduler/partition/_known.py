@@ -77,10 +77,11 @@ class Front:
         beaten: Mask = self._known.take(cell.astype(np.intp)) <= usd * factor
         return beaten
 
-    def beats_from(self, rate: Floats, other_usd: Floats, within: float) -> Floats:
+    def beats_from(self, rate: Floats | Singles, other_usd: Floats | Singles, within: float) -> Singles:
         """Seconds from which on it surely beats what costs so much in each of them, and so much besides."""
-        factor = (1 + within) * SINGLE
-        seconds = (self.usd[:, None] / factor - other_usd) / np.maximum(rate, LEAST_RATE)
-        np.maximum(seconds, self.seconds[:, None] / factor, out=seconds)
-        found: Floats = seconds.min(axis=0)
+        known = np.stack([self.seconds, self.usd]) / ((1 + within) * SINGLE)
+        begins, usd = known.astype(np.float32)[:, :, None]
+        seconds = usd - other_usd.astype(np.float32)
+        seconds *= (1 / np.maximum(rate, LEAST_RATE)).astype(np.float32)
+        found: Singles = np.maximum(seconds, begins, out=seconds).min(axis=0)
         return found

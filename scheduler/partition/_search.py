@@ -165,7 +165,7 @@ def _extended(tables: Tables, bounds: Bounds, labels: Labels, stages: Stages, ne
         fits &= ((labels.stages + 1 == problem.stages) if first == 0 else (labels.stages + 1 < problem.stages))[:, None]
     if problem.most_workers is not None:
         fits &= ((labels.stages + 1) * tables.degree[labels.way] <= problem.most_workers)[:, None]
-    useful = bounds.beats(first)[labels.way, last] <= labels.slowest[:, None]
+    useful = bounds.beats(first)[last, labels.way] <= labels.slowest[:, None]
     before, option = np.nonzero(tables.needed(fits, kept) & useful)
     found = _put_in_front(tables, labels, stages, before, option, ~kept[before, option], row)
     return replace(found, before=rows[found.before])
