@@ -96,7 +96,8 @@ class Beginnings:
         fits = kept | (by_way(stages.fits_again) >= live) if tables.problem.rematerialise else kept
         # More micro-batches may be under way than are counted here, so that an option is of use for its room alone.
         slow = np.where(fits, NONE, NEVER)
-        never = np.where(tables.needed(fits, kept), NONE, NEVER)
+        by_option = (np.ascontiguousarray(np.moveaxis(one, -1, 0)) for one in (fits, kept))
+        never = np.where(np.moveaxis(tables.needed(*by_option), 0, -1), NONE, NEVER)
         lanes_f = (stages.forward, stages.get_in[:, None, :], stages.put_out)
         lanes_b = (stages.put_back[:, None, :], stages.get_back)
         slow_f = np.maximum(np.maximum(lanes_f[0], lanes_f[1]), lanes_f[2])

@@ -146,29 +146,42 @@ def _worth(tables: Tables, whole: Labels) -> tuple[Floats, Floats]:
 def _extended(tables: Tables, bounds: Bounds, labels: Labels, stages: Stages, near: Mask | None) -> Labels:
     """Every label with every stage in front of it that begins with a layer, fits, and may be there."""
     problem, first = tables.problem, stages.first
-    rows = np.arange(len(labels)) if near is None else np.flatnonzero(near[labels.way, first, labels.first])
-    labels = labels.take(rows)
+    rows = None if near is None else np.flatnonzero(near[labels.way, first, labels.first])
+    labels = labels if rows is None else labels.take(rows)
     row, last = bounds.row[labels.way], labels.first - first - 1
     live = tables.count[labels.way]
-    live = np.where(tables.alternates[labels.way], np.minimum(live, labels.stages + 1), live)[:, None]
-    kept = stages.fits[row, last] >= live
-    fits = kept | (stages.fits_again[row, last] >= live) if problem.rematerialise else kept
-    behind = labels.first < tables.length
-    place = tables.place
-    fits &= place <= labels.place[:, None]
+    live = np.where(tables.alternates[labels.way], np.minimum(live, labels.stages + 1), live)
+    may = np.ones(len(labels), dtype=bool)
+    if problem.stages is not None:
+        may &= (labels.stages + 1 == problem.stages) if first == 0 else (labels.stages + 1 < problem.stages)
+    if problem.most_workers is not None:
+        may &= (labels.stages + 1) * tables.degree[labels.way] <= problem.most_workers
+    kept = _by_option(stages.fits[row, last] >= live[:, None])
+    again = _by_option(stages.fits_again[row, last] >= live[:, None])
+    fits = ((kept | again) if problem.rematerialise else kept) & may
+    if len(problem.places) > 1:
+        fits &= _joined(tables, labels, first)
+    useful = _by_option(bounds.beats(first)[last, labels.way] <= labels.slowest[:, None])
+    fits = tables.needed(fits, kept) & useful
+    before, option = np.divmod(np.flatnonzero(fits.T), len(fits))
+    found = _put_in_front(tables, labels, stages, before, option, ~kept[option, before], row)
+    return found if rows is None else replace(found, before=rows[found.before])
+
+
+def _by_option(mask: Mask) -> Mask:
+    """(option, label), of (label, option): numpy is fast along the last axis."""
+    return np.ascontiguousarray(mask.T)
+
+
+def _joined(tables: Tables, labels: Labels, first: int) -> Mask:
+    """(option, label): where a stage that begins with a layer may be, in front of a label."""
+    place, behind = tables.place[:, None], labels.first < tables.length
+    fits = (place <= labels.place) & (~behind | np.isfinite(tables.hop_s[0, place, labels.place]))
     if first == 0:
         fits &= place == 0
-    if problem.ends_last:
-        fits &= behind[:, None] | (place == len(problem.places) - 1)
-    fits &= ~behind[:, None] | np.isfinite(tables.hop_s[0, place][:, labels.place].T)
-    if problem.stages is not None:
-        fits &= ((labels.stages + 1 == problem.stages) if first == 0 else (labels.stages + 1 < problem.stages))[:, None]
-    if problem.most_workers is not None:
-        fits &= ((labels.stages + 1) * tables.degree[labels.way] <= problem.most_workers)[:, None]
-    useful = bounds.beats(first)[last, labels.way] <= labels.slowest[:, None]
-    before, option = np.nonzero(tables.needed(fits, kept) & useful)
-    found = _put_in_front(tables, labels, stages, before, option, ~kept[before, option], row)
-    return replace(found, before=rows[found.before])
+    if tables.problem.ends_last:
+        fits &= behind | (place == len(tables.problem.places) - 1)
+    return fits
 
 
 def _put_in_front(

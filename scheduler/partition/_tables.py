@@ -119,7 +119,7 @@ class Tables:
         return bool((ahead >= 0).all() and (earlier or (ahead > 0).any()))
 
     def needed(self, fits: Mask, kept: Mask) -> Mask:
-        """Of the options (last axis) that fit, those that no other one makes needless; `kept`: without computing again.
+        """Of the options (first axis) that fit, those that no other one makes needless; `kept`: without computing again.
 
         A function that is as fast, as cheap and fits as well gives a stage that is no worse in anything that a
         pipeline is made of. Whoever makes another one needless is needed itself, or something better is.
@@ -127,7 +127,7 @@ class Tables:
         left = fits.copy()
         for j, others in enumerate(self.better):
             for i in others:
-                left[..., j] &= ~(fits[..., i] & (kept[..., i] | ~kept[..., j]))
+                left[j] &= ~fits[i] | kept[j] & ~kept[i]
         return left
 
     def _hops(self) -> None:
