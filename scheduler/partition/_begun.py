@@ -89,30 +89,28 @@ class Beginnings:
         live = tables.count[:, None]
         live = np.where(both, np.minimum(live, 1 + (after < tables.length)[:, None, None]), live)
 
-        def by_way(of_kind: Floats) -> Floats:
-            return of_kind.swapaxes(0, 1).take(row, axis=1)
+        def single(one: Floats) -> Singles:
+            return np.minimum(one, NEVER).astype(np.float32).swapaxes(0, 1).take(row, axis=1)
 
-        kept = by_way(stages.fits) >= live
-        fits = kept | (by_way(stages.fits_again) >= live) if tables.problem.rematerialise else kept
+        kept, again = (one.swapaxes(0, 1).take(row, axis=1) >= live for one in (stages.fits, stages.fits_again))
+        fits = kept | again if tables.problem.rematerialise else kept
         # More micro-batches may be under way than are counted here, so that an option is of use for its room alone.
         slow = np.where(fits, NONE, NEVER)
         by_option = (np.ascontiguousarray(np.moveaxis(one, -1, 0)) for one in (fits, kept))
         never = np.where(np.moveaxis(tables.needed(*by_option), 0, -1), NONE, NEVER)
-        lanes_f = (stages.forward, stages.get_in[:, None, :], stages.put_out)
-        lanes_b = (stages.put_back[:, None, :], stages.get_back)
-        slow_f = np.maximum(np.maximum(lanes_f[0], lanes_f[1]), lanes_f[2])
-        sums = (sum(lanes_f), sum(lanes_b), slow_f, np.maximum(*lanes_b), stages.forward, stages.backward)
-        forward, backward, slow_f, slow_b, once, computed = (by_way(_single(one)) for one in sums)
-        computed += np.where(kept, NONE, once)
-        backward += computed
-        np.maximum(slow_b, computed, out=slow_b)
+        get_in, put_back = stages.get_in[:, None, :], stages.put_back[:, None, :]
+        forward = single(stages.forward + get_in + stages.put_out)
+        slow_f = single(np.maximum(np.maximum(stages.forward, get_in), stages.put_out))
+        computed = single(stages.backward) + np.where(kept, NONE, single(stages.forward))
+        backward = computed + single(put_back + stages.get_back)
+        slow_b = np.maximum(computed, single(np.maximum(put_back, stages.get_back)))
         beat_f = np.where(both, forward + backward, slow_f)
         beat = np.where(both, NONE, slow_b) + beat_f
         return _Arcs(
             first,
-            np.stack([forward + backward + never, forward + never, by_way(_single(stages.other_usd)) + never]),
+            np.stack([forward + backward + never, forward + never, single(stages.other_usd) + never]),
             np.stack([beat_f + slow, beat + slow]),
-            by_way(_single(stages.merge)),
+            single(stages.merge),
         )
 
     def _suffixes(self, every: list[_Arcs]) -> Singles:
@@ -376,7 +374,3 @@ def _behind(old: Singles, stage: Singles) -> None:
 def _least(of_options: Singles) -> Singles:
     """(last layer, way), of (last layer, way, option): `min` is slow along a short axis."""
     return reduce(np.minimum, np.moveaxis(of_options, -1, 0))
-
-
-def _single(table: Floats) -> Singles:
-    return np.minimum(table, NEVER).astype(np.float32)

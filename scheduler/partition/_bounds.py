@@ -14,13 +14,12 @@ from scheduler.partition._begun import (
     FINISH,
     FORWARD,
     LEVELS,
-    NEVER,
     OTHER,
     Beginnings,
     Begun,
 )
 from scheduler.partition._known import SINGLE, Front, Singles
-from scheduler.partition._labels import Labels, Mask, ranges
+from scheduler.partition._labels import Labels, ranges
 from scheduler.partition._tables import Floats, Ints, Tables
 
 __all__ = ["Bounds"]
@@ -87,7 +86,8 @@ class Bounds:
 
     def beats(self, first: int) -> Singles:
         """(last layer, way, option): seconds of the slowest lane, both ways, of stages that begin with a layer."""
-        return self._begun.beats[first]
+        beats: Singles = self._begun.beats[first]
+        return beats
 
     def promising(self, labels: Labels) -> tuple[Labels, Labels]:
         """Of labels that begin with one layer, those that can still get ahead of the front by more than the share; and

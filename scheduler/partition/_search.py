@@ -176,7 +176,7 @@ def _by_option(mask: Mask) -> Mask:
 def _joined(tables: Tables, labels: Labels, first: int) -> Mask:
     """(option, label): where a stage that begins with a layer may be, in front of a label."""
     place, behind = tables.place[:, None], labels.first < tables.length
-    fits = (place <= labels.place) & (~behind | np.isfinite(tables.hop_s[0, place, labels.place]))
+    fits: Mask = (place <= labels.place) & (~behind | np.isfinite(tables.hop_s[0, place, labels.place]))
     if first == 0:
         fits &= place == 0
     if tables.problem.ends_last:

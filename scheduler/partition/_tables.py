@@ -1,7 +1,8 @@
 """Every stage that there could be, in numbers: for each way, first layer, last layer and function size, as arrays.
 
-An axis of ways (degree, micro-batch; the order is no matter here), one of options (a place and one of its sizes), and for a first layer one
-of the layers after it. `_evaluate` says what the numbers mean; here they are only computed for many stages at a time.
+An axis of ways (degree and micro-batch: the order changes nothing here), one of options (a place and one of its sizes),
+and for a first layer one of the layers after it. `_evaluate` says what the numbers mean; here they are only computed
+for many stages at a time.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class Tables:
         return bool((ahead >= 0).all() and (earlier or (ahead > 0).any()))
 
     def needed(self, fits: Mask, kept: Mask) -> Mask:
-        """Of the options (first axis) that fit, those that no other one makes needless; `kept`: without computing again.
+        """Of the options (first axis) that fit, those that no other makes needless; `kept`: without computing again.
 
         A function that is as fast, as cheap and fits as well gives a stage that is no worse in anything that a
         pipeline is made of. Whoever makes another one needless is needed itself, or something better is.
