@@ -53,8 +53,16 @@ def _end(servers: list[Server], crew: list[NumpyWorker]) -> None:
         assert worker.finals[0] == pytest.approx(EXPECTED, rel=1e-5)
 
 
-@pytest.mark.parametrize("neighbours", [(), STAR], ids=["mesh", "star"])
-@pytest.mark.parametrize("lost", list(PUSHES))
+# East is the first region and the star's hub. The other two stand alike: each is lost in one of the two topologies.
+@pytest.mark.parametrize(
+    ("lost", "neighbours"),
+    [
+        pytest.param("east", (), id="east-mesh"),
+        pytest.param("west", (), id="west-mesh"),
+        pytest.param("east", STAR, id="east-star"),
+        pytest.param("north", STAR, id="north-star"),
+    ],
+)
 @pytest.mark.parametrize("after", [0, 3])
 def test_the_job_ends_as_if_nothing_had_been_lost(
     servers: Servers, workers: Workers, lost: str, after: int, neighbours: Any
