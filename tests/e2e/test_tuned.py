@@ -129,7 +129,7 @@ def test_a_tuner_lets_workers_leave_and_the_job_reaches_its_loss(cheap: Running)
 
 def test_every_sample_counts_once_whoever_leaves_comes_and_dies(two_regions: Running) -> None:
     # So seldom that the tuner has nothing to say: who leaves and comes is the test's to say.
-    end = ("train.end={steps: 900, goal: {metric: loss, atMost: 0.1}}", "train.evaluateEvery=100")
+    end = ("train.end={steps: 450, goal: {metric: loss, atMost: 0.1}}", "train.evaluateEvery=100")
     job = two_regions.submit(*TUNED, *end, "train.workers={east: 4, west: 2}")
 
     def batches(region: str) -> int:
