@@ -29,13 +29,6 @@ def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lasting]:
         yield federation
 
 
-@pytest.fixture
-def unknowing(tmp_path: Path) -> Iterator[Running]:
-    """A federation that knows nothing yet of how fast its regions are."""
-    with _two_regions(tmp_path) as federation:
-        yield Running(federation, tmp_path)
-
-
 def _samples(described: dict[str, Any]) -> dict[str, int]:
     return {region["name"]: region["samples"] for region in described["result"]["regions"]}
 
@@ -47,11 +40,26 @@ def _stands_still(running: Running, job: str) -> bool:
 
 
 def _expected(described: dict[str, Any]) -> dict[str, int]:
+    """Of all rounds that were planned; of one that has ended early, of those that each region made."""
     plan = described["plan"]
+    early = bool(described["result"]["ended_early"])
+    made = {part["region"]: part["round"] if early else plan["rounds"] for part in described["partitions"]}
     return {
-        part["region"]: plan["rounds"] * part["steps_per_round"] * part["workers"] * part["batch"]
+        part["region"]: made[part["region"]] * part["steps_per_round"] * part["workers"] * part["batch"]
         for part in plan["partitions"]
     }
+
+
+def _finished(running: Running, job: str) -> dict[str, Any]:
+    """How it ends where it is to end now, before its plan: it has its model, and each step counts once."""
+    at = max(part["round"] for part in running.describe(job)["partitions"])
+    running.wait_round(job, at + 3)
+    running.federation.control_plane("finish", job, "--reason", "all is seen")
+    ended = running.wait_end(job)
+    check_succeeded(ended)
+    assert ended["result"]["ended_early"] == "a user asked for it: all is seen"
+    assert _samples(ended) == _expected(ended)
+    return ended
 
 
 @pytest.mark.parametrize("more", [(), ("collective=all-reduce",), ("wan.exchange=background",)], ids=str)
@@ -102,6 +110,10 @@ def test_what_cannot_be_is_refused(running: Running) -> None:
     running.federation.control_plane("cancel", job, "--yes")
 
 
+def _scaled(running: Running, job: str) -> list[dict[str, Any]]:
+    return [event for event in running.events(job) if event["kind"] == "partition.scaled"]
+
+
 THROTTLED = """
 
 _loss, _dataset = loss, dataset
@@ -127,19 +139,23 @@ def loss(model, batch):
 a step takes."""
 
 
-def _throttled() -> str:
-    """Steps take as long as they sleep, on any machine."""
-    return (TEMPLATES / "image-classification" / "task.py").read_text() + THROTTLED
+def _throttled(name: str) -> tuple[tuple[str, ...], str]:
+    """Steps take as long as they sleep, on any machine. Under a name that no other test takes, it is a task that nobody
+    has run: the federation does not know yet of how fast it is where."""
+    code = (TEMPLATES / "image-classification" / "task.py").read_text()
+    return ("train.evaluateEvery=0", f"metadata.name={name}"), f"{code}{THROTTLED}\n# {name}\n"
 
 
-def test_a_region_that_is_slower_than_planned_has_the_others_give_up_workers_that_wait(unknowing: Running) -> None:
-    job = unknowing.submit("train.end.epochs=60", "wan.interval=10", "train.evaluateEvery=0", task=_throttled())
-    planned = {part["region"]: part["workers"] for part in unknowing.describe(job)["plan"]["partitions"]}
+def test_a_region_that_is_slower_than_planned_has_the_others_give_up_workers_that_wait(running: Running) -> None:
+    settings, task = _throttled("slower")
+    job = running.submit(*settings, "train.end.epochs=60", "wan.interval=10", task=task)
+    planned = {part["region"]: part["workers"] for part in running.describe(job)["plan"]["partitions"]}
     assert planned["virginia"] == 4
-    ended = unknowing.wait_end(job)
+    # Not to be asked meanwhile: every command takes of the cores what the steps are measured on.
+    ended = running.wait_end(job)
     check_succeeded(ended)
     assert _samples(ended) == _expected(ended)
-    scaled = [event for event in unknowing.events(job) if event["kind"] == "partition.scaled"]
+    scaled = _scaled(running, job)
     assert scaled, "nobody was scaled"
     assert {event["region"] for event in scaled} <= {"virginia", "shanghai"}
     fewer = next(event["data"] for event in scaled if event["region"] == "virginia")
@@ -147,34 +163,34 @@ def test_a_region_that_is_slower_than_planned_has_the_others_give_up_workers_tha
     assert "of what is left to pay" in fewer["reason"]
 
 
-def test_a_second_job_gets_workers_of_the_first_and_both_come_to_their_end(unknowing: Running) -> None:
-    first = unknowing.submit("train.end.epochs=60", "wan.interval=10", "train.evaluateEvery=0", task=_throttled())
-    unknowing.wait_round(first, 1)
-    held = {part["region"]: part["workers"] for part in unknowing.describe(first)["partitions"]}
+def test_a_second_job_gets_workers_of_the_first_and_both_come_to_their_end(running: Running) -> None:
+    settings, task = _throttled("second")
+    first = running.submit(*settings, "train.end.epochs=40", "wan.interval=10", task=task)
+    running.wait_round(first, 1)
+    held = {part["region"]: part["workers"] for part in running.describe(first)["partitions"]}
     assert held["virginia"] == 4
-    second = unknowing.submit("train.end.epochs=15", "train.evaluateEvery=0", "objective.deadline=30m")
-    done = unknowing.wait_end(second)
+    second = running.submit(*settings, "train.end.epochs=8", "objective.deadline=30m")
+    done = running.wait_end(second)
     check_succeeded(done)
     assert done["slack_seconds"] > 0
-    told = {event["kind"]: event for event in unknowing.events(second)}
+    told = {event["kind"]: event for event in running.events(second)}
     assert first in told["job.queued"]["text"]
     assert told["job.deadline"]["data"]["kept"]
-    other = unknowing.wait_end(first)
+    other = running.wait_end(first)
     check_succeeded(other)
     assert _samples(other) == _expected(other)
-    reasons = [event["data"]["reason"] for event in unknowing.events(first) if event["kind"] == "partition.scaled"]
+    reasons = [event["data"]["reason"] for event in _scaled(running, first)]
     assert f"makes room for {second}" in reasons
 
 
-def test_a_job_pauses_for_one_with_a_deadline_and_both_come_to_their_end(unknowing: Running) -> None:
-    first = unknowing.submit("train.end.epochs=60", "wan.interval=10", "train.evaluateEvery=0", task=_throttled())
-    unknowing.wait_round(first, 1)
-    urgent = ("train.workers=4", "train.end.epochs=10", "train.evaluateEvery=0", "objective.deadline=30m")
-    second = unknowing.submit(*urgent)
-    check_succeeded(unknowing.wait_end(second), accuracy=0.0)
-    other = unknowing.wait_end(first)
-    check_succeeded(other)
-    assert _samples(other) == _expected(other)
-    reasons = [event["data"]["reason"] for event in unknowing.events(first) if event["kind"] == "partition.scaled"]
+def test_a_job_pauses_for_one_with_a_deadline_and_both_come_to_their_end(running: Running) -> None:
+    settings, task = _throttled("paused")
+    first = running.submit(*settings, "train.end.epochs=60", "wan.interval=10", task=task)
+    running.wait_round(first, 1)
+    second = running.submit(*settings, "train.workers=4", "train.end.epochs=10", "objective.deadline=30m")
+    check_succeeded(running.wait_end(second), accuracy=0.0)
+    eventually(lambda: len(_scaled(running, first)) >= 2 * len(REGIONS), "the first one goes on")
+    _finished(running, first)
+    reasons = [event["data"]["reason"] for event in _scaled(running, first)]
     assert f"gives way to {second}" in reasons
     assert "there is room again" in reasons
