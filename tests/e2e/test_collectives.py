@@ -108,7 +108,7 @@ def test_workers_merge_through_an_object_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize("collective", ["server-reduce", "k-reduce"])
 def test_a_killed_worker_costs_no_more_than_two_steps(running: Running, collective: str) -> None:
     """Rounds are long, and the worker dies in the middle of one."""
-    settings = ("train.end.epochs=60", "wan.interval=400", "train.evaluateEvery=0", "wan.exchange=synchronous")
+    settings = ("train.end.epochs=50", "wan.interval=400", "train.evaluateEvery=0", "wan.exchange=synchronous")
     job = running.submit("train.workers=3", *settings, f"collective={collective}")
     running.wait_step(job, 100, "virginia")
     zygote = running.descendants("virginia", "zygote")
