@@ -110,13 +110,13 @@ def _check(described: dict[str, Any], events: list[dict[str, Any]]) -> None:
 
 
 def test_a_tuner_lets_workers_leave_and_the_job_reaches_its_loss(cheap: Running) -> None:
-    end = "train.end={epochs: 100, goal: {metric: loss, atMost: 0.61}}"
+    end = "train.end={epochs: 100, goal: {metric: loss, atMost: 0.62}}"
     job = cheap.submit(*TUNED, end, f"train.workers={POOL}")
     ended = cheap.wait_end(job, 150.0)
     events = cheap.events(job)
     _check(ended, events)
     assert ended["result"]["ended_early"].startswith("loss is 0.6"), ended["result"]["ended_early"]
-    assert ended["result"]["metrics"]["loss"] <= 0.61
+    assert ended["result"]["metrics"]["loss"] <= 0.62
     told = [event["data"] for event in events if event["kind"] == "job.tuning"]
     assert told[0]["before"] == POOL > told[0]["workers"], "the first to be told is that workers leave"
     scaled = [event["data"] for event in events if event["kind"] == "partition.scaled"]
