@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -13,6 +14,9 @@ _FIRST_SECONDS = 10.0
 """Where no region's pace is known yet."""
 _GAPS = 2.5
 """An update is late once so many of its region's usual gaps have passed since the last one."""
+_HOLD_UP_GAPS = 1.25
+"""Of usual gaps is the longest that workers are held up at once. A region that is a little slow needs a part of one to
+come up; one whose updates come by fits and starts would need many, and is heard without being waited for."""
 _WEIGHT = 0.2
 """Of the newest gap in the mean."""
 _MOMENT_SHARE = 0.01
@@ -113,6 +117,13 @@ class Punctuality:
             last = self._last[region] if region in self._last else self._began.setdefault(region, now)
             ends.append(max(last, self._went_on) + max(least_seconds, _GAPS * self._gap.get(region, slowest)))
         return max(ends) - now
+
+    def hold_up_seconds(self, region: str, late: Iterable[str], least_seconds: float = 0.0) -> float:
+        """How long this region's workers may be held up at once for others that are late, whatever comes of them
+        meanwhile; infinity where the pace of one is not known yet."""
+        gaps = [self._gap.get(one) for one in (region, *late)]
+        known = [gap for gap in gaps if gap is not None]
+        return max(least_seconds, _HOLD_UP_GAPS * max(known)) if len(known) == len(gaps) else math.inf
 
 
 class Moments:

@@ -7,7 +7,9 @@ thread, in the order in which the machine asked for it, and comes back as an eve
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -174,7 +176,7 @@ class Engine:
                 over = GraceOver(action.sequence)
                 asyncio.get_running_loop().call_later(self._grace(), self.feed, over)
             case StartPatience():
-                self._wait_for(action, _LEAST_SECONDS_ALONE if action.alone else 0.0)
+                self._hold_up(action)
             case StartPause():
                 pause = self._pace.pause_seconds(action.sequence, time.monotonic(), self._usual_gap())
                 asyncio.get_running_loop().call_later(pause, self.feed, PauseOver(action.sequence))
@@ -197,17 +199,27 @@ class Engine:
         usual = self._punctuality.gap_seconds(self.works.setup.region)
         return max(usual, farthest / 1e3) if usual else 0.0
 
-    def _wait_for(self, late: StartPatience, least_seconds: float = 0.0) -> None:
+    def _hold_up(self, late: StartPatience) -> None:
+        """Wait for these regions from now on."""
+        if late.alone:
+            self._wait_for(late, least_seconds=_LEAST_SECONDS_ALONE)
+            return
+        region = self.works.setup.region
+        longest = self._punctuality.hold_up_seconds(region, late.regions, _LEAST_SECONDS)
+        self._wait_for(late, until=time.monotonic() + longest)
+
+    def _wait_for(self, late: StartPatience, *, least_seconds: float = 0.0, until: float = math.inf) -> None:
         """Until these are late. Patience begins anew with each update of theirs: they may have rounds to catch up."""
         if self._patience is not None:
             self._patience.cancel()
-        work = self.machine.step_seconds * self.works.setup.steps_per_round
-        patience = self._punctuality.patience_seconds(late.regions, time.monotonic(), _LEAST_SECONDS, work)
-        seconds = max(patience, least_seconds)
+        now, work = time.monotonic(), self.machine.step_seconds * self.works.setup.steps_per_round
+        patience = self._punctuality.patience_seconds(late.regions, now, _LEAST_SECONDS, work)
+        seconds = min(max(patience, least_seconds), until - now)
         if seconds > 0:
-            self._patience = asyncio.get_running_loop().call_later(seconds, self._wait_for, late)
+            again = functools.partial(self._wait_for, late, until=until)
+            self._patience = asyncio.get_running_loop().call_later(seconds, again)
         else:
-            self._punctuality.went_on(time.monotonic())
+            self._punctuality.went_on(now)
             self.feed(PatienceOver(late.sequence, late.regions))
 
     def _answer(self, call: int, settle: Callable[[asyncio.Future[Answer | None]], None]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from sync.ps.attendance import Attendance, Moments, Pace, Punctuality
@@ -37,6 +39,20 @@ def test_patience_lasts_two_and_a_half_of_the_usual_gaps() -> None:
         punctuality.came("b", float(now))
     assert punctuality.patience_seconds(["b"], 9.5) == pytest.approx(2.0)
     assert punctuality.patience_seconds(["b"], 60.0) < 0
+
+
+def test_nobody_is_held_up_at_once_for_much_longer_than_a_round_of_the_slowest() -> None:
+    punctuality = Punctuality()
+    assert punctuality.hold_up_seconds("a", ["b"]) == math.inf, "nobody's pace is known"
+    for now in range(10):
+        punctuality.came("a", float(now))
+    assert punctuality.hold_up_seconds("a", ["b"]) == math.inf, "the late one's pace is not known"
+    for now in range(10):
+        punctuality.came("b", 2.0 * now)
+        punctuality.came("c", 9.0 * now)
+    assert punctuality.hold_up_seconds("a", ["b"]) == pytest.approx(2.5)
+    assert punctuality.hold_up_seconds("b", ["a"]) == pytest.approx(2.5)
+    assert punctuality.hold_up_seconds("a", ["b"], least_seconds=4.0) == 4.0
 
 
 def test_an_absence_is_no_habit() -> None:
