@@ -40,13 +40,15 @@ def _summed(vectors: Sequence[Vector], factors: Sequence[float], divisor: float)
         raise GeofedError("FRAME_INVALID", "vectors to merge differ in shape or number")
     out = np.empty_like(vectors[0])
     used = [(vector, factor) for vector, factor in zip(vectors, factors, strict=True) if factor != 0]
-    block, product = np.empty(_BLOCK), np.empty(_BLOCK)
+    block, product = np.empty((2, min(_BLOCK, out.size)))
     for start in range(0, out.size, _BLOCK):
         part = slice(start, min(start + _BLOCK, out.size))
         sums, term = block[: part.stop - start], product[: part.stop - start]
         sums.fill(0.0)
         for vector, factor in used:
-            np.multiply(vector[part], factor, out=term, dtype=np.float64)
+            # Converting and multiplying in one go takes half as long again.
+            term[...] = vector[part]
+            term *= factor
             sums += term
         if divisor != 1.0:
             sums /= divisor
