@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
 from sync.codec._contract import Tensors
-from sync.codec._slabs import SLAB, Slab, Slabwise, in_slabs
+from sync.codec._slabs import SLAB, Slab, Slabwise, in_slabs, one_behind_the_other
 from sync.layout import Vector
 
 __all__ = ["BFloat16", "Float32", "Int8Blocks", "in_rows", "powers", "require"]
@@ -32,6 +32,9 @@ class Float32:
 
     def apart(self, size: int) -> Iterator[Slab]:
         return in_slabs(self, size, SLAB)
+
+    def joined(self, parts: Sequence[Tensors]) -> Tensors:
+        return one_behind_the_other(parts)
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         delta = tensors.get("delta")

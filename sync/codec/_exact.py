@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from sync.codec._contract import Tensors
 from sync.codec._dense import in_rows, powers, require
-from sync.codec._slabs import Slabwise, joined
+from sync.codec._slabs import Slabwise
 from sync.layout import Vector
 
 __all__ = ["Exact"]
@@ -31,7 +31,7 @@ class Exact(Slabwise):
     name, mark, lossy = "exact", 6, False
 
     def encode(self, vector: Vector) -> Tensors:
-        return joined([_encoded(vector[part]) for part, _ in self.apart(vector.size)])
+        return self.joined([_encoded(vector[part]) for part, _ in self.apart(vector.size)])
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
         count = -(-out.size // _BLOCK)

@@ -63,7 +63,7 @@ class ErrorFeedback:
             parts.append(codec.encode(chosen))
             decode_into(codec, parts[-1], sent[slab])
             whole -= sent[slab]
-        return joined(parts), sent
+        return joined(self.codec, parts) if keep is None else parts[0], sent
 
     def _add(self, end: Vector, since: Vector | None, part: slice, *, fresh: bool) -> npt.NDArray[np.float64]:
         """Add a part of a change to what is held back of it, or put it there; returns a view of that."""

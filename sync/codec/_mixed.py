@@ -7,13 +7,13 @@ GeoMX (MPQ, docs/source/accelerator.rst) leaves small tensors dense as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from sync.codec._contract import Codec, Tensors
 from sync.codec._dense import Float32, require
-from sync.codec._slabs import Slab, apart, decode_into
+from sync.codec._slabs import Slab, apart, decode_into, joined
 from sync.layout import Vector
 
 __all__ = ["MIXED", "Mixed"]
@@ -35,7 +35,11 @@ class Mixed:
 
     def apart(self, size: int) -> Iterator[Slab]:
         yield from apart(self._bulk, min(self._trained, size))
-        yield slice(min(self._trained, size), size), Mixed(self._bulk, 0)
+        yield slice(min(self._trained, size), size), self._state
+
+    def joined(self, parts: Sequence[Tensors]) -> Tensors:
+        *bulk, state = parts
+        return {**joined(self._bulk, bulk), "state": state["delta"]}
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         out = np.empty(size, np.float32)

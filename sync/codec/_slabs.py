@@ -11,7 +11,7 @@ import numpy as np
 from sync.codec._contract import Codec, Tensors
 from sync.layout import Vector
 
-__all__ = ["SLAB", "Slab", "Slabwise", "apart", "decode_into", "decoded", "in_slabs", "joined"]
+__all__ = ["SLAB", "Slab", "Slabwise", "apart", "decode_into", "decoded", "in_slabs", "joined", "one_behind_the_other"]
 
 SLAB = 1 << 15
 """Coordinates that are coded together: a multiple of the usual blocks; what arises on the way stays in the cache."""
@@ -24,12 +24,23 @@ class Apart(Protocol):
     """A codec whose vectors can be cut."""
 
     def apart(self, size: int) -> Iterator[Slab]:
-        """Slabs of a vector of ``size``, in order: their arrays, joined, are the vector's."""
+        """Slabs of a vector of ``size``, in order."""
+
+    def joined(self, parts: Sequence[Tensors]) -> Tensors:
+        """The vector's arrays, of those of its slabs, as these are coded."""
 
 
 def apart(codec: Codec, size: int) -> Iterator[Slab]:
     """Slabs of a vector of ``size``; a single one for a codec that must see the whole."""
     return codec.apart(size) if isinstance(codec, Apart) else iter([(slice(0, size), codec)])
+
+
+def joined(codec: Codec, parts: Sequence[Tensors]) -> Tensors:
+    """The vector's arrays, of those of all that it has been cut `apart` into."""
+    if isinstance(codec, Apart):
+        return codec.joined(parts)
+    (whole,) = parts
+    return whole
 
 
 @runtime_checkable
@@ -47,6 +58,9 @@ class Slabwise(Codec, Protocol):
 
     def apart(self, size: int) -> Iterator[Slab]:
         return in_slabs(self, size, self.slab)
+
+    def joined(self, parts: Sequence[Tensors]) -> Tensors:
+        return one_behind_the_other(parts)
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         out = np.empty(size, np.float32)
@@ -78,9 +92,8 @@ def in_slabs(codec: Codec, size: int, slab: int) -> Iterator[Slab]:
         yield slice(at, min(at + slab, size)), codec
 
 
-def joined(parts: Sequence[Tensors]) -> Tensors:
-    """Arrays of slabs as those of the vector: one behind the other, by name."""
+def one_behind_the_other(parts: Sequence[Tensors]) -> Tensors:
+    """Arrays of slabs, by name."""
     if len(parts) == 1:
         return parts[0]
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: np.concatenate([part[name] for part in parts if name in part]) for name in names}
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

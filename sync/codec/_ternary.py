@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from sync.codec._contract import Tensors
 from sync.codec._dense import in_rows, powers, require
-from sync.codec._slabs import Slabwise, joined
+from sync.codec._slabs import Slabwise
 from sync.layout import Vector
 
 __all__ = ["Ternary"]
@@ -35,7 +35,7 @@ class Ternary(Slabwise):
     """Whole blocks and whole bytes."""
 
     def encode(self, vector: Vector) -> Tensors:
-        return joined([self._encode_slab(vector[part]) for part, _ in self.apart(vector.size)])
+        return self.joined([self._encode_slab(vector[part]) for part, _ in self.apart(vector.size)])
 
     def _encode_slab(self, vector: Vector) -> Tensors:
         size = vector.size

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from sync.codec._contract import Tensors
 from sync.codec._dense import in_rows, powers, require
+from sync.codec._slabs import Slab, Slabwise, one_behind_the_other
 from sync.layout import Vector
 
 __all__ = ["ChunkedTopK"]
 
 _LEAST, _MOST = -126, 120
-_ROWS_AT_ONCE = 32
-"""Chunks that are worked on together: what arises on the way stays in the cache."""
+_CHUNK, _KEEP = 4096, 64
+_GROUPS = 256
+"""Of a chunk, each with every 256th coordinate."""
+_TINY = np.float32(2.0**-149)
+"""Above zero."""
 
 
-class ChunkedTopK:
+class ChunkedTopK(Slabwise):
     """At most 64 of every 4096 coordinates, as sign and one of two magnitudes: at most 0.22 bits a coordinate.
 
     A chunk's magnitudes are s and 3 s, with s a power of two near half the mean magnitude of its largest
@@ -24,56 +30,87 @@ class ChunkedTopK:
     """
 
     name, mark, lossy = "topk", 3, True
-    _CHUNK, _KEEP = 4096, 64
 
     def encode(self, vector: Vector) -> Tensors:
-        slab = self._CHUNK * _ROWS_AT_ONCE
-        keep = min(self._KEEP, vector.size) or 1
-        parts = [self._encode_slab(vector[at : at + slab], keep) for at in range(0, vector.size, slab)]
-        parts = parts or [self._encode_slab(vector, keep)]
-        counts, places, levels, exponents = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        return {
-            "counts": counts,
-            "places": _pack12(places.astype(np.uint16, copy=False)),
-            "levels": _pack2(levels.astype(np.uint8, copy=False)),
-            "exponents": exponents.astype(np.int8, copy=False),
-        }
+        return self.joined([slab.encode(vector[part]) for part, slab in self.apart(vector.size)])
 
-    def _encode_slab(self, vector: Vector, keep: int) -> tuple[npt.NDArray[np.generic], ...]:
-        """Counts, places, levels and exponents of some chunks."""
-        chunks = in_rows(vector, self._CHUNK)
-        size = np.abs(chunks)
-        places = np.argpartition(size, self._CHUNK - keep, axis=1)[:, -keep:]
-        places.sort(axis=1)
-        rows = np.arange(len(chunks))[:, None]
-        chosen, magnitude = chunks[rows, places], size[rows, places]
-        exponents = np.clip(np.frexp(magnitude.mean(axis=1, dtype=np.float64) / 2)[1], _LEAST, _MOST).astype(np.int8)
-        unit = powers(exponents, _LEAST, _MOST)[:, None]
-        sent = magnitude >= unit / 2
-        levels = (2 * (chosen < 0) + (magnitude >= 2 * unit)).astype(np.uint8)
-        return sent.sum(axis=1).astype(np.uint8), places[sent].astype(np.uint16), levels[sent], exponents
+    def apart(self, size: int) -> Iterator[Slab]:
+        return _UNPACKED.apart(size)
 
-    def decode(self, tensors: Tensors, size: int) -> Vector:
-        out = np.empty(size, np.float32)
-        self.decode_into(tensors, out)
-        return out
+    def joined(self, parts: Sequence[Tensors]) -> Tensors:
+        loose = one_behind_the_other(parts)
+        places, levels = np.asarray(loose["places"], np.uint16), np.asarray(loose["levels"], np.uint8)
+        return {**loose, "places": _pack12(places), "levels": _pack2(levels)}
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
-        size = out.size
-        rows = -(-size // self._CHUNK)
+        counts = tensors.get("counts")
+        require(counts is not None and counts.dtype == np.uint8, "no counts")
+        total = int(np.asarray(counts).sum(dtype=np.int64))
+        places, levels = _unpack12(tensors, "places", total), _unpack2(tensors, "levels", total)
+        _UNPACKED.decode_into({**tensors, "places": places, "levels": levels}, out)
+
+
+class _Unpacked(Slabwise):
+    """The same with two bytes for each index, and one for each value."""
+
+    name, mark, lossy = ChunkedTopK.name, ChunkedTopK.mark, ChunkedTopK.lossy
+    slab = 32 * _CHUNK
+
+    def encode(self, vector: Vector) -> Tensors:
+        chunks = in_rows(vector, _CHUNK) if vector.size % _CHUNK else vector.reshape(-1, _CHUNK)
+        size = np.abs(chunks)
+        places, magnitude = _largest(size)
+        filled = np.full(len(chunks), _KEEP)
+        filled[-1:] = max(1, min(_KEEP, vector.size - _CHUNK * (len(chunks) - 1)))
+        mean = magnitude.sum(axis=1, dtype=np.float64) / filled
+        exponents = np.clip(np.frexp(mean / 2)[1], _LEAST, _MOST).astype(np.int8)
+        unit = powers(exponents, _LEAST, _MOST)[:, None]
+        sent = magnitude >= unit / 2
+        negative = np.take_along_axis(chunks, places, axis=1)[sent] < 0
+        levels = 2 * negative + (magnitude >= 2 * unit)[sent]
+        return {
+            "counts": sent.sum(axis=1).astype(np.uint8),
+            "places": places[sent].astype(np.uint16),
+            "levels": levels.astype(np.uint8),
+            "exponents": exponents,
+        }
+
+    def decode_into(self, tensors: Tensors, out: Vector) -> None:
+        rows = -(-out.size // _CHUNK)
         counts, exponents = tensors.get("counts"), tensors.get("exponents")
-        require(counts is not None and counts.dtype == np.uint8 and counts.shape == (rows,), "no counts")
+        require(counts is not None and counts.shape == (rows,), "no counts")
         require(exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,), "no scales")
-        number = np.asarray(counts).astype(np.int64)
-        total = int(number.sum())
-        places = _unpack12(tensors, "places", total).astype(np.int64)
-        levels = _unpack2(tensors, "levels", total)
-        at = np.repeat(np.arange(rows, dtype=np.int64) * self._CHUNK, number) + places
-        require(total == 0 or (at[-1] < size and (np.diff(at) > 0).all()), "places are not in order")
+        number, levels = np.asarray(counts).astype(np.int64), np.asarray(tensors["levels"], np.uint8)
+        at = np.repeat(np.arange(rows, dtype=np.int64) * _CHUNK, number) + np.asarray(tensors["places"], np.int64)
+        require(at.size == 0 or (at[-1] < out.size and (np.diff(at) > 0).all()), "places are not in order")
         unit = np.repeat(powers(np.asarray(exponents), _LEAST, _MOST), number)
         value = unit * np.where(levels & 1, np.float32(3), np.float32(1))
         out[...] = 0.0
         out[at] = np.where(levels & 2, -value, value)
+
+
+_UNPACKED = _Unpacked()
+
+
+def _largest(size: Vector) -> tuple[npt.NDArray[np.int64], Vector]:
+    """Places of the largest of each row, in order, and how large they are, shape (rows, 64); zeros where there are not
+    as many."""
+    rows = len(size)
+    # As many groups have one that is as large as this, so as many coordinates are: hardly more than are looked for.
+    least = size.reshape(rows, _CHUNK // _GROUPS, _GROUPS).max(axis=1)
+    least.partition(_GROUPS - _KEEP, axis=1)
+    at = np.flatnonzero(size >= np.maximum(least[:, _GROUPS - _KEEP, None], _TINY))
+    row, place = np.divmod(at, _CHUNK)
+    count = np.bincount(row, minlength=rows)
+    width = max(_KEEP, int(count.max(initial=0)))
+    column = np.arange(at.size) - np.repeat(np.cumsum(count) - count, count)
+    places, magnitude = np.zeros((rows, width), np.int64), np.zeros((rows, width), np.float32)
+    places[row, column], magnitude[row, column] = place, size.reshape(-1)[at]
+    if width > _KEEP:
+        best = np.argpartition(magnitude, width - _KEEP, axis=1)[:, width - _KEEP :]
+        best.sort(axis=1)
+        places, magnitude = np.take_along_axis(places, best, axis=1), np.take_along_axis(magnitude, best, axis=1)
+    return places, magnitude
 
 
 def _pack12(values: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint8]:

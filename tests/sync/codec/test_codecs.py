@@ -148,6 +148,33 @@ def test_top_k_keeps_the_largest_and_sends_no_zeros() -> None:
     assert decoded[5000] > 0
 
 
+_HARD = {
+    "normal": lambda random, size: random.normal(size=size),
+    "alike": lambda random, size: np.full(size, -0.25),
+    "of few values": lambda random, size: random.integers(-2, 3, size).astype(float),
+    "sorted": lambda random, size: np.sort(random.normal(size=size)),
+    "mostly zeros": lambda random, size: np.where(random.random(size) < 0.005, random.normal(size=size), 0.0),
+    "large at every 256th": lambda random, size: random.normal(size=size) + 50.0 * (np.arange(size) % 256 == 7),
+    "tiny": lambda random, size: random.normal(size=size) * 2.0**-140,
+}
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 4095, 4096, 4097, 3 * 32 * 4096 + 70])
+@pytest.mark.parametrize("kind", _HARD)
+def test_top_k_sends_the_largest_of_each_chunk(kind: str, size: int) -> None:
+    """By the plain form: sort each chunk, and take the first 64."""
+    vector = _HARD[kind](np.random.default_rng(size), size).astype(np.float32)
+    decoded = ChunkedTopK().decode(ChunkedTopK().encode(vector), size)
+    assert (decoded[decoded != 0] * vector[decoded != 0] > 0).all(), "signs"
+    for at in range(0, size, 4096):
+        chunk, found = np.abs(vector[at : at + 4096]), np.abs(decoded[at : at + 4096])
+        largest = np.sort(chunk)[::-1][:64]
+        unit = np.ldexp(1.0, max(int(np.frexp(largest.mean(dtype=np.float64) / 2)[1]), -126))
+        sent = found != 0
+        assert np.array_equal(np.sort(chunk[sent])[::-1], largest[largest >= unit / 2])
+        assert np.array_equal(found[sent], np.where(chunk[sent] >= 2 * unit, 3 * unit, unit))
+
+
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 @given(data=st.data())
 def test_damaged_arrays_are_refused_or_decode_to_the_right_shape(codec: Codec, data: st.DataObject) -> None:

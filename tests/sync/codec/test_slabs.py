@@ -33,7 +33,7 @@ def test_slabs_one_behind_the_other_are_the_whole(codec: Codec, size: int, seed:
     vector = mixed_up(size, seed, (-100, 100))
     for one in (codec, Mixed(codec, int(trained * size))):
         parts = [part.encode(vector[slab]) for slab, part in apart(one, size)]
-        whole, made = one.encode(vector), joined(parts)
+        whole, made = one.encode(vector), joined(one, parts)
         assert dict.fromkeys(whole) == dict.fromkeys(made)
         for name, array in whole.items():
             assert array.dtype == made[name].dtype
