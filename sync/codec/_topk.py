@@ -19,7 +19,7 @@ _CHUNK, _KEEP = 4096, 64
 _GROUPS = 256
 """Of a chunk, each with every 256th coordinate."""
 _TINY = np.float32(2.0**-149)
-"""Above zero."""
+"""The least above zero."""
 
 
 class ChunkedTopK(Slabwise):
