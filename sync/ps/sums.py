@@ -1,11 +1,12 @@
 """Which updates are sent summed up: a region that was away shall get no more than about a model of each other's.
 
-While a peer cannot be reached its updates pile up, and a long cut makes them more than a model is, which can say the
-same: policies that average or add up make of a sum of changes what they make of the changes. A sum takes twice the bits
-of what it is of, for most codecs (`sync.codec.Exact`), and those of float32 at most. So a run of a region's updates
-that a peer has not begun to get is replaced by one update, whose manifest tells the first and the last round
-(`Manifest.first`). It is merged exactly once like any other, as the one that follows on the watermark. Nothing of it
-needs to be durable where it is made: the updates themselves stay until they are everywhere.
+While a peer cannot be reached, or only over a link that carries less than there is, its updates pile up, and soon they
+are more than a model is, which can say the same: policies that average or add up make of a sum of changes what they
+make of the changes. A sum takes twice the bits of what it is of, for most codecs (`sync.codec.Exact`), and those of
+float32 at most. So a run of a region's updates that a peer has not begun to get is replaced by one update, whose
+manifest tells the first and the last round (`Manifest.first`). It is merged exactly once like any other, as the one
+that follows on the watermark. Nothing of it needs to be durable where it is made: the updates themselves stay until
+they are everywhere.
 
 Two units may never overlap, or a region that has a part of one could not use the other. So a sum is made only of
 updates that no bytes were sent of,
@@ -31,6 +32,9 @@ _LEAST_MORE, _LEAST_SHARE_MORE = 2, 0.25
 """Updates by which a sum grows, and the share of the model's bytes that they are."""
 _LEAST_SHARE = 0.25
 """Of the model's bytes that a sum takes: a byte for each coordinate."""
+_PILE_BYTES, _PILE_SHARE = 1 << 20, 0.5
+"""Of updates that wait for a link that does carry, and the share of the model's bytes that they are: then it carries
+too little. Fewer are gone before they are summed up."""
 
 
 class Sums:
@@ -50,6 +54,8 @@ class Sums:
         """Sums by (peer, whose, first round); peer "": for all."""
         self._making = 0
         """Bytes of what is being summed up."""
+        self._may_pile = True
+        """Whether what piles up before a link that carries is summed up."""
         self._least_bytes = 0
         """A sum was this large, and larger than what it was of."""
         self._dropped: list[str] = []
@@ -66,6 +72,7 @@ class Sums:
     def tried(self, peer: str, manifest: Manifest) -> None:
         key = peer, manifest.region
         self._tried[key] = max(self._tried.get(key, 0), manifest.sequence)
+        self._may_pile = True
 
     def unreached(self, peer: str) -> None:
         self._unreached.add(peer)
@@ -111,11 +118,11 @@ class Sums:
         """
         if self._making or not self.model_bytes:
             return None
-        for peer in sorted(self._unreached & self._takers):
+        for peer in sorted(self._takers):
             for origin in self._regions:
                 for whom, units in self._summable(peer, origin, lacking(peer, origin), has):
                     parts = self._parts(whom, units)
-                    if parts:
+                    if parts and (peer in self._unreached or self._is_pile(parts)):
                         self._making = _bytes(parts)
                         return SumUp(whom, tuple(parts))
         return None
@@ -147,6 +154,9 @@ class Sums:
         worth = len(more) >= _LEAST_MORE and _bytes(more) > _LEAST_SHARE_MORE * self.model_bytes
         return [before, *more] if worth else []
 
+    def _is_pile(self, parts: list[Manifest]) -> bool:
+        return self._may_pile and _bytes(parts) >= max(_PILE_BYTES, _PILE_SHARE * self.model_bytes)
+
     def _takes(self, units: list[Manifest]) -> float:
         """Bytes that a sum of these is likely to take."""
         twice = 2 * max(manifest.total_bytes for manifest in units)
@@ -156,8 +166,9 @@ class Sums:
         """A sum is there; it counts unless it is no smaller, or one of its updates has been tried meanwhile."""
         replaced, self._making = self._making, 0
         if manifest is None:
-            # Not at once again: when the link fails the next time.
+            # Not at once again: when the link fails the next time, or carries more.
             self._unreached.clear()
+            self._may_pile = False
             return
         if manifest.total_bytes >= replaced:
             self._least_bytes = manifest.total_bytes

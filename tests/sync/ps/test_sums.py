@@ -17,6 +17,7 @@ from sync import framing
 from sync.channel import FileChannel
 from sync.codec import codec_named, codec_of
 from sync.layout import Layout, Slot
+from sync.ps import sums
 from sync.ps.actions import SumUp
 from sync.ps.background import Background
 from sync.ps.events import Stored, Summed
@@ -80,6 +81,25 @@ TestRegionsAreAway = RegionsAreAway.TestCase
 TestRegionsAreAway.settings = settings(
     max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+class LinksCarryTooLittle(RegionsAreAway):
+    """The same while what waits for a link that carries is summed up as well, however few bytes they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(sums, "_PILE_BYTES", 1)
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            self.patch.undo()
+
+
+TestLinksCarryTooLittle = LinksCarryTooLittle.TestCase
+TestLinksCarryTooLittle.settings = settings(TestRegionsAreAway.settings, max_examples=100)
 
 
 def _go_on(federation: Miniature, times: int) -> None:
@@ -147,21 +167,21 @@ def test_a_server_that_knows_nothing_of_sums_gets_none() -> None:
 # The ledger's rules
 
 
-def _update(sequence: int, region: str = "a", first: int = 0, digest: str = "") -> Manifest:
+def _update(sequence: int, region: str = "a", first: int = 0, digest: str = "", total_bytes: int = 1) -> Manifest:
     digest = digest or f"{region}{first or ''}-{sequence}"
-    return Manifest(region, 1, sequence, digest, 1, 1.0, first=first, takes_sums=True)
+    return Manifest(region, 1, sequence, digest, total_bytes, 1.0, first=first, takes_sums=True)
 
 
-def _sender(regions: str = "abc", **has: int) -> Ledger:
+def _sender(regions: str = "abc", total_bytes: int = 1, **has: int) -> Ledger:
     """`a`, which has made ten updates."""
     ledger = Ledger("a", tuple(regions), [], dict.fromkeys(regions, 0))
     ledger.peers = {name: Peer(name, 1, name) for name in regions if name != "a"}
-    ledger.sums.model_bytes = 3
+    ledger.sums.model_bytes = 3 * total_bytes
     for name in regions[1:]:
         ledger.add(_update(1, name))
         ledger.note(name, "a", has.get(name, 0))
     for sequence in range(1, 11):
-        ledger.add(_update(sequence))
+        ledger.add(_update(sequence, total_bytes=total_bytes))
     return ledger
 
 
@@ -172,6 +192,30 @@ def _wanted(ledger: Ledger) -> tuple[str, list[int]] | None:
 
 def test_nothing_is_summed_up_for_whom_the_link_reaches() -> None:
     assert _wanted(_sender()) is None
+
+
+def test_what_piles_up_before_a_link_that_reaches_is_summed_up() -> None:
+    ledger = _sender(total_bytes=1 << 20, c=10)
+    ledger.sums.tried("c", _update(10))
+    ledger.sums.tried("b", _update(2))
+    assert _wanted(ledger) == ("b", [*range(3, 11)])
+
+
+def test_a_link_that_has_carried_most_of_it_gets_the_rest_as_it_is() -> None:
+    ledger = _sender(total_bytes=1 << 20, c=10)
+    ledger.sums.tried("c", _update(10))
+    ledger.sums.tried("b", _update(8))
+    assert _wanted(ledger) is None
+
+
+def test_a_pile_of_which_no_sum_could_be_made_is_not_tried_again_before_the_link_carries_more() -> None:
+    ledger = _sender(total_bytes=1 << 20)
+    assert _wanted(ledger) == ("", [*range(1, 11)])
+    ledger.sums.made("", None)
+    assert _wanted(ledger) is None
+    ledger.sums.tried("b", _update(1))
+    ledger.sums.tried("c", _update(1))
+    assert _wanted(ledger) == ("", [*range(2, 11)])
 
 
 def test_what_nobody_has_begun_to_get_is_summed_up_for_all() -> None:
