@@ -43,6 +43,10 @@ _SURELY_SLOW_SECONDS = 5.0
 """An update that takes longer tells something of a link that has carried none before."""
 _OVERDUE_SECONDS, _OVERDUE_TIMES = 1.0, 4.0
 """A transfer is overdue after these seconds and this multiple of what it should take."""
+_DIAL_AGAIN_TIMES = 2.0
+"""Of when it is overdue, a connection is given up that shows no progress: after several cuts the kernel may wait for
+10 s and more before it sends anything anew. Each time that this happens in a row it is twice as long, for the link may
+only have become slower."""
 _BULK_AGAIN_SECONDS = 60.0
 """How long large updates go through the exchange port after the bulk port could not be reached."""
 
@@ -172,6 +176,8 @@ class Courier:
         """Address and identity that the channel was opened with."""
         self._carrying: tuple[float, int] | None = None
         """When the transfer that is going on began, and its bytes."""
+        self._given_up = 0
+        """Connections in a row."""
 
     def meet(self, peer: Peer) -> None:
         """Know the peer; a new address or epoch is used from the next try on."""
@@ -254,14 +260,24 @@ class Courier:
         if not self.meter.mbps:
             yield
             return
-        usual = total_bytes * 8 / 1e6 / self.meter.mbps + 2 * self.meter.rtt_ms / 1e3
-        overdue = max(_OVERDUE_SECONDS, _OVERDUE_TIMES * usual)
         peer = self._require_peer().region
+        overdue = self._overdue_seconds(total_bytes)
         timer = asyncio.get_running_loop().call_later(overdue, self._notices.failed, peer)
         try:
             yield
         finally:
             timer.cancel()
+
+    def _overdue_seconds(self, total_bytes: int) -> float:
+        usual = total_bytes * 8 / 1e6 / self.meter.mbps + 2 * self.meter.rtt_ms / 1e3
+        return max(_OVERDUE_SECONDS, _OVERDUE_TIMES * usual)
+
+    def _quiet_seconds(self) -> float:
+        """How long what goes through the exchange port may show no progress."""
+        if not self.meter.mbps or self._carrying is None:
+            return self._stall_seconds
+        dialled = _DIAL_AGAIN_TIMES * self._overdue_seconds(self._carrying[1])
+        return min(dialled * 2.0**self._given_up, self._stall_seconds)
 
     def _begin_to_send(self, manifest: Manifest) -> None:
         """Tell that an update's bytes are about to leave; raises ``_Replaced`` where others have taken its place since
@@ -272,6 +288,7 @@ class Courier:
         self._notices.trying(self._require_peer().region, manifest)
 
     def _settled(self, manifest: Manifest) -> None:
+        self._given_up = 0
         self._waiting.pop((manifest.sequence, manifest.region), None)
         self.meter.payload_bytes += manifest.total_bytes
         self._arrived(self._require_peer().region, manifest)
@@ -297,6 +314,7 @@ class Courier:
                 _log.warning("link to %s is down: %s", peer.region, told)
             self.meter.up, self.meter.fault = False, str(told) or type(told).__name__
         self.meter.failures += 1
+        self._given_up += isinstance(told, GeofedError) and told.code == "TRANSFER_STALLED"
         self._trusted = False
         self._notices.failed(peer.region)
         if isinstance(told, GeofedError) and not told.retryable:
@@ -458,11 +476,12 @@ class Courier:
         missing = Ranges(have).missing(0, manifest.total_bytes)
         begun = time.monotonic()
         call = (await self._stub()).Send(self._chunks(view, proto, missing, progress))
-        watch = asyncio.ensure_future(progress.stalled(self._stall_seconds))
+        quiet = self._quiet_seconds()
+        watch = asyncio.ensure_future(progress.stalled(quiet))
         try:
             await asyncio.wait({watch, asyncio.ensure_future(call.code())}, return_when=asyncio.FIRST_COMPLETED)
             if watch.done():
-                raise GeofedError("TRANSFER_STALLED", f"no progress for {self._stall_seconds:.0f} s")
+                raise GeofedError("TRANSFER_STALLED", f"no progress for {quiet:.0f} s")
             reply: sync_pb2.OfferReply = await call
         finally:
             watch.cancel()

@@ -1,4 +1,4 @@
-"""A wire that a test can cut: bytes pass unchanged until it breaks the connection."""
+"""A wire that a test can cut: bytes pass unchanged until it breaks the connection, or swallows them."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ class Relay:
         self.passed = 0
         self._threads: list[threading.Thread] = []
         self._sockets: list[socket.socket] = []
+        self._silent: list[socket.socket] = []
+
+    def silence(self) -> None:
+        """What comes over the connections that there are gets lost from now on, without their breaking."""
+        self._silent = [*self._sockets]
 
     def __enter__(self) -> Relay:
         self._run(self._accept)
@@ -69,6 +74,8 @@ class Relay:
     def _pass(self, source: socket.socket, to: socket.socket, forward: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(_PIECE):
+                if source in self._silent:
+                    continue
                 to.sendall(data)
                 if forward:
                     self.passed += len(data)

@@ -14,6 +14,7 @@ from support.relay import Relay
 
 from sync.ps.actions import Ship
 from sync.ps.arrival import Arrival
+from sync.ps.link import Courier
 from sync.ps.manifest import Peer
 
 AUTHORITY = Authority()
@@ -66,3 +67,53 @@ def test_updates_that_wait_do_not_wait_for_each_others_answers(tmp_path: Path, m
 
 def test_a_cut_between_them_loses_and_doubles_none(tmp_path: Path) -> None:
     asyncio.run(_carry(tmp_path, cut=True))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_connection_that_has_fallen_silent_is_not_waited_for_as_long_as_a_transfer_may_stall(
+    tmp_path: Path, count: int
+) -> None:
+    """After cuts time and again the kernel sends nothing for long, though the link is there."""
+
+    async def carry() -> None:
+        east, west = (Site(name, REGIONS, tmp_path / name, AUTHORITY.region(name), 60.0) for name in REGIONS)
+        await east.start()
+        await west.start()
+        try:
+            with Relay() as relay:
+                relay.to = ("127.0.0.1", west.port)
+                peer = Peer("west", 1, relay.address)
+                data = _ship(east, peer, 1, 1)
+                await east.until(lambda: east.arrived)
+                relay.silence()
+                data += _ship(east, peer, 2, count)
+                await east.until(lambda: len(east.arrived) == 1 + count, 30.0)
+            assert [west.path("east", number).read_bytes() for number in range(1, count + 2)] == data
+            assert len(west.stored) == 1 + count
+            courier = east.links.couriers["west"]
+            assert courier.meter.failures == 1
+            assert courier._given_up == 0, "it has carried something since"
+        finally:
+            await east.stop()
+            await west.stop()
+
+    asyncio.run(carry())
+
+
+def test_each_time_in_a_row_a_silent_connection_gets_twice_as_long() -> None:
+    async def waits() -> tuple[float, float, list[float]]:
+        courier = Courier("j", lambda: None, lambda manifest: Path("/nonexistent"), lambda *_: None, 30.0)
+        unknown = courier._quiet_seconds()
+        courier.meter.mbps, courier.meter.rtt_ms, courier._carrying = 8.0, 500.0, (0.0, 1_000_000)
+        slow, fast = courier._quiet_seconds(), []
+        courier.meter.mbps, courier.meter.rtt_ms = 800.0, 5.0
+        for _ in range(6):
+            fast.append(courier._quiet_seconds())
+            courier._given_up += 1
+        await courier.close()
+        return unknown, slow, fast
+
+    unknown, slow, fast = asyncio.run(waits())
+    assert unknown == 30.0, "nothing is known of the link"
+    assert slow == pytest.approx(16.0), "eight times a second and two round trips of half a second"
+    assert fast == pytest.approx([2.0, 4.0, 8.0, 16.0, 30.0, 30.0])
