@@ -160,6 +160,8 @@ class StartPatience:
     regions: tuple[str, ...]
     alone: bool = False
     """Whether this region would go on alone."""
+    elsewhere: tuple[str, ...] = ()
+    """Those of them whose updates others have already: it is their link to here that is slow, not they."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["Attendance", "Moments", "Pace", "Punctuality"]
+__all__ = ["Attendance", "Pace", "Punctuality", "Spared"]
 
 _LONGEST_PROBATION = 32
 """Rounds."""
@@ -19,10 +19,15 @@ _HOLD_UP_GAPS = 1.25
 come up; one whose updates come by fits and starts would need many, and is heard without being waited for."""
 _WEIGHT = 0.2
 """Of the newest gap in the mean."""
-_MOMENT_SHARE = 0.01
-"""Of the time may pass in waiting for regions that are a little late, so that they catch up in the long run."""
+_DUE_GAPS = 1.5
+"""Of a region's usual gaps after the last update the next one is due; who is slow but steady is waited for until then,
+at no charge: the end of the job waits for it as well."""
+_SPARED = 0.01
+"""Of the time may pass in waiting for regions that are late, so that they catch up in the long run."""
+_SPARED_MOST = 0.5
+"""Of a round is what can be saved up of that, and is there at first."""
 _MOMENT_MOST = 0.1
-"""Of a round may be waited at once."""
+"""Of a round is what can be saved up for those that are a little late: the rest is for who would else be left out."""
 _HURRY = 0.9
 """Of the usual gap is how far apart a region's rounds are at least while it is alone: what differs between rounds shall
 cost no time."""
@@ -118,6 +123,12 @@ class Punctuality:
             ends.append(max(last, self._went_on) + max(least_seconds, _GAPS * self._gap.get(region, slowest)))
         return max(ends) - now
 
+    def due_at(self, regions: Iterable[str], now: float) -> float:
+        """When the next updates of all of these regions are due at the latest by the pace that they come at; now, where
+        that is past."""
+        dues = (self._last[one] + _DUE_GAPS * self._gap[one] for one in regions if one in self._gap)
+        return max((now, *dues))
+
     def hold_up_seconds(self, region: str, late: Iterable[str], least_seconds: float = 0.0) -> float:
         """How long this region's workers may be held up at once for others that are late, whatever comes of them
         meanwhile; infinity where the pace of one is not known yet."""
@@ -126,24 +137,36 @@ class Punctuality:
         return max(least_seconds, _HOLD_UP_GAPS * max(known)) if len(known) == len(gaps) else math.inf
 
 
-class Moments:
-    """How long workers may be held up for regions that are a little late. Times are seconds of any one clock."""
+class Spared:
+    """How long workers may be held up for regions that are late: a small share of the time, of which some can be saved
+    up, ``least_seconds`` even where rounds are short. Times are seconds of any one clock."""
 
-    def __init__(self, now: float) -> None:
-        self._saved, self._at = 0.0, now
+    def __init__(self, least_seconds: float = 0.0) -> None:
+        self._least_seconds = least_seconds
+        self._most = least_seconds
+        """That can be saved up."""
+        self._spent = self._at = 0.0
+        """What is not made up for yet, and as of when."""
         self._since: float | None = None
 
-    def begin(self, now: float, round_seconds: float) -> float:
-        """They are held up from now on; returns for how long they may be."""
-        self._saved += _MOMENT_SHARE * (now - self._at)
-        self._saved, self._at = min(self._saved, _MOMENT_MOST * round_seconds), now
-        self._since = now
-        return self._saved
+    def hold_up_seconds(self, now: float, round_seconds: float, since: float) -> float:
+        """They are held up from now on, and it counts ``since`` a later time; returns for how long it may from then."""
+        self.end(now)
+        self._spent, self._at = max(0.0, self._spent - _SPARED * (now - self._at)), now
+        self._most = max(self._least_seconds, _SPARED_MOST * round_seconds)
+        self._since = since
+        return max(0.0, self._most - self._spent)
+
+    def moment_seconds(self, now: float, round_seconds: float) -> float:
+        """They are held up from now on, for regions that are a little late; returns for how long they may be."""
+        left = self.hold_up_seconds(now, round_seconds, now)
+        return max(0.0, min(left, _MOMENT_MOST * round_seconds - self._spent))
 
     def end(self, now: float) -> None:
-        """They are not, or not any more."""
+        """They go on. What took longer than it might is made up for as well, but no more of it than can be saved up:
+        they may have gone meanwhile."""
         if self._since is not None:
-            self._saved = max(0.0, self._saved - (now - self._since))
+            self._spent = min(self._spent + max(0.0, now - self._since), 2 * self._most)
             self._since = None
 
 

@@ -382,7 +382,12 @@ class Background(Machine):
             return [StartGrace(sequence)]
         self._patience = sequence
         alone = {*late, *self._attendance.absent, *self._lasts} >= set(self.setup.others)
-        return [StartPatience(sequence, late, alone)]
+        return [StartPatience(sequence, late, alone, tuple(region for region in late if self._is_elsewhere(region)))]
+
+    def _is_elsewhere(self, region: str) -> bool:
+        """Whether another region has said that it has what this one waits for."""
+        awaited = self._awaited_round(region)
+        return any(self.ledger.has(who, region) >= awaited for who in self.setup.others if who != region)
 
     def _patience_is_over(self, event: PatienceOver) -> list[Action]:
         if event.sequence != self._patience:

@@ -36,7 +36,7 @@ from sync.ps.actions import (
     SumUp,
 )
 from sync.ps.answers import Answer
-from sync.ps.attendance import Moments, Pace, Punctuality
+from sync.ps.attendance import Pace, Punctuality, Spared
 from sync.ps.background import FIRST, Background
 from sync.ps.events import (
     Applied,
@@ -78,7 +78,7 @@ class Engine:
         self.steering = Steering(exchange, works.codec_name, setup.steps_per_round, setup.steps)
         self.links: Callable[[], Mapping[str, LinkSample]] = dict
         """What the links to the peers have carried of late."""
-        self._punctuality, self._moments, self._pace = Punctuality(), Moments(time.monotonic()), Pace()
+        self._punctuality, self._spared, self._pace = Punctuality(), Spared(_LEAST_SECONDS), Pace()
         self._patience: asyncio.TimerHandle | None = None
         self._calls: dict[int, asyncio.Future[Answer | None]] = {}
         self._next_call = 1
@@ -115,8 +115,8 @@ class Engine:
         if isinstance(event, Stored | Prepared) and event.manifest.sequence >= FIRST:  # the start is nobody's pace
             self._punctuality.came(event.manifest.region, time.monotonic())
         actions = self.machine.handle(event)
-        if isinstance(event, GraceOver) or any(isinstance(action, Apply) for action in actions):
-            self._moments.end(time.monotonic())
+        if any(isinstance(action, Log) for action in actions):  # a merge that waited as well is made before that
+            self._spared.end(time.monotonic())
         for action in actions:
             self._carry_out(action)
         self._watch_exchange()
@@ -190,7 +190,7 @@ class Engine:
         setup = self.works.setup
         if setup.quorum:
             return self._grace_seconds
-        return self._moments.begin(time.monotonic(), self._punctuality.gap_seconds(setup.region))
+        return self._spared.moment_seconds(time.monotonic(), self._punctuality.gap_seconds(setup.region))
 
     def _usual_gap(self) -> float:
         """Seconds from round to round while all hear each other; nobody keeps up with more than one in a round trip.
@@ -204,9 +204,12 @@ class Engine:
         if late.alone:
             self._wait_for(late, least_seconds=_LEAST_SECONDS_ALONE)
             return
-        region = self.works.setup.region
+        region, now = self.works.setup.region, time.monotonic()
         longest = self._punctuality.hold_up_seconds(region, late.regions, _LEAST_SECONDS)
-        self._wait_for(late, until=time.monotonic() + longest)
+        due = self._punctuality.due_at({*late.regions} - {*late.elsewhere}, now)
+        spared = self._spared.hold_up_seconds(now, self._punctuality.gap_seconds(region), due)
+        until = min(now + longest, due + spared) if math.isfinite(longest) else math.inf
+        self._wait_for(late, until=until)
 
     def _wait_for(self, late: StartPatience, *, least_seconds: float = 0.0, until: float = math.inf) -> None:
         """Until these are late. Patience begins anew with each update of theirs: they may have rounds to catch up."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sync.ps.attendance import Attendance, Moments, Pace, Punctuality
+from sync.ps.attendance import Attendance, Pace, Punctuality, Spared
 
 
 def test_a_region_is_waited_for_again_once_it_has_kept_up() -> None:
@@ -97,24 +99,81 @@ def test_one_that_is_back_may_not_fall_further_behind_than_it_has_been() -> None
 
 
 def test_moments_take_a_hundredth_of_the_time_and_no_more_than_a_tenth_of_a_round_at_once() -> None:
-    moments, now, held = Moments(0.0), 0.0, 0.0
-    for _ in range(1000):
+    spared, now, held = Spared(), 0.0, 0.0
+    for _ in range(5000):
         now += 0.5
-        seconds = moments.begin(now, 0.5)
+        seconds = spared.moment_seconds(now, 0.5)
         assert seconds <= 0.05
         now, held = now + seconds, held + seconds
-        moments.end(now)
+        spared.end(now)
     assert held == pytest.approx(0.01 * now, rel=0.05)
 
 
-def test_what_a_moment_did_not_take_is_there_for_the_next() -> None:
-    moments = Moments(0.0)
-    assert moments.begin(1.0, 10.0) == pytest.approx(0.01)
-    moments.end(1.0)
-    assert moments.begin(2.0, 10.0) == pytest.approx(0.02)
-    moments.end(3.0)
-    moments.end(4.0)
-    assert moments.begin(4.0, 10.0) == pytest.approx(0.02)
+def test_what_was_not_taken_is_there_for_the_next() -> None:
+    spared = Spared()
+    assert spared.hold_up_seconds(0.0, 10.0, 0.0) == pytest.approx(5.0), "half a round is there at first"
+    spared.end(5.0)
+    assert spared.hold_up_seconds(100.0, 10.0, 100.0) == pytest.approx(1.0)
+    spared.end(100.0)
+    spared.end(300.0)
+    assert spared.hold_up_seconds(200.0, 10.0, 200.0) == pytest.approx(2.0)
+
+
+def test_moments_leave_most_for_those_who_would_else_be_left_out() -> None:
+    spared = Spared()
+    assert spared.moment_seconds(0.0, 10.0) == pytest.approx(1.0)
+    spared.end(1.0)
+    assert spared.moment_seconds(1.0, 10.0) == pytest.approx(0.01)
+    assert spared.hold_up_seconds(1.0, 10.0, 1.0) == pytest.approx(4.01)
+    spared.end(3.0)
+    assert spared.moment_seconds(3.0, 10.0) == 0.0
+    spared.end(3.0)
+    assert spared.moment_seconds(300.0, 10.0) == pytest.approx(1.0)
+
+
+def test_only_what_passes_after_an_update_was_due_counts() -> None:
+    spared = Spared()
+    for begun in range(0, 100, 10):
+        assert spared.hold_up_seconds(begun, 10.0, begun + 5.0) == pytest.approx(5.0)
+        spared.end(begun + 4.9)
+    spared.hold_up_seconds(100.0, 10.0, 105.0)
+    spared.end(108.0)
+    assert spared.hold_up_seconds(108.0, 10.0, 108.0) == pytest.approx(2.08)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.0, 100.0), st.floats(0.0, 30.0), st.floats(0.0, 5.0), st.floats(0.0, 2.0), st.booleans()),
+        max_size=60,
+    ),
+    st.floats(0.0, 1.0),
+)
+def test_all_the_while_no_more_passes_than_half_a_round_and_a_hundredth(
+    holds: list[tuple[float, float, float, float, bool]], least: float
+) -> None:
+    spared, now, held, longest = Spared(least), 0.0, 0.0, 0.0
+    for between, round_seconds, due, taken, moment in holds:
+        now, longest = now + between, max(longest, round_seconds)
+        if moment:
+            allowed, due = spared.moment_seconds(now, round_seconds), 0.0
+        else:
+            allowed = spared.hold_up_seconds(now, round_seconds, now + due)
+        passes = min(allowed, taken)
+        now, held = now + due + passes, held + passes
+        spared.end(now)
+        assert held <= max(least, 0.5 * longest) + 0.01 * now + 1e-6
+
+
+def test_the_next_update_is_due_after_one_and_a_half_of_the_usual_gaps() -> None:
+    punctuality = Punctuality()
+    assert punctuality.due_at(["b"], 3.0) == 3.0, "its pace is not known"
+    for now in range(10):
+        punctuality.came("b", float(now))
+        punctuality.came("c", 2.0 * now)
+    assert punctuality.due_at(["b"], 9.5) == pytest.approx(10.5)
+    assert punctuality.due_at(["b"], 12.0) == 12.0
+    assert punctuality.due_at(["b", "c"], 12.0) == pytest.approx(21.0)
+    assert punctuality.due_at([], 12.0) == 12.0
 
 
 def test_rounds_made_alone_are_a_tenth_nearer_than_usual_at_most() -> None:

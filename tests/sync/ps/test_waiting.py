@@ -25,9 +25,17 @@ def regions() -> Miniature:
     return made
 
 
-def go(all_: Miniature, names: Iterable[str], times: int, *, grace: bool = False, pause: bool = False) -> None:
-    """These regions work and hear each other; the others stand still. Patience begins, and lasts, and so do the grace
-    window and the pause of one that is alone where it is said to."""
+def go(
+    all_: Miniature,
+    names: Iterable[str],
+    times: int,
+    *,
+    grace: bool = False,
+    pause: bool = False,
+    deaf: tuple[str, ...] = (),
+) -> None:
+    """These regions work and hear each other, but for a pair that is ``deaf`` to each other; the others stand still.
+    Patience begins, and lasts, and so do the grace window and the pause of one that is alone where it is said to."""
     kinds = ((StartPatience, True), (StartGrace, grace), (StartPause, pause))
     names, lasting = tuple(names), tuple(kind for kind, lasts in kinds if lasts)
     for _ in range(times):
@@ -38,7 +46,8 @@ def go(all_: Miniature, names: Iterable[str], times: int, *, grace: bool = False
                 site.let_work(0)
             _work(site, lasting)
             all_.send(name)
-        there = [message for message in all_.wan if {message.source, message.to} <= set(names)]
+        ways = ({message.source, message.to} for message in all_.wan)
+        there = [m for m, way in zip(all_.wan, ways, strict=True) if way <= set(names) and way != {*deaf}]
         all_.wan = []
         for message in there:
             all_.deliver(message)
@@ -83,6 +92,18 @@ def test_a_region_says_so_where_it_would_go_on_alone(regions: Miniature) -> None
     assert round_of(here) <= held + 4, "it went on before it had lost patience with both"
     go(regions, ("r0",), 10)
     assert round_of(here) > held + 5
+
+
+def test_a_region_knows_of_whom_it_hears_nothing_that_others_do(regions: Miniature) -> None:
+    go(regions, ALL, 10, deaf=("r0", "r2"))
+    told = lose_patience(regions.sites["r0"])
+    assert (told.regions, told.elsewhere) == (("r2",), ("r2",))
+
+
+def test_of_one_that_nobody_hears_a_region_knows_nothing(regions: Miniature) -> None:
+    go(regions, ("r0", "r1"), 10)
+    told = lose_patience(regions.sites["r0"])
+    assert (told.regions, told.elsewhere) == (("r2",), ())
 
 
 def test_a_region_that_is_alone_makes_no_round_before_its_pause_is_over(regions: Miniature) -> None:
