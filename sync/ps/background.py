@@ -344,8 +344,10 @@ class Background(Machine):
         if self._ended_sequence <= FIRST:
             return self._ended_sequence
         if len(self._boundary.arrived) < self.setup.workers:
-            # The more of two: what comes just at the end of a round lacks in turn, and does not.
-            return self._ended_sequence - max(self._lags.get(region, (0, 0)))
+            # The more of two: what comes just at the end of a round lacks in turn, and does not. Of a region that lacks
+            # one more each time, one more still: nothing has come since the last end.
+            lag, before = self._lags.get(region, (0, 0))
+            return self._ended_sequence - (lag + 1 if lag > before else before)
         if self._together or self._ended_sequence not in self._grace_over:
             return self._ended_sequence - 1
         return self._ended_sequence - self._attendance.behind(region) - _LATE

@@ -173,21 +173,25 @@ def test_a_region_that_is_a_little_late_holds_nobody_up(regions: Miniature) -> N
     assert 2 <= _lag(regions) <= 3
 
 
-def test_what_a_region_lacks_round_by_round_no_merge_waits_for(
-    regions: Miniature, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would wait in vain, and be made while the workers wait for it."""
-    waited: list[bool] = []
+@pytest.fixture
+def waited(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Each time that r0's workers have ended a round: whether the merge of the one before has waited for that long."""
+    found: list[bool] = []
     real = Background._try_log
 
     def looked_at(machine: Background) -> list[Action]:
         arrived, busy = machine._boundary.arrived, machine._logging or machine._boundary.applying
         if machine.setup.region == "r0" and arrived and not busy:
             made = machine.ledger.own(machine._ended_sequence) is not None
-            waited.append(machine._pending is not None and made)
+            found.append(machine._pending is not None and made)
         return real(machine)
 
     monkeypatch.setattr(Background, "_try_log", looked_at)
+    return found
+
+
+def test_what_a_region_lacks_round_by_round_no_merge_waits_for(regions: Miniature, waited: list[bool]) -> None:
+    """It would wait in vain, and be made while the workers wait for it."""
     go(regions, ("r0", "r1"), 6)
     assert any(waited), "r2 was in time until then"
     go(regions, ALL, 4)
@@ -196,6 +200,13 @@ def test_what_a_region_lacks_round_by_round_no_merge_waits_for(
     assert _lag(regions) >= 2
     assert waited
     assert not any(waited)
+
+
+def test_for_a_region_that_has_fallen_silent_one_merge_waits(regions: Miniature, waited: list[bool]) -> None:
+    go(regions, ("r0", "r1"), 20)
+    here = regions.sites["r0"]
+    assert [wait.regions for wait in waits(here)] == [("r2",)], "three rounds later"
+    assert waited.count(True) == 1
 
 
 def test_regions_begin_side_by_side() -> None:
