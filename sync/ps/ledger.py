@@ -160,9 +160,9 @@ class Ledger:
                 found.append(Ship(peer, tuple(manifests)))
         return found
 
-    def sum_up(self) -> tuple[SumUp, ...]:
-        """Updates to be summed up, for a peer that has been away."""
-        wanted = self.sums.wanted(lambda peer, origin: self._lacking(peer, origin), self.has)
+    def sum_up(self, *, piles: bool = True) -> tuple[SumUp, ...]:
+        """Updates to be summed up, for a peer that has been away, or, with ``piles``, whose link carries too little."""
+        wanted = self.sums.wanted(lambda peer, origin: self._lacking(peer, origin), self.has, piles=piles)
         return () if wanted is None else (wanted,)
 
     def _lacking(self, peer: str, origin: str) -> list[Manifest]:

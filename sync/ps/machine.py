@@ -492,7 +492,10 @@ class Machine(abc.ABC):
         return [*self.ledger.ships(self.epoch), *self._sum_up()]
 
     def _sum_up(self) -> list[Action]:
-        return list(self.ledger.sum_up()) if self.setup.sums and not self.lapsed else []
+        if not self.setup.sums or self.lapsed:
+            return []
+        # Who merges what there is sends as often as was said: a lead bounds what can pile up.
+        return list(self.ledger.sum_up(piles=not self.setup.quorum))
 
     def _forget(self) -> list[Action]:
         # The last round's updates stay, so that it can be made again should its checkpoint turn out to be damaged.

@@ -110,15 +110,17 @@ class Sums:
         self,
         lacking: Callable[[str, str], Sequence[Manifest]],
         has: Callable[[str, str], int],
+        *,
+        piles: bool = True,
     ) -> SumUp | None:
-        """The next sum to make, one at a time.
+        """The next sum to make, one at a time. ``piles``: also for a peer that is reached.
 
         ``lacking``: a region's updates that a peer is to get from here and has not, in order. ``has``: (who, whose) the
         last update that is known to be there.
         """
         if self._making or not self.model_bytes:
             return None
-        for peer in sorted(self._takers):
+        for peer in sorted(self._takers if piles else self._takers & self._unreached):
             for origin in self._regions:
                 for whom, units in self._summable(peer, origin, lacking(peer, origin), has):
                     parts = self._parts(whom, units)

@@ -198,6 +198,7 @@ def test_what_piles_up_before_a_link_that_reaches_is_summed_up() -> None:
     ledger = _sender(total_bytes=1 << 20, c=10)
     ledger.sums.tried("c", _update(10))
     ledger.sums.tried("b", _update(2))
+    assert ledger.sum_up(piles=False) == ()
     assert _wanted(ledger) == ("b", [*range(3, 11)])
 
 
