@@ -201,14 +201,16 @@ class Engine:
 
     def _hold_up(self, late: StartPatience) -> None:
         """Wait for these regions from now on."""
+        setup, now = self.works.setup, time.monotonic()
         if late.alone:
+            self._spared.end(now)
             self._wait_for(late, least_seconds=_LEAST_SECONDS_ALONE)
             return
-        region, now = self.works.setup.region, time.monotonic()
-        longest = self._punctuality.hold_up_seconds(region, late.regions, _LEAST_SECONDS)
-        due = self._punctuality.due_at({*late.regions} - {*late.elsewhere}, now)
-        spared = self._spared.hold_up_seconds(now, self._punctuality.gap_seconds(region), due)
-        until = min(now + longest, due + spared) if math.isfinite(longest) else math.inf
+        until = now + self._punctuality.hold_up_seconds(setup.region, late.regions, _LEAST_SECONDS)
+        if not setup.quorum and math.isfinite(until):  # a lead says how far this region may be ahead
+            due = self._punctuality.due_at({*late.regions} - {*late.elsewhere}, now)
+            spared = self._spared.hold_up_seconds(now, self._punctuality.gap_seconds(setup.region), due)
+            until = min(until, due + spared)
         self._wait_for(late, until=until)
 
     def _wait_for(self, late: StartPatience, *, least_seconds: float = 0.0, until: float = math.inf) -> None:
