@@ -198,6 +198,14 @@ def test_damaged_arrays_are_refused_or_decode_to_the_right_shape(codec: Codec, d
         assert decoded.dtype == np.float32
 
 
+def test_a_damaged_number_that_signals_comes_out_as_none() -> None:
+    """What merges looks for it; decoding must not fail on it, nor warn."""
+    tensors = Exact().encode(np.full(1, -512.1406, np.float32))
+    damaged = np.array(tensors["float32"])
+    damaged.view(np.uint32)[0] = 0x7F800001
+    assert np.isnan(Exact().decode({**tensors, "float32": damaged}, 1)[0])
+
+
 def test_names_and_marks() -> None:
     assert [codec_named(codec.name).name for codec in CODECS] == ["fp32", "bf16", "int8", "topk", "ternary", "exact"]
     assert [codec_of(codec.mark).name for codec in CODECS] == ["fp32", "bf16", "int8", "topk", "ternary", "exact"]
