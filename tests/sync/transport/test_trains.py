@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,11 @@ def _ship(east: Site, peer: Peer, first: int, count: int) -> list[bytes]:
     return data
 
 
-async def _carry(folder: Path, cut: bool) -> None:
-    east, west = (Site(name, REGIONS, folder / name, AUTHORITY.region(name)) for name in REGIONS)
+async def _carry(
+    folder: Path, befalls: Callable[[Relay], None], count: int = COUNT, stall_seconds: float = 5.0
+) -> tuple[int, Courier]:
+    """One update, and then many, while something befalls the link; how often it was cut, and who carried them."""
+    east, west = (Site(name, REGIONS, folder / name, AUTHORITY.region(name), stall_seconds) for name in REGIONS)
     await east.start()
     await west.start()
     try:
@@ -39,14 +43,13 @@ async def _carry(folder: Path, cut: bool) -> None:
             peer = Peer("west", 1, relay.address)
             data = _ship(east, peer, 1, 1)
             await east.until(lambda: east.arrived)
-            if cut:
-                relay.cut_after = relay.passed + 9000
-            data += _ship(east, peer, 2, COUNT)
-            await east.until(lambda: len(east.arrived) == 1 + COUNT)
-            assert relay.cuts == cut
-        assert [sequence for _, sequence in east.arrived] == list(range(1, COUNT + 2))
-        assert [west.path("east", number).read_bytes() for number in range(1, COUNT + 2)] == data
-        assert len(west.stored) == 1 + COUNT, "none is stored twice"
+            befalls(relay)
+            data += _ship(east, peer, 2, count)
+            await east.until(lambda: len(east.arrived) == 1 + count)
+        assert [sequence for _, sequence in east.arrived] == list(range(1, count + 2))
+        assert [west.path("east", number).read_bytes() for number in range(1, count + 2)] == data
+        assert len(west.stored) == 1 + count, "none is stored twice"
+        return relay.cuts, east.links.couriers["west"]
     finally:
         await east.stop()
         await west.stop()
@@ -62,11 +65,16 @@ def test_updates_that_wait_do_not_wait_for_each_others_answers(tmp_path: Path, m
         complete(self)
 
     monkeypatch.setattr(Arrival, "complete", completed)
-    asyncio.run(_carry(tmp_path, cut=False))
+    cuts, _ = asyncio.run(_carry(tmp_path, lambda relay: None))
+    assert cuts == 0
 
 
 def test_a_cut_between_them_loses_and_doubles_none(tmp_path: Path) -> None:
-    asyncio.run(_carry(tmp_path, cut=True))
+    def cut(relay: Relay) -> None:
+        relay.cut_after = relay.passed + 9000
+
+    cuts, _ = asyncio.run(_carry(tmp_path, cut))
+    assert cuts == 1
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -75,29 +83,9 @@ def test_a_connection_that_has_fallen_silent_is_not_waited_for_as_long_as_a_tran
 ) -> None:
     """After cuts time and again the kernel sends nothing for long, though the link is there."""
 
-    async def carry() -> None:
-        east, west = (Site(name, REGIONS, tmp_path / name, AUTHORITY.region(name), 60.0) for name in REGIONS)
-        await east.start()
-        await west.start()
-        try:
-            with Relay() as relay:
-                relay.to = ("127.0.0.1", west.port)
-                peer = Peer("west", 1, relay.address)
-                data = _ship(east, peer, 1, 1)
-                await east.until(lambda: east.arrived)
-                relay.silence()
-                data += _ship(east, peer, 2, count)
-                await east.until(lambda: len(east.arrived) == 1 + count, 30.0)
-            assert [west.path("east", number).read_bytes() for number in range(1, count + 2)] == data
-            assert len(west.stored) == 1 + count
-            courier = east.links.couriers["west"]
-            assert courier.meter.failures == 1
-            assert courier._given_up == 0, "it has carried something since"
-        finally:
-            await east.stop()
-            await west.stop()
-
-    asyncio.run(carry())
+    _, courier = asyncio.run(_carry(tmp_path, Relay.silence, count, stall_seconds=60.0))
+    assert courier.meter.failures == 1
+    assert courier._given_up == 0, "it has carried something since"
 
 
 def test_each_time_in_a_row_a_silent_connection_gets_twice_as_long() -> None:
