@@ -59,7 +59,8 @@ class Offer:
     deadline_s: float | None
     """The instant that can be promised; None: not one of those that were asked for."""
     earliest_s: float
-    """The earliest instant that could be; infinite: none as things stand."""
+    """Where to look for an instant that can be promised: with all that is free from now on the job were done by then.
+    It can be a little later, where others have just what they need; infinite: none as things stand."""
     over_quota: bool = False
     """Only the quota of its user stands against it."""
     held: Mapping[str, Held] = field(default_factory=dict)
