@@ -44,9 +44,10 @@ _SURELY_SLOW_SECONDS = 5.0
 _OVERDUE_SECONDS, _OVERDUE_TIMES = 1.0, 4.0
 """A transfer is overdue after these seconds and this multiple of what it should take."""
 _DIAL_AGAIN_TIMES = 2.0
-"""Of when it is overdue, a connection is given up that shows no progress: after several cuts the kernel may wait for
-10 s and more before it sends anything anew. Each time that this happens in a row it is twice as long, for the link may
-only have become slower."""
+"""Of when it is overdue, a connection that shows no progress is given up for a new one: after several cuts the kernel
+may wait for 10 s and more before it sends anything anew. Each time that this happens in a row it is twice as long, for
+the link may only have become slower."""
+_LAST_CHANCE_SECONDS = 0.1
 _BULK_AGAIN_SECONDS = 60.0
 """How long large updates go through the exchange port after the bulk port could not be reached."""
 
@@ -60,14 +61,14 @@ class LinkMeter:
     payload_bytes: int = 0
     """Of updates that are durable at the peer."""
     rtt_ms: float = 0.0
-    """Of the kernel for the bulk streams, else of the last offer, its answer included."""
+    """Of the kernel for the bulk streams, else at most this: what the last offer, or a quicker update since, took."""
     mbps: float = 0.0
     """Payload rate of the last update."""
     streams: int = 0
     """That carried the last update; 0: it went through the exchange port."""
     failures: int = 0
     up: bool = True
-    """Whether the last attempt to speak to the peer succeeded."""
+    """Whether the last attempt to speak to the peer succeeded, if it was not given up early."""
     fault: str = ""
     """Why the last attempt did not succeed, where ``up`` is false."""
     slow_way: str = ""
@@ -128,6 +129,10 @@ class Notices:
     """An update met an error of which its code says that trying again does not mend it; it is tried again."""
 
 
+class _GivenUp(GeofedError):
+    """A connection was given up sooner than a link may stand still, since a new one stands."""
+
+
 class _Replaced(Exception):
     """What was about to be sent is not to be sent any more."""
 
@@ -136,8 +141,8 @@ class Courier:
     """Carries updates of any region to one peer, one after the other, and tells when each is durable there.
 
     A cut link is tried again for ever, with back-off; a transfer is given up only after ``stall`` seconds without
-    progress, and then goes on with what the peer lacks. Large updates take the bulk streams, those that the peer has
-    dialled where it cannot be reached from here.
+    progress, or where a new connection stands sooner, and then goes on with what the peer lacks. Large updates take the
+    bulk streams, those that the peer has dialled where it cannot be reached from here.
     """
 
     def __init__(
@@ -174,10 +179,15 @@ class Courier:
         self._channel: grpc.aio.Channel | None = None
         self._shown: tuple[str, Tls] | None = None
         """Address and identity that the channel was opened with."""
+        self._beside: grpc.aio.Channel | None = None
+        """Stands already, and takes the channel's place, which has just been given up."""
+        self._dialling = asyncio.Lock()
         self._carrying: tuple[float, int] | None = None
         """When the transfer that is going on began, and its bytes."""
         self._given_up = 0
         """Connections in a row."""
+        self._given_up_mbps = math.inf
+        """The most that the last of them can have carried."""
 
     def meet(self, peer: Peer) -> None:
         """Know the peer; a new address or epoch is used from the next try on."""
@@ -209,10 +219,11 @@ class Courier:
         """Payload rate of the last update; less where the one on its way has taken longer than that rate explains."""
         begun, total = self._carrying or (math.inf, 0)
         seconds = time.monotonic() - begun
-        if seconds <= 0 or (not self.meter.mbps and seconds < _SURELY_SLOW_SECONDS):
-            return self.meter.mbps
+        last = min(self.meter.mbps, self._given_up_mbps)
+        if seconds <= 0 or (not last and seconds < _SURELY_SLOW_SECONDS):
+            return last
         at_most = total * 8 / 1e6 / seconds
-        return min(self.meter.mbps or at_most, at_most)
+        return min(last or at_most, at_most)
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -288,7 +299,7 @@ class Courier:
         self._notices.trying(self._require_peer().region, manifest)
 
     def _settled(self, manifest: Manifest) -> None:
-        self._given_up = 0
+        self._given_up, self._given_up_mbps = 0, math.inf
         self._waiting.pop((manifest.sequence, manifest.region), None)
         self.meter.payload_bytes += manifest.total_bytes
         self._arrived(self._require_peer().region, manifest)
@@ -296,7 +307,7 @@ class Courier:
     async def close(self) -> None:
         """Once `run` and `collect` are cancelled."""
         await self._bulk.close()
-        await self._close_channel()
+        await self._close_channels()
 
     def _require_peer(self) -> Peer:
         if self._peer is None:
@@ -309,19 +320,22 @@ class Courier:
     async def _note_failure(self, error: Exception) -> None:
         peer = self._require_peer()
         told = error_of(error) if isinstance(error, grpc.RpcError) else error
-        if self._waiting:
+        if isinstance(told, _GivenUp):
+            _log.info("a new connection to %s takes the place of one with %s", peer.region, told)
+            begun, total = self._carrying or (math.inf, 0)
+            self._given_up, self._given_up_mbps = self._given_up + 1, total * 8 / 1e6 / (time.monotonic() - begun)
+        elif self._waiting:
             if self.meter.up:
                 _log.warning("link to %s is down: %s", peer.region, told)
             self.meter.up, self.meter.fault = False, str(told) or type(told).__name__
         self.meter.failures += 1
-        self._given_up += isinstance(told, GeofedError) and told.code == "TRANSFER_STALLED"
         self._trusted = False
         self._notices.failed(peer.region)
         if isinstance(told, GeofedError) and not told.retryable:
             self._notices.refused(told)
         if not isinstance(error, grpc.RpcError):
             # After a cut a new connection is there sooner than an old one comes to itself.
-            await self._close_channel()
+            await self._change_channel()
         self._broke()
 
     # One update
@@ -340,7 +354,7 @@ class Courier:
             if self._reached and isinstance(error, grpc.RpcError):
                 # It was there: the connection may only not have come to itself since the peer began anew.
                 self._reached = False
-                await self._close_channel()
+                await self._close_channels()
                 raise
             with self._mapped(manifest) as view:
                 self._begin_to_send(manifest)
@@ -431,10 +445,18 @@ class Courier:
             return await self._send(manifest, proto, view, have)
 
     async def _offer(self, proto: sync_pb2.UpdateManifest) -> sync_pb2.OfferReply:
-        begun = time.monotonic()
-        reply: sync_pb2.OfferReply = await (await self._stub()).Offer(proto, timeout=self._stall_seconds)
-        self.meter.rtt_ms = (time.monotonic() - begun) * 1e3
-        self.meter.sent_bytes += proto.ByteSize()
+        stub = await self._stub()
+        for _ in range(2):
+            dials = self._channel is None or self._channel.get_state() is not grpc.ChannelConnectivity.READY
+            begun = time.monotonic()
+            reply: sync_pb2.OfferReply = await stub.Offer(proto, timeout=self._stall_seconds)
+            self.meter.sent_bytes += proto.ByteSize()
+            if not dials and not self._given_up:
+                # Of what was given up some may still be on its way, and the answer comes behind it.
+                self.meter.rtt_ms = (time.monotonic() - begun) * 1e3
+            if self.meter.rtt_ms:
+                break
+            # Of small updates perhaps no other is ever offered, and this one's answer had to wait for the dialling.
         self.meter.up = self._reached = True
         return reply
 
@@ -476,21 +498,45 @@ class Courier:
         missing = Ranges(have).missing(0, manifest.total_bytes)
         begun = time.monotonic()
         call = (await self._stub()).Send(self._chunks(view, proto, missing, progress))
-        quiet = self._quiet_seconds()
-        watch = asyncio.ensure_future(progress.stalled(quiet))
+        watch = asyncio.ensure_future(self._give_up(progress))
         try:
             await asyncio.wait({watch, asyncio.ensure_future(call.code())}, return_when=asyncio.FIRST_COMPLETED)
             if watch.done():
-                raise GeofedError("TRANSFER_STALLED", f"no progress for {quiet:.0f} s")
+                watch.result()
             reply: sync_pb2.OfferReply = await call
         finally:
             watch.cancel()
             call.cancel()
         seconds = time.monotonic() - begun
+        self.meter.rtt_ms = min(self.meter.rtt_ms, seconds * 1e3)
         self.meter.mbps = sum(end - begin for begin, end in missing) * 8 / 1e6 / max(seconds, 1e-6)
         self.meter.streams = 0
         self._reached = True
         return reply
+
+    async def _give_up(self, progress: _Progress) -> None:
+        """Raises ``GeofedError("TRANSFER_STALLED")`` after ``stall`` seconds without progress, and ``_GivenUp`` sooner
+        where a new connection came about in the meantime, which is then the courier's."""
+        quiet = self._quiet_seconds()
+        while True:
+            await progress.stalled(quiet)
+            seen = progress.last
+            left = seen + self._stall_seconds - time.monotonic()
+            if left <= 0:
+                raise GeofedError("TRANSFER_STALLED", f"no progress for {self._stall_seconds:.0f} s")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left), self._dialling:
+                    fresh = self._opened()
+                    try:
+                        await fresh.channel_ready()
+                        # The link may have come to itself this moment, and what is on its way with it.
+                        await asyncio.sleep(max(_LAST_CHANCE_SECONDS, 2 * self.meter.rtt_ms / 1e3))
+                        if progress.last == seen and self._beside is None:
+                            self._beside = fresh
+                            raise _GivenUp("TRANSFER_STALLED", f"no progress for {quiet:.0f} s")
+                    finally:
+                        if self._beside is not fresh:
+                            await fresh.close(None)
 
     async def _chunks(
         self,
@@ -508,23 +554,32 @@ class Courier:
             head = None
 
     async def _stub(self) -> sync_pb2_grpc.ExchangeStub:
-        peer, tls = self._require_peer(), self._identity()
-        if self._channel is None or self._shown != (peer.address, tls):
-            await self._close_channel()
-            self._channel = channel(
-                peer.address,
-                ca_pem=tls.ca_pem,
-                name=region_name(peer.region),
-                certificate_pem=tls.certificate_pem,
-                key_pem=tls.key_pem,
-            )
-            self._shown = (peer.address, tls)
+        shown = self._require_peer().address, self._identity()
+        if self._channel is None or self._shown != shown:
+            await self._close_channels()
+            self._channel, self._shown = self._opened(), shown
         return sync_pb2_grpc.ExchangeStub(self._channel)
 
-    async def _close_channel(self) -> None:
-        gone, self._channel = self._channel, None
+    def _opened(self) -> grpc.aio.Channel:
+        peer, tls = self._require_peer(), self._identity()
+        return channel(
+            peer.address,
+            ca_pem=tls.ca_pem,
+            name=region_name(peer.region),
+            certificate_pem=tls.certificate_pem,
+            key_pem=tls.key_pem,
+        )
+
+    async def _change_channel(self) -> None:
+        gone, self._channel, self._beside = self._channel, self._beside, None
         if gone is not None:
             await gone.close(None)
+
+    async def _close_channels(self) -> None:
+        gone, self._channel, self._beside = (self._channel, self._beside), None, None
+        for one in gone:
+            if one is not None:
+                await one.close(None)
 
     # Where one side cannot reach the other
 
@@ -579,12 +634,12 @@ class _Progress:
     """Tells a slow transfer from a dead one."""
 
     def __init__(self) -> None:
-        self._last = time.monotonic()
+        self.last = time.monotonic()
 
     def made(self) -> None:
-        self._last = time.monotonic()
+        self.last = time.monotonic()
 
     async def stalled(self, seconds: float) -> None:
         """Returns once nothing has moved for that long."""
-        while (left := self._last + seconds - time.monotonic()) > 0:  # noqa: ASYNC110 - time passing is the event
+        while (left := self.last + seconds - time.monotonic()) > 0:  # noqa: ASYNC110 - time passing is the event
             await asyncio.sleep(left)

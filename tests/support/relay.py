@@ -1,10 +1,12 @@
-"""A wire that a test can cut: bytes pass unchanged until it breaks the connection, or swallows them."""
+"""A wire that a test can cut: bytes pass unchanged until it breaks the connection, swallows them or holds them
+up."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
+import time
 
 _PIECE = 1 << 16
 
@@ -25,6 +27,11 @@ class Relay:
         self.opens.set()
         self.shuts = False
         """Whether the cut leaves the door shut, until `opens` is set."""
+        self.flows = threading.Event()
+        """Cleared: what is on its way, or sets out, comes later."""
+        self.flows.set()
+        self.late_seconds = 0.0
+        """Of whatever goes towards the server."""
         self.cuts = 0
         self.passed = 0
         self._threads: list[threading.Thread] = []
@@ -41,6 +48,7 @@ class Relay:
 
     def __exit__(self, *_: object) -> None:
         self.opens.set()
+        self.flows.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._break()
@@ -76,6 +84,9 @@ class Relay:
             while data := source.recv(_PIECE):
                 if source in self._silent:
                     continue
+                self.flows.wait()
+                if forward:
+                    time.sleep(self.late_seconds)
                 to.sendall(data)
                 if forward:
                     self.passed += len(data)

@@ -31,7 +31,12 @@ def _ship(east: Site, peer: Peer, first: int, count: int) -> list[bytes]:
 
 
 async def _carry(
-    folder: Path, befalls: Callable[[Relay], None], count: int = COUNT, stall_seconds: float = 5.0
+    folder: Path,
+    befalls: Callable[[Relay], None],
+    count: int = COUNT,
+    stall_seconds: float = 5.0,
+    late_seconds: float = 0.0,
+    sees: Callable[[Courier], None] = lambda courier: None,
 ) -> tuple[int, Courier]:
     """One update, and then many, while something befalls the link; how often it was cut, and who carried them."""
     east, west = (Site(name, REGIONS, folder / name, AUTHORITY.region(name), stall_seconds) for name in REGIONS)
@@ -39,10 +44,11 @@ async def _carry(
     await west.start()
     try:
         with Relay() as relay:
-            relay.to = ("127.0.0.1", west.port)
+            relay.to, relay.late_seconds = ("127.0.0.1", west.port), late_seconds
             peer = Peer("west", 1, relay.address)
             data = _ship(east, peer, 1, 1)
             await east.until(lambda: east.arrived)
+            sees(east.links.couriers["west"])
             befalls(relay)
             data += _ship(east, peer, 2, count)
             await east.until(lambda: len(east.arrived) == 1 + count)
@@ -86,6 +92,45 @@ def test_a_connection_that_has_fallen_silent_is_not_waited_for_as_long_as_a_tran
     _, courier = asyncio.run(_carry(tmp_path, Relay.silence, count, stall_seconds=60.0))
     assert courier.meter.failures == 1
     assert courier._given_up == 0, "it has carried something since"
+
+
+def test_a_connection_is_not_given_up_where_a_new_one_does_not_come_about_either(tmp_path: Path) -> None:
+    """The link may only have become slow: what is on its way comes sooner than what is sent again."""
+
+    def slows(relay: Relay) -> None:
+        relay.flows.clear()
+        threading.Timer(4.0, relay.flows.set).start()
+
+    async def carry() -> tuple[int, Courier, list[float]]:
+        rates: list[float] = []
+
+        async def look() -> None:
+            while True:
+                await asyncio.sleep(0.5)
+                rates.extend(courier.mbps for courier in seen)
+
+        seen: list[Courier] = []
+        watch = asyncio.ensure_future(look())
+        try:
+            cuts, courier = await _carry(tmp_path, slows, 1, stall_seconds=60.0, sees=seen.append)
+        finally:
+            watch.cancel()
+        return cuts, courier, rates
+
+    _, courier, rates = asyncio.run(carry())
+    assert courier.meter.failures == 0
+    assert courier.meter.up
+    assert min(rates) < 1000 * 8 / 1e6 / 2.0, "while it is on its way it shows what the link carries at most"
+
+
+def test_the_time_of_an_answer_does_not_count_the_dialling(tmp_path: Path) -> None:
+    """Only the first of many small updates is offered."""
+
+    async def first() -> float:
+        _, courier = await _carry(tmp_path, lambda relay: None, 0, late_seconds=0.4)
+        return courier.meter.rtt_ms
+
+    assert 400 <= asyncio.run(first()) < 1150, "twice at most, for a head and a body; to dial takes it three times"
 
 
 def test_each_time_in_a_row_a_silent_connection_gets_twice_as_long() -> None:
