@@ -58,7 +58,8 @@ class Exact(Slabwise):
                 begin = taken[width]
                 taken[width] += len(mine)
                 blocks[mine] = found[begin : taken[width]]
-            with np.errstate(invalid="ignore"):  # a damaged float32 may be a signalling NaN; it stays one that is seen
+            # A damaged float32 may be a signalling NaN, or be scaled beyond all others: what comes of it is seen later.
+            with np.errstate(invalid="ignore", over="ignore"):
                 blocks *= scales[rows, None]
             out[part] = blocks.reshape(-1)[: part.stop - part.start]
 

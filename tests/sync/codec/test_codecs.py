@@ -206,6 +206,14 @@ def test_a_damaged_number_that_signals_comes_out_as_none() -> None:
     assert np.isnan(Exact().decode({**tensors, "float32": damaged}, 1)[0])
 
 
+def test_a_damaged_scale_comes_out_as_infinite() -> None:
+    tensors = Exact().encode(np.full(1, -512.1406, np.float32))
+    damaged = np.array(tensors["float32"])
+    damaged.view(np.uint32)[0] = 0x7A000000
+    exponents = np.full_like(tensors["exponents"], 127)
+    assert np.isinf(Exact().decode({**tensors, "float32": damaged, "exponents": exponents}, 1)[0])
+
+
 def test_names_and_marks() -> None:
     assert [codec_named(codec.name).name for codec in CODECS] == ["fp32", "bf16", "int8", "topk", "ternary", "exact"]
     assert [codec_of(codec.mark).name for codec in CODECS] == ["fp32", "bf16", "int8", "topk", "ternary", "exact"]
