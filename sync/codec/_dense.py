@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
-from sync.codec._contract import Tensors
+from sync.codec._contract import Codec, Tensors
 from sync.codec._slabs import SLAB, Slab, Slabwise, in_slabs, one_behind_the_other
 from sync.layout import Vector
 
@@ -22,7 +22,7 @@ def require(condition: object, what: str) -> None:
         raise GeofedError("FRAME_INVALID", f"an encoded update is damaged: {what}")
 
 
-class Float32:
+class Float32(Codec):
     """The vector as it is: 32 bits a coordinate."""
 
     name, mark, lossy = "fp32", 0, False
@@ -79,15 +79,27 @@ class Int8Blocks(Slabwise):
     """Exponents of the scale: normal float32, and 127 times it still finite."""
 
     def encode(self, vector: Vector) -> Tensors:
+        return self._scaled(vector)[0]
+
+    def encode_into(self, vector: Vector, out: Vector) -> Tensors:
+        tensors, scaled, scale = self._scaled(vector)
+        scaled *= scale
+        out[...] = scaled.reshape(-1)[: out.size]
+        return tensors
+
+    def _scaled(self, vector: Vector) -> tuple[Tensors, npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """The arrays, the whole numbers in them in rows of blocks, and the scale of each row, shape (rows, 1)."""
         blocks = in_rows(vector, self._BLOCK)
         largest = np.abs(blocks).max(axis=1, initial=0.0)
         # frexp: largest / 127 = m * 2^e with m < 1, so 127 * 2^e holds it.
         exponents = np.clip(np.frexp(largest / np.float32(127))[1], self._LEAST, self._MOST).astype(np.int8)
-        inverse = np.ldexp(np.float32(1), -exponents.astype(np.int32)).astype(np.float32)
-        scaled = blocks * inverse[:, None]
+        scale = np.ldexp(np.float32(1), exponents.astype(np.int32)).astype(np.float32)[:, None]
+        # By a power of two, so that it is the same as dividing; of the least its inverse is still finite.
+        scaled = blocks * (1 / scale)
         np.rint(scaled, out=scaled)
         np.clip(scaled, -127, 127, out=scaled)
-        return {"int8": scaled.astype(np.int8).reshape(-1)[: vector.size], "exponents": exponents}
+        scaled += 0.0  # -0.0 becomes 0.0, as which whole numbers read
+        return {"int8": scaled.astype(np.int8).reshape(-1)[: vector.size], "exponents": exponents}, scaled, scale
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
         values, exponents = tensors.get("int8"), tensors.get("exponents")

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sync.codec._contract import Codec, Tensors
-from sync.codec._slabs import apart, decode_into, joined
+from sync.codec._slabs import apart, joined
 from sync.layout import Vector
 
 __all__ = ["ErrorFeedback"]
@@ -60,8 +60,7 @@ class ErrorFeedback:
             chosen = whole.astype(np.float32)
             if keep is not None:
                 chosen[~keep(chosen)] = 0.0
-            parts.append(codec.encode(chosen))
-            decode_into(codec, parts[-1], sent[slab])
+            parts.append(codec.encode_into(chosen, sent[slab]))
             whole -= sent[slab]
         return joined(self.codec, parts) if keep is None else parts[0], sent
 

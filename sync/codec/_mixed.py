@@ -13,7 +13,7 @@ import numpy as np
 
 from sync.codec._contract import Codec, Tensors
 from sync.codec._dense import Float32, require
-from sync.codec._slabs import Slab, apart, decode_into, joined
+from sync.codec._slabs import Slab, apart, joined
 from sync.layout import Vector
 
 __all__ = ["MIXED", "Mixed"]
@@ -22,8 +22,10 @@ MIXED = 16
 """What the mark of the bulk's codec is raised by."""
 
 
-class Mixed:
+class Mixed(Codec):
     """The first ``trained`` coordinates in ``bulk``, those behind them in float32."""
+
+    in_place = True
 
     def __init__(self, bulk: Codec, trained: int) -> None:
         self._bulk, self._trained, self._state = bulk, trained, Float32()
@@ -49,5 +51,5 @@ class Mixed:
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
         require("state" in tensors and out.size >= self._trained, "no state")
         rest = {name: array for name, array in tensors.items() if name != "state"}
-        decode_into(self._bulk, rest, out[: self._trained])
-        decode_into(self._state, {"delta": tensors["state"]}, out[self._trained :])
+        self._bulk.decode_into(rest, out[: self._trained])
+        self._state.decode_into({"delta": tensors["state"]}, out[self._trained :])

@@ -11,7 +11,7 @@ import numpy as np
 from sync.codec._contract import Codec, Tensors
 from sync.layout import Vector
 
-__all__ = ["SLAB", "Slab", "Slabwise", "apart", "decode_into", "decoded", "in_slabs", "joined", "one_behind_the_other"]
+__all__ = ["SLAB", "Slab", "Slabwise", "apart", "decoded", "in_slabs", "joined", "one_behind_the_other"]
 
 SLAB = 1 << 15
 """Coordinates that are coded together: a multiple of the usual blocks; what arises on the way stays in the cache."""
@@ -43,18 +43,11 @@ def joined(codec: Codec, parts: Sequence[Tensors]) -> Tensors:
     return whole
 
 
-@runtime_checkable
-class Into(Protocol):
-    """A codec that decodes into memory that is there already: fresh memory can cost more than the arithmetic."""
-
-    def decode_into(self, tensors: Tensors, out: Vector) -> None:
-        """As `Codec.decode`, shape (n,)."""
-
-
 class Slabwise(Codec, Protocol):
     """A codec whose slabs are all coded alike, and that decodes into memory that is there already."""
 
     slab: int = SLAB
+    in_place: bool = True
 
     def apart(self, size: int) -> Iterator[Slab]:
         return in_slabs(self, size, self.slab)
@@ -74,16 +67,10 @@ class Slabwise(Codec, Protocol):
 
 def decoded(codec: Codec, tensors: Tensors, size: int, room: Vector | None = None) -> Vector:
     """As `Codec.decode`; in ``room``, where that has the size and the codec has a use for it."""
-    if room is None or room.size != size or not isinstance(codec, Into):
+    if room is None or room.size != size or not codec.in_place:
         return codec.decode(tensors, size)
     codec.decode_into(tensors, room)
     return room
-
-
-def decode_into(codec: Codec, tensors: Tensors, out: Vector) -> None:
-    """Decode a vector of the size of ``out`` into it, whatever the codec."""
-    if (vector := decoded(codec, tensors, out.size, out)) is not out:
-        out[...] = vector
 
 
 def in_slabs(codec: Codec, size: int, slab: int) -> Iterator[Slab]:

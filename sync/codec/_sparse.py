@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from sync.codec._contract import Tensors
+from sync.codec._contract import Codec, Tensors
 from sync.codec._dense import require
 from sync.layout import Vector
 
 __all__ = ["Sparse"]
 
 
-class Sparse:
+class Sparse(Codec):
     """Index (u4 as two u2 halves) and float32 value of each coordinate that is not zero: 64 bits for each of those."""
 
     name, mark, lossy = "sparse", 4, False

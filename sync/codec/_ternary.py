@@ -13,12 +13,12 @@ from sync.layout import Vector
 
 __all__ = ["Ternary"]
 
+_BLOCK = 256
 _LEAST, _MOST = -126, 120
 _SCALE = 1.2
 """Of the scale over the root mean square: what loses least of a normally distributed block is 1.22."""
-_PLACES = np.array([1, 3, 9, 27, 81])
-_VALUES = (np.arange(243)[:, None] // _PLACES % 3 - 1).astype(np.float32)
-"""The five coordinates of each byte, in units of the scale, shape (243, 5)."""
+_FIVES = 3**5
+"""Values of a byte that holds five coordinates."""
 _TINY, _HUGE = np.float32(2.0**-80), np.float32(2.0**120)
 """Sums of squares between these have lost nothing that matters in float32."""
 
@@ -26,53 +26,88 @@ _TINY, _HUGE = np.float32(2.0**-80), np.float32(2.0**120)
 class Ternary(Slabwise):
     """Blocks of 256 coordinates with one scale, a power of two; five coordinates in a byte: 1.63 bits a coordinate.
 
-    What is nearer to zero than to the scale is not sent, so that what is held back stays exact.
+    A slab's bytes hold one coordinate each of its first fifth, its second, and so on, so that fifths are worked on
+    whole. What is nearer to zero than to the scale is not sent, so that what is held back stays exact.
     """
 
-    name, mark, lossy = "ternary", 5, True
-    _BLOCK = 256
-    slab = 28 * 5 * 256
+    name, mark, lossy = "ternary", 7, True
+    slab = 56 * 5 * _BLOCK
     """Whole blocks and whole bytes."""
 
     def encode(self, vector: Vector) -> Tensors:
-        return self.joined([self._encode_slab(vector[part]) for part, _ in self.apart(vector.size)])
+        return self.joined([_encoded(vector[part]) for part, _ in self.apart(vector.size)])
 
-    def _encode_slab(self, vector: Vector) -> Tensors:
-        size = vector.size
-        blocks = vector.reshape(-1, self._BLOCK) if size % self._BLOCK == 0 else in_rows(vector, self._BLOCK)
-        square = _squares(blocks)
-        filled = np.full(len(blocks), self._BLOCK, np.float64)
-        if filled.size:
-            filled[-1] = size - self._BLOCK * (len(blocks) - 1)
-        exact = np.maximum(_SCALE * np.sqrt(square / filled), 2.0**-140)
-        exponents = np.clip(np.rint(np.log2(exact)), _LEAST, _MOST).astype(np.int8)
-        half = powers(exponents, _LEAST, _MOST)[:, None] / 2
-        trits = (blocks >= half).view(np.int8) - (blocks <= -half).view(np.int8)
-        fives = np.zeros((-(-size // 5), 5), np.float32)
-        fives.reshape(-1)[:size] = trits.reshape(-1)[:size]
-        # All sums are whole numbers up to 121: exact in float32, whichever way they are added.
-        packed = fives @ _PLACES.astype(np.float32) + np.float32(_PLACES.sum())
-        return {"trits": packed.astype(np.uint8), "exponents": exponents}
+    def encode_into(self, vector: Vector, out: Vector) -> Tensors:
+        return self.joined([_encoded(vector[part], out[part]) for part, _ in self.apart(vector.size)])
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
         trits, exponents = tensors.get("trits"), tensors.get("exponents")
-        fives, rows = -(-out.size // 5), -(-out.size // self._BLOCK)
+        fives, rows = -(-out.size // 5), -(-out.size // _BLOCK)
         require(trits is not None and trits.dtype == np.uint8 and trits.shape == (fives,), "not a vector of trits")
         require(exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,), "no scales")
         packed = np.asarray(trits, np.uint8)
-        require(packed.size == 0 or packed.max() < 243, "a byte holds more than five trits")
+        require(packed.size == 0 or packed.max() < _FIVES, "a byte holds more than five trits")
         scales = powers(np.asarray(exponents), _LEAST, _MOST)
         for part, _ in self.apart(out.size):
-            bytes_ = packed[part.start // 5 : -(-part.stop // 5)]
-            scale = scales[part.start // self._BLOCK : -(-part.stop // self._BLOCK), None]
-            # Of the last slab the last byte and the last block may be partly filled.
-            filled = part.stop - part.start == self.slab
-            room = out[part] if filled else np.zeros(max(5 * bytes_.size, self._BLOCK * len(scale)), np.float32)
-            np.take(_VALUES, bytes_, axis=0, out=room[: 5 * bytes_.size].reshape(-1, 5), mode="clip")
-            blocks = room[: self._BLOCK * len(scale)].reshape(-1, self._BLOCK)
-            blocks *= scale
-            if not filled:
-                out[part] = room[: part.stop - part.start]
+            trits = _unpacked(packed[part.start // 5 : -(-part.stop // 5)])
+            _put(trits, scales[part.start // _BLOCK : -(-part.stop // _BLOCK)], out[part])
+
+
+def _encoded(vector: Vector, out: Vector | None = None) -> Tensors:
+    """A slab's arrays, and what they decode to into ``out``."""
+    size = vector.size
+    blocks = vector.reshape(-1, _BLOCK) if size % _BLOCK == 0 else in_rows(vector, _BLOCK)
+    square = _squares(blocks)
+    filled = np.full(len(blocks), _BLOCK, np.float64)
+    if filled.size:
+        filled[-1] = size - _BLOCK * (len(blocks) - 1)
+    exact = np.maximum(_SCALE * np.sqrt(square / filled), 2.0**-140)
+    exponents = np.clip(np.rint(np.log2(exact)), _LEAST, _MOST).astype(np.int8)
+    scales = powers(exponents, _LEAST, _MOST)
+    half = scales[:, None] / 2
+    trits = ((blocks >= half).view(np.int8) - (blocks <= -half).view(np.int8)).reshape(-1)[:size]
+    if out is not None:
+        _put(trits, scales, out)
+    return {"trits": _packed(trits), "exponents": exponents}
+
+
+def _put(trits: npt.NDArray[np.int8], scales: Vector, out: Vector) -> None:
+    """Trits, at least as many as there is room for, times the scales of their blocks."""
+    out[...] = trits[: out.size]
+    if out.size % _BLOCK:
+        out *= scales.repeat(_BLOCK)[: out.size]
+    else:
+        blocks = out.reshape(-1, _BLOCK)
+        blocks *= scales[:, None]
+
+
+def _packed(trits: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
+    """A byte each of the five fifths, of which the last may be shorter."""
+    if trits.size % 5:
+        trits = np.append(trits, np.zeros(-trits.size % 5, np.int8))
+    fifths = trits.reshape(5, -1)
+    sums = fifths[4].copy()
+    for fifth in fifths[3::-1]:
+        # At most 121 on the way, and at least as much below zero.
+        sums *= np.int8(3)
+        sums += fifth
+    packed: npt.NDArray[np.uint8] = sums.view(np.uint8)
+    packed += np.uint8(_FIVES // 2)
+    return packed
+
+
+def _unpacked(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
+    """What `_packed` has packed, filled up to a multiple of five."""
+    fifths = np.empty((5, packed.size), np.uint8)
+    for fifth in fifths[:4]:
+        rest = packed // np.uint8(3)
+        np.multiply(rest, np.uint8(3), out=fifth)
+        np.subtract(packed, fifth, out=fifth)
+        packed = rest
+    fifths[4] = packed
+    trits = fifths.view(np.int8).reshape(-1)
+    trits -= np.int8(1)
+    return trits
 
 
 def _squares(blocks: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:

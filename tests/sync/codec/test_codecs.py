@@ -56,6 +56,18 @@ def test_what_is_held_back_is_exact(codec: Codec, data: st.DataObject) -> None:
     assert np.array_equal(held_back.astype(np.float64), exact)
 
 
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+@given(data=st.data())
+def test_a_codec_knows_to_the_bit_what_others_will_decode(codec: Codec, data: st.DataObject) -> None:
+    vector = data.draw(vectors(finite, most=Ternary.slab + 300))
+    sent = np.full(vector.size, np.nan, np.float32)
+    arrays, as_it_is = codec.encode_into(vector, sent), codec.encode(vector)
+    assert sent.tobytes() == codec.decode(as_it_is, vector.size).tobytes()
+    assert {name: array.tobytes() for name, array in arrays.items()} == {
+        name: array.tobytes() for name, array in as_it_is.items()
+    }
+
+
 @pytest.mark.parametrize("codec", [Float32(), Exact()], ids=lambda codec: codec.name)
 @given(data=st.data())
 def test_what_is_not_lossy_is_not(codec: Codec, data: st.DataObject) -> None:
