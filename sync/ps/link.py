@@ -333,7 +333,7 @@ class Courier:
         self._notices.failed(peer.region)
         if isinstance(told, GeofedError) and not told.retryable:
             self._notices.refused(told)
-        if not isinstance(error, grpc.RpcError):
+        if self._beside is not None or not isinstance(error, grpc.RpcError):
             # After a cut a new connection is there sooner than an old one comes to itself.
             await self._change_channel()
         self._broke()
@@ -526,17 +526,18 @@ class Courier:
                 raise GeofedError("TRANSFER_STALLED", f"no progress for {self._stall_seconds:.0f} s")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left), self._dialling:
-                    fresh = self._opened()
+                    unused: grpc.aio.Channel | None = (fresh := self._opened())
                     try:
                         await fresh.channel_ready()
                         # The link may have come to itself this moment, and what is on its way with it.
                         await asyncio.sleep(max(_LAST_CHANCE_SECONDS, 2 * self.meter.rtt_ms / 1e3))
-                        if progress.last == seen and self._beside is None:
-                            self._beside = fresh
+                        if progress.last == seen:
+                            # Of a train each update may come to this.
+                            unused, self._beside = self._beside, fresh
                             raise _GivenUp("TRANSFER_STALLED", f"no progress for {quiet:.0f} s")
                     finally:
-                        if self._beside is not fresh:
-                            await fresh.close(None)
+                        if unused is not None:
+                            await unused.close(None)
 
     async def _chunks(
         self,
