@@ -28,7 +28,7 @@ from sync.transport.ranges import Ranges, pieces
 from sync.transport.run import Content
 from sync.transport.sockets import Tls
 
-__all__ = ["Courier", "LinkMeter", "Notices", "Tls", "manifest_of", "manifest_to_proto"]
+__all__ = ["Courier", "LinkMeter", "Notices", "Tls", "line_to", "manifest_of", "manifest_to_proto"]
 
 _log = logging.getLogger("geofed.ps.link")
 _UNASKED_BYTES = CHUNK_BYTES
@@ -526,7 +526,7 @@ class Courier:
                 raise GeofedError("TRANSFER_STALLED", f"no progress for {self._stall_seconds:.0f} s")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left), self._dialling:
-                    unused: grpc.aio.Channel | None = (fresh := self._opened())
+                    unused: grpc.aio.Channel | None = (fresh := line_to(self._require_peer(), self._identity()))
                     try:
                         await fresh.channel_ready()
                         # The link may have come to itself this moment, and what is on its way with it.
@@ -558,18 +558,8 @@ class Courier:
         shown = self._require_peer().address, self._identity()
         if self._channel is None or self._shown != shown:
             await self._close_channels()
-            self._channel, self._shown = self._opened(), shown
+            self._channel, self._shown = line_to(self._require_peer(), shown[1]), shown
         return sync_pb2_grpc.ExchangeStub(self._channel)
-
-    def _opened(self) -> grpc.aio.Channel:
-        peer, tls = self._require_peer(), self._identity()
-        return channel(
-            peer.address,
-            ca_pem=tls.ca_pem,
-            name=region_name(peer.region),
-            certificate_pem=tls.certificate_pem,
-            key_pem=tls.key_pem,
-        )
 
     async def _change_channel(self) -> None:
         gone, self._channel, self._beside = self._channel, self._beside, None
@@ -604,6 +594,17 @@ class Courier:
     def adopt(self, ticket: bytes, line: ssl.SSLSocket) -> None:
         """Take over a stream that the peer has dialled."""
         self._bulk.adopt(ticket, line)
+
+
+def line_to(peer: Peer, tls: Tls) -> grpc.aio.Channel:
+    """Open a channel to a peer's exchange port."""
+    return channel(
+        peer.address,
+        ca_pem=tls.ca_pem,
+        name=region_name(peer.region),
+        certificate_pem=tls.certificate_pem,
+        key_pem=tls.key_pem,
+    )
 
 
 def _host(address: str) -> str:

@@ -28,16 +28,16 @@ import grpc
 import grpc.aio
 
 from geofed_pb.errors import GeofedError
-from geofed_pb.rpc import channel, error_of, region_name
+from geofed_pb.rpc import error_of
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from sync import framing
 from sync.layout import Layout
 from sync.ps.config import PsConfig
 from sync.ps.engine import Engine
 from sync.ps.events import Configured
-from sync.ps.link import Tls, manifest_of, manifest_to_proto
+from sync.ps.link import Tls, line_to, manifest_of, manifest_to_proto
 from sync.ps.machine import Machine
-from sync.ps.manifest import Manifest, Peer
+from sync.ps.manifest import Manifest
 
 __all__ = ["Answers", "Way", "answer_of", "rejoin", "way_back"]
 
@@ -116,7 +116,7 @@ async def _came_back(engine: Engine, config: PsConfig, identity: Callable[[], Tl
     """True once there is nothing more to do; False where somebody's answer did not hold."""
     machine = engine.machine
     near, peers = machine.ledger.near(), machine.ledger.peers
-    lines = {region: _line(peers[region], identity()) for region in machine.setup.others}
+    lines = {region: line_to(peers[region], identity()) for region in machine.setup.others}
     try:
         stubs = {region: sync_pb2_grpc.ExchangeStub(line) for region, line in lines.items()}
         answers = await _asked(config.job, {region: stubs[region] for region in near})
@@ -174,16 +174,6 @@ def _go_on_fresh(engine: Engine) -> None:
     machine.lapsed = False
     engine.feed(Configured(machine.epoch, machine.attempt, ()))
     engine.have_calls_again()
-
-
-def _line(peer: Peer, tls: Tls) -> grpc.aio.Channel:
-    return channel(
-        peer.address,
-        ca_pem=tls.ca_pem,
-        name=region_name(peer.region),
-        certificate_pem=tls.certificate_pem,
-        key_pem=tls.key_pem,
-    )
 
 
 def _wanted(machine: Machine, answers: Answers, furthest: str) -> list[tuple[str, Manifest]]:
