@@ -18,6 +18,7 @@ __all__ = [
     "Prepare",
     "Refuse",
     "Reply",
+    "Reproduce",
     "Restart",
     "Ship",
     "StartGrace",
@@ -89,6 +90,13 @@ class Prepare:
     stretch: int = 1
     ends: int = 0
     """As the manifest tells it."""
+
+
+@dataclass(frozen=True)
+class Reproduce:
+    """See whether our own workers begin with the model that the first region's do: then it need not travel."""
+
+    model_key: str
 
 
 @dataclass(frozen=True)
@@ -206,6 +214,7 @@ Action = (
     | Merge
     | Log
     | Prepare
+    | Reproduce
     | Ship
     | SumUp
     | Apply

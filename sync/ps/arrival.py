@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -80,6 +81,19 @@ class Arrival:
             raise GeofedError("FRAME_INVALID", f"a chunk up to {offset + len(data)} of {self.manifest.total_bytes}")
         self.landing.write(offset, data)
         self.landing.keep_record()
+
+    def fill(self, pieces: Iterable[memoryview]) -> bool:
+        """Write all of it, from what is here already; False where it has been completed meanwhile."""
+        at = 0
+        try:
+            for piece in pieces:
+                self.landing.write(at, piece)
+                at += len(piece)
+        except GeofedError as error:
+            if error.code != "FENCED":
+                raise
+            return False
+        return True
 
     def complete(self) -> None:
         """Verify the bytes and make them durable; damaged ones are dropped and must be sent again."""

@@ -28,6 +28,7 @@ from sync.ps.actions import (
     Prepare,
     Refuse,
     Reply,
+    Reproduce,
     Restart,
     Ship,
     StartGrace,
@@ -52,7 +53,7 @@ from sync.ps.events import (
 from sync.ps.machine import Machine, Setup
 from sync.ps.steering import Steering
 from sync.ps.synchronous import Synchronous
-from sync.ps.works import Works, merged_key, step_back
+from sync.ps.works import Framed, Works, merged_key, step_back
 from sync.wan import ExchangeSettings, LinkSample
 
 __all__ = ["Engine", "merged_key"]
@@ -86,6 +87,8 @@ class Engine:
         self._changed = asyncio.Condition()
         self.version = 0
         self.on_ship: Callable[[Ship], None] = lambda _: None
+        self.on_reproduced: Callable[[Framed], None] = lambda _: None
+        """Told of the first model as our own workers make it."""
         self.wan_wait_seconds = 0.0
         self._exchange_since: float | None = None
         self.failed: GeofedError | None = None
@@ -172,6 +175,8 @@ class Engine:
                 self._answer(action.call, lambda future: future.set_exception(error))
             case Merge() | Log() | Prepare() | SumUp() | Apply() | Restart() | Keep() | Forget():
                 self._start(self._in_thread(action))
+            case Reproduce():
+                self._start(self._reproduce(action))
             case StartGrace():
                 over = GraceOver(action.sequence)
                 asyncio.get_running_loop().call_later(self._grace(), self.feed, over)
@@ -236,6 +241,16 @@ class Engine:
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]  # a coroutine of None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _reproduce(self, action: Reproduce) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+            first = await loop.run_in_executor(self._disk, self.works.reproduced, action)
+        except GeofedError as error:
+            _log.warning("the first model has to come, since our workers' own cannot be read: %s", error)
+            return
+        if first is not None:
+            self.on_reproduced(first)
 
     async def _in_thread(self, action: Action) -> None:
         try:

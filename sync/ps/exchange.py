@@ -9,7 +9,7 @@ import os
 import re
 import ssl
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,11 @@ from sync.ps.config import PsConfig
 from sync.ps.engine import Engine
 from sync.ps.events import Lapsed, PeerHas, Stored, SumGone, Tried, Unreached
 from sync.ps.intake import LARGEST_UPDATE_BYTES, Intake
+from sync.ps.ledger import NO_MODEL
 from sync.ps.link import Courier, Notices, Tls, manifest_of
 from sync.ps.manifest import Manifest, Peer, Verdict
 from sync.ps.rejoin import answer_of
+from sync.ps.works import Framed
 from sync.transport.receiver import BulkPort
 from sync.wan import LinkSample
 
@@ -163,6 +165,9 @@ class ExchangeService(Intake):
     def __init__(self, engine: Engine, config: PsConfig, links: Links) -> None:
         super().__init__(config.job, links.tickets)
         self._engine, self._config, self._links = engine, config, links
+        self._first: Framed | None = None
+        """The model that all begin with, as our own workers make it."""
+        engine.on_reproduced = self._reproduced
 
     # What is let in
 
@@ -195,10 +200,24 @@ class ExchangeService(Intake):
     def place_of(self, manifest: Manifest) -> Path:
         return self._engine.storage.update_path(manifest.region, manifest.sequence, manifest.first)
 
+    def at_hand(self, manifest: Manifest) -> Sequence[memoryview] | None:
+        """The first model, where our own workers have made the same, bit for bit."""
+        ours = self._first
+        if ours is None or manifest.sequence != 0:
+            return None
+        return ours.pieces if (ours.digest, ours.total_bytes) == (manifest.digest, manifest.total_bytes) else None
+
+    def _reproduced(self, first: Framed) -> None:
+        if self._engine.machine.sequence == NO_MODEL:
+            self._first = first
+            self.supply_all()
+
     def next_of(self, region: str) -> int:
         return self._engine.machine.ledger.newest(region) + 1
 
     def stored(self, manifest: Manifest) -> None:
+        if manifest.sequence == 0:
+            self._first = None
         self._engine.feed(Stored(manifest))
 
     def count_received(self, caller: str, count: int) -> None:

@@ -4,8 +4,9 @@ durable before it is acknowledged."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from sync.transport.sockets import Tls
 
 __all__ = ["LARGEST_UPDATE_BYTES", "Intake"]
 
+_log = logging.getLogger("geofed.ps")
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Result = TypeVar("_Result")
 
@@ -62,6 +64,10 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
     def place_of(self, manifest: Manifest) -> Path:
         """Where it is to be, once it is durable."""
         raise NotImplementedError
+
+    def at_hand(self, manifest: Manifest) -> Sequence[memoryview] | None:
+        """All its bytes, one piece after the other, where they need not come; None: they are not here."""
+        return None
 
     def next_of(self, region: str) -> int:
         """The first of a region's updates that is not here; 0: that is not told."""
@@ -106,13 +112,35 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
             arrival = self._incoming[key] = Arrival(manifest, self.place_of(manifest))
         return arrival
 
+    # What need not come
+
+    async def supply(self, job: str, manifest: Manifest, caller: str) -> None:
+        """Take an update from what is at hand, if it is wanted and all of it is."""
+        if self.judge(job, manifest, caller) is not Verdict.WANT or (pieces := self.at_hand(manifest)) is None:
+            return
+        arrival = self._arrival(manifest)
+        if await asyncio.to_thread(arrival.fill, pieces):
+            await self._complete(job, arrival, caller)
+
+    def supply_all(self) -> None:
+        """Something new is at hand: take what is on its way in from there."""
+        self._keep(asyncio.ensure_future(self._supply_all()))
+
+    async def _supply_all(self) -> None:
+        for arrival in list(self._incoming.values()):
+            try:
+                await self.supply(self._job, arrival.manifest, arrival.manifest.region)
+            except GeofedError as error:
+                _log.warning("what is at hand cannot be kept, so it has to come: %s", error)
+
     # Over gRPC
 
     @answering
     async def Offer(self, request: sync_pb2.UpdateManifest, context: _Context) -> sync_pb2.OfferReply:
-        caller = peer_common_name(context)
+        caller = peer_common_name(context) or ""
         manifest = self.check(request, caller)
-        return self._answer(request.job, manifest, caller or "")
+        await self.supply(request.job, manifest, caller)
+        return self._answer(request.job, manifest, caller)
 
     @answering
     async def Send(self, request: AsyncIterator[sync_pb2.UpdateChunk], context: _Context) -> sync_pb2.OfferReply:
@@ -130,6 +158,8 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
             async with arrival.writing:
                 if arrival.stream != stream:
                     raise GeofedError("FENCED", "another stream brings this update now")
+                if self.judge(job, manifest, caller) is not Verdict.WANT:
+                    break
                 await asyncio.to_thread(arrival.append, chunk.offset, chunk.data)
             self.count_received(caller, len(chunk.data))
         if arrival is None or manifest is None:
@@ -141,9 +171,12 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
     async def _complete(self, job: str, arrival: Arrival, caller: str) -> None:
         """Make a whole update durable and tell of it, also when the one who sent it hangs up meanwhile."""
         work = asyncio.ensure_future(self._completed(job, arrival, caller))
+        self._keep(work)
+        await asyncio.shield(work)
+
+    def _keep(self, work: asyncio.Future[None]) -> None:
         self._completing.add(work)
         work.add_done_callback(self._completing.discard)
-        await asyncio.shield(work)
 
     async def _completed(self, job: str, arrival: Arrival, caller: str) -> None:
         manifest = arrival.manifest
@@ -166,6 +199,7 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
     async def offer_bulk(self, caller: str, offer: sync_pb2.BulkOffer) -> tuple[sync_pb2.OfferReply, Landing | None]:
         proto = offer.manifest
         manifest = self.check(proto, caller)
+        await self.supply(proto.job, manifest, caller)
         if self.judge(proto.job, manifest, caller) is not Verdict.WANT:
             return self._answer(proto.job, manifest, caller), None
         self._tickets.redeem(caller, offer.ticket, key_of(manifest))

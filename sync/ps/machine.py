@@ -16,7 +16,7 @@ from __future__ import annotations
 import abc
 from dataclasses import dataclass, field, replace
 
-from sync.ps.actions import Action, Failed, Forget, Keep, Log, Merge, Prepare, Refuse, Reply
+from sync.ps.actions import Action, Failed, Forget, Keep, Log, Merge, Prepare, Refuse, Reply, Reproduce
 from sync.ps.answers import EvaluatedAnswer
 from sync.ps.crew import Evaluation, StepMerge, mean_loss
 from sync.ps.events import (
@@ -49,7 +49,10 @@ from sync.ps.events import (
 from sync.ps.ledger import NO_MODEL, Ledger
 from sync.ps.manifest import Manifest, Verdict
 
-__all__ = ["Boundary", "Machine", "Recovered", "Setup"]
+__all__ = ["FIRST_WEIGHT", "Boundary", "Machine", "Recovered", "Setup"]
+
+FIRST_WEIGHT = 1.0
+"""Of the model that all begin with, as its update says; nothing is weighed by it."""
 
 _LAPSED = "its state is lost: asking all other regions for theirs"
 
@@ -165,6 +168,7 @@ class Machine(abc.ABC):
         self._boundary = Boundary()
         self._merge, self._evaluation = StepMerge(setup.workers), Evaluation(setup.workers)
         self._attaching: dict[int, Attached] = {}
+        self._reproduced = False
         self._metrics = recovered.metrics
         self._loss, self._speed = 0.0, 0.0
         self.step_seconds = 0.0
@@ -448,7 +452,10 @@ class Machine(abc.ABC):
         # Of a model in stages, one worker hands over what all have made.
         if first and event.initial_key and self.ledger.own(0) is None and not self._boundary.preparing:
             self._boundary.preparing = True
-            actions.append(Prepare(0, self.epoch, event.initial_key, "", 1.0, 0, last=self.setup.rounds == 0))
+            actions.append(Prepare(0, self.epoch, event.initial_key, "", FIRST_WEIGHT, 0, last=self.setup.rounds == 0))
+        if not first and event.initial_key and not self._reproduced:
+            self._reproduced = True
+            actions.append(Reproduce(event.initial_key))
         return actions
 
     # Steps

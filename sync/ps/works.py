@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,19 +18,19 @@ import numpy as np
 from geofed_pb.errors import GeofedError
 from sync import framing, parted
 from sync.channel import Channel
-from sync.codec import Codec, Exact, Float32, codec_of, decoded
+from sync.codec import Codec, Exact, Float32, Tensors, codec_of, decoded
 from sync.collective import weighted_mean
 from sync.layout import Vector
-from sync.ps.actions import Action, Apply, Forget, Keep, Log, Merge, Prepare, Restart, SumUp
+from sync.ps.actions import Action, Apply, Forget, Keep, Log, Merge, Prepare, Reproduce, Restart, SumUp
 from sync.ps.events import Applied, Event, Kept, Logged, Merged, Prepared, Restarted, Summed
 from sync.ps.export import from_safetensors
-from sync.ps.machine import Recovered, Setup
+from sync.ps.machine import FIRST_WEIGHT, Recovered, Setup
 from sync.ps.manifest import Manifest
 from sync.ps.replica import Numbers, Replica, expanded
 from sync.ps.storage import Draft, Entry, Storage, correction_key
 from sync.wan import Contribution, ExchangeSettings, Policy
 
-__all__ = ["Works", "merged_key", "step_back"]
+__all__ = ["Framed", "Works", "merged_key", "step_back"]
 
 _log = logging.getLogger("geofed.ps")
 _ATTEMPT_KINDS = ("init", "g", "b", "w", "c", "p")
@@ -48,6 +49,16 @@ _NICE = 10
 def merged_key(attempt: int, step: int) -> str:
     """Channel key of a step's merged gradient."""
     return f"g/{attempt}/{step}/merged"
+
+
+@dataclass(frozen=True)
+class Framed:
+    """An update's bytes."""
+
+    pieces: Sequence[memoryview]
+    """To be written one after the other."""
+    total_bytes: int
+    digest: str
 
 
 class Works:
@@ -243,6 +254,19 @@ class Works:
             raise GeofedError("INTERNAL", "no worker has said what the model looks like")
         return from_safetensors(layout, self._initial_model)
 
+    def reproduced(self, action: Reproduce) -> Framed | None:
+        """The update of the model that all begin with, as our own workers make it; None: they have made none.
+
+        Tasks are seeded alike in all regions, so that they make the same wherever torch does. Called where `do` is.
+        """
+        if self.replica is not None:
+            return None
+        begin = parted.read_vector(self.channel, action.model_key, "model")
+        if begin is None or not _finite(begin):
+            return None
+        codec = Float32()
+        return _framed(codec.encode(begin), {"sequence": 0, "weight": FIRST_WEIGHT, "codec": codec.mark})
+
     def _prepare(self, action: Prepare) -> Prepared:
         """Workers wait for it: the optimiser's state is stored while the update is made."""
         with _beside() as beside:
@@ -272,14 +296,13 @@ class Works:
             residual = self.replica.numbers.residual
             if residual is not None and not self.setup.background:
                 self.storage.keep_residual(action.sequence, residual)
-        pieces = framing.encode(tensors, {**facts, "codec": codec.mark})
-        total, digest = sum(piece.nbytes for piece in pieces), framing.digest_of(pieces)
+        framed = _framed(tensors, {**facts, "codec": codec.mark})
         manifest = Manifest(
             self.setup.region,
             action.epoch,
             action.sequence,
-            digest,
-            total,
+            framed.digest,
+            framed.total_bytes,
             action.weight,
             action.seen,
             action.last,
@@ -287,8 +310,8 @@ class Works:
             ends=action.ends,
             takes_sums=self.setup.sums,
         )
-        self.storage.keep_update(manifest, pieces, storing.result)
-        self._made = digest, *sent
+        self.storage.keep_update(manifest, framed.pieces, storing.result)
+        self._made = framed.digest, *sent
         if self.setup.background and self.replica is not None:
             self.replica.go_on(end, self._corrections.get(action.correction_key))
         self.coding_bytes_per_second = end.nbytes / max(time.monotonic() - begun, 1e-6)
@@ -571,6 +594,11 @@ def step_back() -> None:
     """Let the calling thread give way to others that compute."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+def _framed(tensors: Tensors, facts: Mapping[str, float]) -> Framed:
+    pieces = framing.encode(tensors, facts)
+    return Framed(pieces, sum(piece.nbytes for piece in pieces), framing.digest_of(pieces))
 
 
 def _finite(vector: Vector) -> bool:

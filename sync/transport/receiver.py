@@ -214,6 +214,8 @@ class _Receiving:
                     landing.keep_record()
             raise
         if landing is None or self._landing is None:
+            # It is whole without this chunk: the sender need not go on.
+            self._reply(Frame(Kind.OFFER, head.tag, 0, 1 << 32), self._desk.landed(self._caller, self._offer))
             return
         if crc != head.crc:
             landing.drop(head.offset, head.length)
