@@ -1,12 +1,14 @@
 """Workers that come and go while training: a fixed pool, MLLess's tuner, ours, and what could have been had.
 
-    .venv/bin/python tests/bench/scaling.py [--quick] [--json PATH] [--seeds N] [--only clicks|ratings|images ...]
+    .venv/bin/python tests/bench/scaling.py [--quick] [--json PATH] [--seeds N] [--data DIR]
+        [--only clicks|ratings|images|mnist ...] [--channels "own cards"|"one card" ...]
     .venv/bin/python tests/bench/scaling.py --live [--quick] [--json PATH] [--seeds N]
 
 Gradients are real (`scaling_learning.py`): sparse logistic regression and matrix factorisation of the templates, on the
-made-up data of `isp.py`, and a small CNN on scikit-learn's digits, which are real. Seconds and dollars are MODELLED:
-measured compute, closed forms of merges, prices of functions. Two channels: each worker has 1 Gbit/s of its own, or all
-go through the one card of 1 Gbit/s that the Redis has, as in MLLess's experiments.
+made-up data of `isp.py`, a small CNN on scikit-learn's digits, which are real, for a job that ends soon, and LeNet-5 on
+MNIST for one that does not. Seconds and dollars are MODELLED: measured compute, closed forms of merges, prices of
+functions. Two channels: each worker has 1 Gbit/s of its own, or all go through the one card of 1 Gbit/s that the Redis
+has, as in MLLess's experiments.
 
 The pool has 24. MLLess's tuner begins with all of them; ours with as many as its belief has it, and once more with
 all, so that the gain of either can be told apart. MLLess's may choose its constants for each task and channel, on a
@@ -40,6 +42,7 @@ import isp_processes
 import torch
 from isp_data import Task
 from isp_processes import DDP, Link
+from quality_federation import default_folder
 from report import Bar, Report, options
 from scaling_learning import POOL, SETTINGS, PoolTime, Run, play, pool_time, task_of
 from scaling_live import live
@@ -59,12 +62,13 @@ VM_USD_PER_HOUR = 0.085
 """AWS c5.large, us-east-1: two virtual cores."""
 DDP_WORKERS, DDP_SHARE, DDP_EVERY = 2, 4, 4
 """Processes; batches of a function that one of them takes; steps between looks."""
+CHANNELS = ("own cards", "one card")
 FIXED, PUBLISHED, ORACLE = "fixed pool", "MLLess", "oracle"
 OURS, FROM_POOL, FREE = "ours", "ours, from pool", "ours, any time"
 
 
 def main() -> int:
-    given = options(__doc__, more=_more)
+    given = options(__doc__, more=_more, data=default_folder())
     report = Report("scaling", given.quick)
     if given.live:
         report.bars += live(report, quick=given.quick, seeds=given.seeds, memories_mb=given.memory_mb)
@@ -75,20 +79,20 @@ def main() -> int:
     rows: dict[tuple[str, str, str], list[Run]] = {}
     with tempfile.TemporaryDirectory(prefix="geofed-bench-") as folder:
         for name in given.only:
-            task = task_of(name, Path(folder), True)
+            task = task_of(name, Path(folder), True, given.data)
             times = pool_time(task, SETTINGS[name].batch)
-            report.details[name] = {"samples": len(task.train), "compute_seconds": times.compute,
-                                    "merge_seconds": times.merge, "at_store_seconds": times.at_store}  # fmt: skip
-            _measure(task, name, times, seeds, given.quick, rows, report)
-            for channel in ("own cards", "one card"):
+            report.details[name] = {
+                "samples": len(task.train), "held_out": len(task.test), "compute_seconds": times.compute,
+                "merge_seconds": times.merge, "at_store_seconds": times.at_store,
+            }  # fmt: skip
+            _measure(task, name, times, given.channels, seeds, given.quick, rows, report)
+            for channel in given.channels:
                 _table(name, channel, rows)
     report.details["load_after"] = os.getloadavg()[0]
     report.runs += [
         {"channel": key[1], **asdict(run)} for key, runs in rows.items() for run in runs
     ]  # fmt: skip
-    report.bars += [
-        bar for name in given.only for channel in ("own cards", "one card") for bar in _bars(name, channel, rows)
-    ]
+    report.bars += [bar for name in given.only for channel in given.channels for bar in _bars(name, channel, rows)]
     return report.close(given.json)
 
 
@@ -99,19 +103,22 @@ def _more(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seeds", type=int, metavar="N", help="default: 5, live 3, with --quick 1")
     parser.add_argument("--only", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), help="tasks; default: all")
+    parser.add_argument("--channels", nargs="+", choices=CHANNELS, default=list(CHANNELS), help="default: both")
 
 
 Rows = dict[tuple[str, str, str], list[Run]]
 
 
-def _measure(task: Task, name: str, times: PoolTime, seeds: int, quick: bool, rows: Rows, report: Report) -> None:
-    channels = {"own cards": times, "one card": replace(times, shared=True)}
+def _measure(
+    task: Task, name: str, times: PoolTime, channels: Sequence[str], seeds: int, quick: bool, rows: Rows, report: Report
+) -> None:
+    over = {channel: replace(times, shared=channel == "one card") for channel in channels}
     target, _ = _fixed(task, name, TUNING_SEED, times, (POOL,))
-    chosen = {label: _published_tuned(task, name, one, target, quick) for label, one in channels.items()}
+    chosen = {label: _published_tuned(task, name, one, target, quick) for label, one in over.items()}
     report.details[name]["published"] = {label: asdict(one) for label, one in chosen.items()}
     for seed in range(seeds):
         target, constant = _fixed(task, name, seed, times, COUNTS)
-        for label, one in channels.items():
+        for label, one in over.items():
             recorded = {count: _recosted(run, times, one, count) for count, run in constant.items()}
             rows.setdefault((name, label, FIXED), []).append(recorded[POOL])
             published = PublishedTuner(chosen[label])
@@ -129,7 +136,7 @@ def _measure(task: Task, name: str, times: PoolTime, seeds: int, quick: bool, ro
         if not quick or seed == 0:
             ddp = _ddp(task, name, seed, target, constant[POOL].steps[-1], report)
             if ddp is not None:
-                for label in channels:
+                for label in over:
                     rows.setdefault((name, label, DDP), []).append(ddp)
 
 
