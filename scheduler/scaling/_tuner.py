@@ -26,6 +26,11 @@ _SPEEDS = 20
 """Of the last so many steps, the median is what a number of workers takes."""
 
 
+_TOLD_BY = 2
+"""Times as many workers make between one and so many times the progress in a step, by the noise, which their leaving
+tells."""
+
+
 @dataclass(frozen=True)
 class ScalingSettings:
     """How sure it must be."""
@@ -71,8 +76,10 @@ class ScalingTuner:
 
     def begin(self) -> int:
         """With how many workers to begin: fewer than the most only where that is cheaper for most of what the noise
-        may be, and no later than patience has it, as a mean that counts what is sooner as in time. With a deadline,
-        with the most: how far it is cannot be known yet."""
+        may be, and no later than patience has it, as a mean that counts what is sooner as in time. Where fewer still
+        would be cheaper, were it not for patience, and to leave costs but a merge, with twice as many, or all: half
+        of them leave after a few steps, which tells the noise, while to try fewer and to come back would be dear. With
+        a deadline, with the most: how far it is cannot be known yet."""
         most, sure = self.terms.most, self.settings.sure
         if self.goal.deadline_seconds is not None:
             return most
@@ -83,17 +90,20 @@ class ScalingTuner:
 
         whole = seconds(most)
         patience = math.inf if self.goal.patience is None else self.goal.patience
-        chosen, least = most, math.inf
-        for workers in range(self.terms.least, most + 1):
+        in_time, cheapest = {most: 0.0}, (math.inf, most)
+        for workers in range(self.terms.least, most):
             takes = seconds(workers)
             usd = takes * self.terms.rate(workers)
-            in_time = ahead.mean(np.maximum(takes / whole - 1, 0.0)) <= patience
-            saves = ahead.quantile(whole * self.terms.rate(most) - usd, 1 - sure) > 0
+            if ahead.quantile(whole * self.terms.rate(most) - usd, 1 - sure) <= 0:
+                continue
             # Nothing is known of the way's length, which drops out of the mean of logarithms.
-            expected = ahead.mean(np.log(usd)) if saves else math.inf
-            if in_time and expected < least:
-                chosen, least = workers, expected
-        return chosen
+            expected = ahead.mean(np.log(usd / (whole * self.terms.rate(most))))
+            cheapest = min(cheapest, (expected, workers))
+            if ahead.mean(np.maximum(takes / whole - 1, 0.0)) <= patience:
+                in_time[workers] = expected
+        chosen = min(in_time, key=lambda workers: (in_time[workers], workers))
+        more = min(_TOLD_BY * chosen, most)
+        return more if cheapest[1] < chosen and more in in_time and self.terms.leave_seconds is None else chosen
 
     def observe(self, told: Observation) -> Decision:
         """One more step; one whose loss is beyond all bounds counts as not told. Raises ``ValueError`` where steps do

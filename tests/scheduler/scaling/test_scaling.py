@@ -341,6 +341,29 @@ def test_it_begins_with_fewer_where_merging_more_takes_longer() -> None:
     assert ScalingTuner(job.terms, Goal(job.target, deadline_seconds=1e3)).begin() == MOST
 
 
+def test_where_patience_binds_it_soon_knows_whether_fewer_will_do() -> None:
+    """Fewer than it dares before it knows the noise are best: half of those that it begins with leave, and tell it."""
+    job = Job(noise=4.0, compute=0.5, each=0.2, length=300.0)
+    tuner = ScalingTuner(job.terms, Goal(job.target, patience=0.02))
+    begin = tuner.begin()
+    made, seconds, usd = job.run(tuner.observe, begin)
+    told = ScalingSettings().least_observations
+    assert set(made[:told]) == {begin}
+    assert made[told] == begin // 2
+    assert seconds <= 1.02 * job.constant(MOST)[0]
+    fixed = [job.constant(count) for count in range(1, MOST + 1)]
+    assert usd <= 1.1 * min(usd for took, usd in fixed if took <= 1.02 * fixed[-1][0])
+
+
+def test_it_begins_with_no_more_than_it_wants_where_time_does_not_matter() -> None:
+    """Or where it does, but binds nothing; or where to leave costs more than a merge."""
+    slow, free = (Job(noise=4.0, compute=compute, each=0.2, length=300.0) for compute in (0.5, 0.1))
+    assert ScalingTuner(slow.terms, Goal(slow.target, patience=None)).begin() == 2
+    assert ScalingTuner(slow.terms, Goal(slow.target, patience=0.02)).begin() == 8
+    assert ScalingTuner(replace(slow.terms, leave_seconds=2.0), Goal(slow.target, patience=0.02)).begin() == 4
+    assert ScalingTuner(free.terms, Goal(free.target, patience=0.02)).begin() == 1
+
+
 @pytest.mark.parametrize("follows", ["ours", "mlless"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
