@@ -22,11 +22,11 @@ _WEIGHT = 0.2
 _DUE_GAPS = 1.5
 """Of a region's usual gaps after the last update the next one is due; who is slow but steady is waited for until then,
 at no charge: the end of the job waits for it as well."""
-_SPARED = 0.01
+_SPARED = 0.005
 """Of the time may pass in waiting for regions that are late, so that they catch up in the long run."""
-_SPARED_MOST = 0.5
+_SPARED_MOST = 0.25
 """Of a round is what can be saved up of that, and is there at first."""
-_MOMENT_MOST = 0.1
+_MOMENT_MOST = 0.06
 """Of a round is what can be saved up for those that are a little late: the rest is for who would else be left out."""
 _HURRY = 0.9
 """Of the usual gap is how far apart a region's rounds are at least while it is alone: what differs between rounds shall
@@ -166,7 +166,9 @@ class Spared:
         """They go on. What took longer than it might is made up for as well, but no more of it than can be saved up:
         they may have gone meanwhile."""
         if self._since is not None:
-            self._spent = min(self._spent + max(0.0, now - self._since), 2 * self._most)
+            spent = min(self._spent + max(0.0, now - self._since), 2 * self._most)
+            # Rounds that have become shorter do not give back what was taken of long ones.
+            self._spent = max(self._spent, spent)
             self._since = None
 
 

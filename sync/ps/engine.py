@@ -61,6 +61,8 @@ __all__ = ["Engine", "merged_key"]
 _log = logging.getLogger("geofed.ps")
 _LEAST_SECONDS = 0.25
 """Of patience: processes pause, and rounds may be shorter than that."""
+_LEAST_SPARED_SECONDS = 0.1
+"""The same, for regions that others hear."""
 _LEAST_SECONDS_ALONE = 2.0
 """Where nobody is heard the others may wait for the same region, or be found by another way; and what a region makes
 alone is worth the least."""
@@ -79,7 +81,7 @@ class Engine:
         self.steering = Steering(exchange, works.codec_name, setup.steps_per_round, setup.steps)
         self.links: Callable[[], Mapping[str, LinkSample]] = dict
         """What the links to the peers have carried of late."""
-        self._punctuality, self._spared, self._pace = Punctuality(), Spared(_LEAST_SECONDS), Pace()
+        self._punctuality, self._spared, self._pace = Punctuality(), Spared(_LEAST_SPARED_SECONDS), Pace()
         self._patience: asyncio.TimerHandle | None = None
         self._calls: dict[int, asyncio.Future[Answer | None]] = {}
         self._next_call = 1

@@ -98,47 +98,47 @@ def test_one_that_is_back_may_not_fall_further_behind_than_it_has_been() -> None
     assert attendance.behind("b") == 0
 
 
-def test_moments_take_a_hundredth_of_the_time_and_no_more_than_a_tenth_of_a_round_at_once() -> None:
+def test_moments_take_little_of_the_time_and_of_a_round_at_once() -> None:
     spared, now, held = Spared(), 0.0, 0.0
     for _ in range(5000):
         now += 0.5
         seconds = spared.moment_seconds(now, 0.5)
-        assert seconds <= 0.05
+        assert seconds <= 0.03
         now, held = now + seconds, held + seconds
         spared.end(now)
-    assert held == pytest.approx(0.01 * now, rel=0.05)
+    assert held == pytest.approx(0.005 * now, rel=0.05)
 
 
 def test_what_was_not_taken_is_there_for_the_next() -> None:
     spared = Spared()
-    assert spared.hold_up_seconds(0.0, 10.0, 0.0) == pytest.approx(5.0), "half a round is there at first"
-    spared.end(5.0)
-    assert spared.hold_up_seconds(100.0, 10.0, 100.0) == pytest.approx(1.0)
+    assert spared.hold_up_seconds(0.0, 10.0, 0.0) == pytest.approx(2.5), "a quarter of a round is there at first"
+    spared.end(2.5)
+    assert spared.hold_up_seconds(100.0, 10.0, 100.0) == pytest.approx(0.5)
     spared.end(100.0)
     spared.end(300.0)
-    assert spared.hold_up_seconds(200.0, 10.0, 200.0) == pytest.approx(2.0)
+    assert spared.hold_up_seconds(200.0, 10.0, 200.0) == pytest.approx(1.0)
 
 
 def test_moments_leave_most_for_those_who_would_else_be_left_out() -> None:
     spared = Spared()
-    assert spared.moment_seconds(0.0, 10.0) == pytest.approx(1.0)
-    spared.end(1.0)
-    assert spared.moment_seconds(1.0, 10.0) == pytest.approx(0.01)
-    assert spared.hold_up_seconds(1.0, 10.0, 1.0) == pytest.approx(4.01)
+    assert spared.moment_seconds(0.0, 10.0) == pytest.approx(0.6)
+    spared.end(0.6)
+    assert spared.moment_seconds(1.0, 10.0) == pytest.approx(0.005)
+    assert spared.hold_up_seconds(1.0, 10.0, 1.0) == pytest.approx(1.905)
     spared.end(3.0)
     assert spared.moment_seconds(3.0, 10.0) == 0.0
     spared.end(3.0)
-    assert spared.moment_seconds(300.0, 10.0) == pytest.approx(1.0)
+    assert spared.moment_seconds(600.0, 10.0) == pytest.approx(0.6)
 
 
 def test_only_what_passes_after_an_update_was_due_counts() -> None:
     spared = Spared()
     for begun in range(0, 100, 10):
-        assert spared.hold_up_seconds(begun, 10.0, begun + 5.0) == pytest.approx(5.0)
+        assert spared.hold_up_seconds(begun, 10.0, begun + 5.0) == pytest.approx(2.5)
         spared.end(begun + 4.9)
     spared.hold_up_seconds(100.0, 10.0, 105.0)
-    spared.end(108.0)
-    assert spared.hold_up_seconds(108.0, 10.0, 108.0) == pytest.approx(2.08)
+    spared.end(106.0)
+    assert spared.hold_up_seconds(108.0, 10.0, 108.0) == pytest.approx(1.54)
 
 
 @given(
@@ -148,7 +148,7 @@ def test_only_what_passes_after_an_update_was_due_counts() -> None:
     ),
     st.floats(0.0, 1.0),
 )
-def test_all_the_while_no_more_passes_than_half_a_round_and_a_hundredth(
+def test_all_the_while_no_more_passes_than_a_quarter_of_a_round_and_a_two_hundredth(
     holds: list[tuple[float, float, float, float, bool]], least: float
 ) -> None:
     spared, now, held, longest = Spared(least), 0.0, 0.0, 0.0
@@ -161,7 +161,7 @@ def test_all_the_while_no_more_passes_than_half_a_round_and_a_hundredth(
         passes = min(allowed, taken)
         now, held = now + due + passes, held + passes
         spared.end(now)
-        assert held <= max(least, 0.5 * longest) + 0.01 * now + 1e-6
+        assert held <= max(least, 0.25 * longest) + 0.005 * now + 1e-6
 
 
 def test_the_next_update_is_due_after_one_and_a_half_of_the_usual_gaps() -> None:

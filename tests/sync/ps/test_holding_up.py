@@ -50,14 +50,14 @@ def _waits(folder: Path, *asked: StartPatience, quorum: int = 0) -> list[float]:
 
 def test_of_a_region_that_may_be_slow_only_what_comes_after_it_was_due_is_spared(tmp_path: Path) -> None:
     (seconds,) = _waits(tmp_path, StartPatience(20, ("b",)))
-    assert seconds == pytest.approx(0.5 + 0.5, abs=0.1), "it is due in half a second, and half a round is spared"
+    assert seconds == pytest.approx(0.5 + 0.25, abs=0.1), "due in half a second, a quarter of a round spared"
 
 
 def test_a_region_that_others_hear_is_waited_for_with_what_is_spared_alone(tmp_path: Path) -> None:
     (seconds,) = _waits(tmp_path, StartPatience(20, ("b",), elsewhere=("b",)))
-    assert seconds == pytest.approx(0.5, abs=0.1)
+    assert seconds == pytest.approx(0.25, abs=0.1)
     (seconds,) = _waits(tmp_path / "both", StartPatience(20, ("b", "c"), elsewhere=("b",)))
-    assert seconds == pytest.approx(1.0, abs=0.1), "the other one may be slow"
+    assert seconds == pytest.approx(0.75, abs=0.1), "the other one may be slow"
 
 
 def test_who_waits_because_of_its_lead_spares_nothing(tmp_path: Path) -> None:
@@ -69,4 +69,4 @@ def test_a_region_that_would_be_alone_waits_for_two_seconds_at_no_charge(tmp_pat
     alone = StartPatience(20, ("b", "c"), alone=True)
     first, second = _waits(tmp_path, alone, StartPatience(21, ("b",), elsewhere=("b",)))
     assert first == pytest.approx(2.0, abs=0.1)
-    assert second == pytest.approx(0.5, abs=0.1)
+    assert second == pytest.approx(0.25, abs=0.1)
