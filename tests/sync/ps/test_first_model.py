@@ -81,21 +81,6 @@ def test_only_those_whose_model_does_not_count_look_and_they_look_once(kind: Cal
 AUTHORITY = Authority()
 
 
-class Slow:
-    """Content that is read as slowly as a link would take it."""
-
-    def __init__(self, data: bytes, seconds_per_mib: float) -> None:
-        self._view, self._seconds = memoryview(data), seconds_per_mib
-
-    def __len__(self) -> int:
-        return len(self._view)
-
-    def __getitem__(self, piece: slice, /) -> memoryview:
-        found = self._view[piece]
-        time.sleep(len(found) / MIB * self._seconds)
-        return found
-
-
 @contextlib.asynccontextmanager
 async def _two(folder: Path, **ports: Any) -> AsyncIterator[tuple[Site, Site]]:
     sites = [Site(name, ("east", "west"), folder / name, AUTHORITY.region(name)) for name in ("east", "west")]
@@ -158,8 +143,14 @@ def test_a_model_on_its_way_is_cut_short_when_our_own_workers_have_made_it(tmp_p
         async with _two(tmp_path, bulk_port=bulk) as (east, west):
             data = np.random.default_rng(4).bytes(16 * MIB)
             manifest = east.make(0, data)
-            content = Slow(data, 0.15)
-            east.storage.path_of = lambda _: content
+            count = west.service.count_received
+
+            def slowly(caller: str, received: int) -> None:
+                # What is not read holds the sender back.
+                count(caller, received)
+                time.sleep(received / MIB * 0.15)
+
+            west.service.count_received = slowly  # type: ignore[method-assign]
             carrying = asyncio.ensure_future(east.carry(west.peer(), manifest))
             while not west.links.received_bytes:  # noqa: ASYNC110 - threads count them
                 await asyncio.sleep(0.01)
@@ -171,7 +162,7 @@ def test_a_model_on_its_way_is_cut_short_when_our_own_workers_have_made_it(tmp_p
             assert west.stored == [manifest]
             assert east.links.couriers["west"].meter.failures == 0
             # The way is fit for use.
-            east.storage.path_of = lambda m: east.path(m.region, m.sequence)
+            west.service.count_received = count  # type: ignore[method-assign]
             await east.carry(west.peer(), east.make(1, data))
             assert west.path("east", 1).read_bytes() == data
 
