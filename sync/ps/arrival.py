@@ -18,6 +18,7 @@ from sync.transport.landing import Landing
 
 __all__ = ["Arrival", "Key", "Tickets", "key_of"]
 
+_FILL_BYTES = 4 << 20
 _MOST_TICKETS = 64
 """Outstanding for one peer; the oldest is given up."""
 
@@ -68,6 +69,8 @@ class Arrival:
     stream: int = 0
     """Of the gRPC streams that bring it the newest one counts."""
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    filling: asyncio.Future[None] | None = None
+    """Takes it from what is here already, or has tried to."""
 
     def __post_init__(self) -> None:
         self.frame.parent.mkdir(parents=True, exist_ok=True)
@@ -82,18 +85,21 @@ class Arrival:
         self.landing.write(offset, data)
         self.landing.keep_record()
 
-    def fill(self, pieces: Iterable[memoryview]) -> bool:
-        """Write all of it, from what is here already; False where it has been completed meanwhile."""
+    def fill(self, pieces: Iterable[memoryview]) -> None:
+        """Write all of it, from what is here already, unless others complete it meanwhile."""
         at = 0
-        try:
-            for piece in pieces:
-                self.landing.write(at, piece)
-                at += len(piece)
-        except GeofedError as error:
-            if error.code != "FENCED":
-                raise
-            return False
-        return True
+        for piece in pieces:
+            for begin in range(0, len(piece), _FILL_BYTES):
+                part = piece[begin : begin + _FILL_BYTES]
+                try:
+                    self.landing.write(at, part)
+                except GeofedError as error:
+                    if error.code != "FENCED":
+                        raise
+                    return
+                # Hashed and flushed on the way, so that those who bring it wait for its end only shortly.
+                self.landing.settle()
+                at += len(part)
 
     def complete(self) -> None:
         """Verify the bytes and make them durable; damaged ones are dropped and must be sent again."""

@@ -164,10 +164,9 @@ class Spared:
 
     def end(self, now: float) -> None:
         """They go on. What took longer than it might is made up for as well, but no more of it than can be saved up:
-        they may have gone meanwhile."""
+        they may have gone meanwhile. Rounds that have become shorter do not give back what was taken of long ones."""
         if self._since is not None:
             spent = min(self._spent + max(0.0, now - self._since), 2 * self._most)
-            # Rounds that have become shorter do not give back what was taken of long ones.
             self._spent = max(self._spent, spent)
             self._since = None
 

@@ -62,7 +62,7 @@ _log = logging.getLogger("geofed.ps")
 _LEAST_SECONDS = 0.25
 """Of patience: processes pause, and rounds may be shorter than that."""
 _LEAST_SPARED_SECONDS = 0.1
-"""The same, for regions that others hear."""
+"""Of what can be saved up for late regions."""
 _LEAST_SECONDS_ALONE = 2.0
 """Where nobody is heard the others may wait for the same region, or be found by another way; and what a region makes
 alone is worth the least."""
@@ -248,7 +248,7 @@ class Engine:
         try:
             loop = asyncio.get_running_loop()
             first = await loop.run_in_executor(self._disk, self.works.reproduced, action)
-        except GeofedError as error:
+        except Exception as error:  # noqa: BLE001 - the thread's edge: nothing depends on it, the model comes then
             _log.warning("the first model has to come, since our workers' own cannot be read: %s", error)
             return
         if first is not None:

@@ -166,7 +166,8 @@ class ExchangeService(Intake):
         super().__init__(config.job, links.tickets)
         self._engine, self._config, self._links = engine, config, links
         self._first: Framed | None = None
-        """The model that all begin with, as our own workers make it."""
+        """The model that all begin with, as our own workers make it, until that is here."""
+        self._first_is_here = False
         engine.on_reproduced = self._reproduced
 
     # What is let in
@@ -208,7 +209,7 @@ class ExchangeService(Intake):
         return ours.pieces if (ours.digest, ours.total_bytes) == (manifest.digest, manifest.total_bytes) else None
 
     def _reproduced(self, first: Framed) -> None:
-        if self._engine.machine.sequence == NO_MODEL:
+        if self._engine.machine.sequence == NO_MODEL and not self._first_is_here:
             self._first = first
             self.supply_all()
 
@@ -217,7 +218,7 @@ class ExchangeService(Intake):
 
     def stored(self, manifest: Manifest) -> None:
         if manifest.sequence == 0:
-            self._first = None
+            self._first, self._first_is_here = None, True
         self._engine.feed(Stored(manifest))
 
     def count_received(self, caller: str, count: int) -> None:

@@ -110,6 +110,9 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
         arrival = self._incoming.get(key)
         if arrival is None or arrival.manifest.digest != manifest.digest:
             arrival = self._incoming[key] = Arrival(manifest, self.place_of(manifest))
+        elif manifest.epoch > arrival.manifest.epoch:
+            # The same bytes; under the older epoch nobody would take them any more.
+            arrival.manifest = manifest
         return arrival
 
     # What need not come
@@ -119,8 +122,18 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
         if self.judge(job, manifest, caller) is not Verdict.WANT or (pieces := self.at_hand(manifest)) is None:
             return
         arrival = self._arrival(manifest)
-        if await asyncio.to_thread(arrival.fill, pieces):
+        if arrival.filling is None:
+            # Whoever asks may hang up, and several may ask at once.
+            arrival.filling = asyncio.ensure_future(self._filled(job, arrival, pieces, caller))
+            self._keep(arrival.filling)
+        await asyncio.shield(arrival.filling)
+
+    async def _filled(self, job: str, arrival: Arrival, pieces: Sequence[memoryview], caller: str) -> None:
+        try:
+            await asyncio.to_thread(arrival.fill, pieces)
             await self._complete(job, arrival, caller)
+        except (GeofedError, OSError) as error:
+            _log.warning("what is at hand cannot be kept, so it has to come: %s", error)
 
     def supply_all(self) -> None:
         """Something new is at hand: take what is on its way in from there."""
@@ -128,10 +141,7 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
 
     async def _supply_all(self) -> None:
         for arrival in list(self._incoming.values()):
-            try:
-                await self.supply(self._job, arrival.manifest, arrival.manifest.region)
-            except GeofedError as error:
-                _log.warning("what is at hand cannot be kept, so it has to come: %s", error)
+            await self.supply(self._job, arrival.manifest, arrival.manifest.region)
 
     # Over gRPC
 

@@ -446,13 +446,15 @@ class Courier:
 
     async def _offer(self, proto: sync_pb2.UpdateManifest) -> sync_pb2.OfferReply:
         stub = await self._stub()
-        for _ in range(2):
+        for again in (False, True):
             dials = self._channel is None or self._channel.get_state() is not grpc.ChannelConnectivity.READY
             begun = time.monotonic()
             reply: sync_pb2.OfferReply = await stub.Offer(proto, timeout=self._stall_seconds)
             self.meter.sent_bytes += proto.ByteSize()
-            if not dials and not self._given_up:
-                # Of what was given up some may still be on its way, and the answer comes behind it.
+            found = reply.verdict == sync_pb2.OfferReply.VERDICT_HAVE and not again
+            if not dials and not self._given_up and not found:
+                # Of what was given up some may still be on its way, and the answer comes behind it. What the peer has
+                # found at hand it may have made durable first.
                 self.meter.rtt_ms = (time.monotonic() - begun) * 1e3
             if self.meter.rtt_ms:
                 break
@@ -507,9 +509,10 @@ class Courier:
         finally:
             watch.cancel()
             call.cancel()
-        seconds = time.monotonic() - begun
-        self.meter.rtt_ms = min(self.meter.rtt_ms, seconds * 1e3)
-        self.meter.mbps = sum(end - begin for begin, end in missing) * 8 / 1e6 / max(seconds, 1e-6)
+        seconds, lacked = time.monotonic() - begun, sum(end - begin for begin, end in missing)
+        if progress.sent_bytes >= lacked:  # else the peer has found the rest elsewhere
+            self.meter.rtt_ms = min(self.meter.rtt_ms, seconds * 1e3)
+            self.meter.mbps = lacked * 8 / 1e6 / max(seconds, 1e-6)
         self.meter.streams = 0
         self._reached = True
         return reply
@@ -551,7 +554,7 @@ class Courier:
             yield sync_pb2.UpdateChunk(manifest=head, offset=offset, data=bytes(view[offset : offset + length]))
             # The stream takes the next chunk only when the one before has left: flow control is the progress.
             self.meter.sent_bytes += length
-            progress.made()
+            progress.made(length)
             head = None
 
     async def _stub(self) -> sync_pb2_grpc.ExchangeStub:
@@ -637,9 +640,11 @@ class _Progress:
 
     def __init__(self) -> None:
         self.last = time.monotonic()
+        self.sent_bytes = 0
 
-    def made(self) -> None:
+    def made(self, sent_bytes: int) -> None:
         self.last = time.monotonic()
+        self.sent_bytes += sent_bytes
 
     async def stalled(self, seconds: float) -> None:
         """Returns once nothing has moved for that long."""

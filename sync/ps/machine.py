@@ -423,7 +423,7 @@ class Machine(abc.ABC):
         # The round's own update, once on its way to the outbox, stays what it is: only its waiters are gone.
         self._boundary = Boundary(preparing=self._boundary.preparing, applying=self._boundary.applying)
         self._attaching, self._evaluation = {}, Evaluation(self.setup.workers)
-        self._live_step = self._step
+        self._live_step, self._reproduced = self._step, False
         return [Refuse(call, "FENCED", f"attempt {attempt} has taken over") for call in stale] + self._attempt_begins()
 
     def _waiting(self) -> list[int]:

@@ -177,6 +177,8 @@ class _Receiving:
         self._tag = -1
         self._offer: sync_pb2.BulkOffer | None = None
         self._landing: Landing | None = None
+        self._told = False
+        """That there is nothing to send of it."""
 
     def run(self) -> None:
         """Until the connection ends: EOFError, OSError, or what the sender is told as ``GeofedError``."""
@@ -197,7 +199,7 @@ class _Receiving:
     def _offered(self, head: Frame) -> None:
         self._offer = sync_pb2.BulkOffer.FromString(_exactly(self._line, head.length))
         reply, self._landing = self._desk.offered(self._caller, self._offer)
-        self._tag = head.tag
+        self._tag, self._told = head.tag, self._landing is None
         self._reply(head, reply)
 
     def _chunk(self, head: Frame) -> None:
@@ -214,8 +216,10 @@ class _Receiving:
                     landing.keep_record()
             raise
         if landing is None or self._landing is None:
-            # It is whole without this chunk: the sender need not go on.
-            self._reply(Frame(Kind.OFFER, head.tag, 0, 1 << 32), self._desk.landed(self._caller, self._offer))
+            if not self._told:
+                # It is whole without this chunk: the sender need not go on.
+                self._told = True
+                self._reply(Frame(Kind.OFFER, head.tag, 0, 1 << 32), self._desk.landed(self._caller, self._offer))
             return
         if crc != head.crc:
             landing.drop(head.offset, head.length)

@@ -68,6 +68,11 @@ class Run:
         return self._acknowledged >= len(self.view)
 
     @property
+    def all_sent(self) -> bool:
+        """Or on its way; else the peer has found the rest elsewhere."""
+        return self._gone.total >= len(self.view)
+
+    @property
     def has_work(self) -> bool:
         return self._may_send and self._gone.total < len(self.view) and self.reply is None
 

@@ -47,6 +47,8 @@ class Carried:
     seconds: float
     payload_bytes: int
     """What the peer lacked."""
+    all_sent: bool
+    """All of that; else it has found the rest elsewhere."""
     streams: int
     cold: bool
     """A stream was opened for it."""
@@ -141,7 +143,7 @@ class Outbound:
             if stream.busy:
                 self._discard(stream)
         assert run.reply is not None
-        return Carried(run.reply, seconds, run.lacked, used, run.cold)
+        return Carried(run.reply, seconds, run.lacked, run.all_sent, used, run.cold)
 
     # The loop
 

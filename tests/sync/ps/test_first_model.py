@@ -160,10 +160,49 @@ def test_a_model_on_its_way_is_cut_short_when_our_own_workers_have_made_it(tmp_p
             await carrying
             assert west.links.received_bytes["east"] < len(data) * 3 / 4
             assert west.stored == [manifest]
-            assert east.links.couriers["west"].meter.failures == 0
+            meter = east.links.couriers["west"].meter
+            assert meter.failures == 0
+            assert meter.mbps == 0.0, "what was not sent tells no rate"
             # The way is fit for use.
             west.service.count_received = count  # type: ignore[method-assign]
             await east.carry(west.peer(), east.make(1, data))
             assert west.path("east", 1).read_bytes() == data
+
+    _run(within)
+
+
+def test_what_turns_out_to_be_damaged_comes_over_the_wire(tmp_path: Path) -> None:
+    async def within() -> None:
+        async with _two(tmp_path) as (east, west):
+            data = np.random.default_rng(5).bytes(2 * MIB)
+            west.service._reproduced(replace(_framed(data[::-1]), digest=framing.digest_of([data])))
+            manifest = east.make(0, data)
+            await east.carry(west.peer(), manifest)
+            assert west.path("east", 0).read_bytes() == data
+            assert west.links.received_bytes == {"east": len(data)}
+
+    _run(within)
+
+
+def test_one_whose_region_has_a_newer_epoch_by_now_is_taken_under_that(tmp_path: Path) -> None:
+    async def within() -> None:
+        async with _two(tmp_path) as (east, west):
+            data = np.random.default_rng(6).bytes(2 * MIB)
+            old = east.make(0, data)
+            west.service._arrival(old)
+            west.service._reproduced(_framed(data))
+            await west.until(functools.partial(bool, west.stored))
+            assert west.service._arrival(replace(old, epoch=2)).manifest.epoch == 2
+
+    _run(within)
+
+
+def test_a_model_that_came_first_leaves_nothing_behind(tmp_path: Path) -> None:
+    async def within() -> None:
+        async with _two(tmp_path) as (east, west):
+            data = np.random.default_rng(7).bytes(3000)
+            await east.carry(west.peer(), east.make(0, data))
+            west.service._reproduced(_framed(data))
+            assert west.service._first is None
 
     _run(within)
