@@ -26,7 +26,17 @@ from sync.layout import Vector
 from sync.ps.replica import Numbers, Replica, expanded
 from sync.wan import Contribution, ExchangeSettings, policy_named
 
-__all__ = ["REGIONS", "Link", "Outcome", "Setting", "alone", "asgd_bytes", "default_folder", "federated", "sizes"]
+__all__ = [
+    "REGIONS",
+    "Link",
+    "Outcome",
+    "Setting",
+    "alone",
+    "asgd_bytes",
+    "default_folder",
+    "federated",
+    "update_bytes",
+]
 
 REGIONS = ("ams", "fra", "lon")
 
@@ -59,7 +69,7 @@ class Outcome:
     """In per cent."""
     loss: float
     bytes_total: int = 0
-    """Over all links, with the first model."""
+    """Over all links."""
     bytes_most: int = 0
     """Over the link that carried the most."""
     seconds: float = 0.0
@@ -159,6 +169,8 @@ class _Federation:
         self.trainers, self.steps, self.link, self._exchange = trainers, steps, link, exchange
         self.interval = setting.interval
         flat = trainers[REGIONS[0]].flat
+        # Seeded alike, all have made the same, so nobody sends it (docs/wan.md).
+        assert all(np.array_equal(one.flat.vector(), flat.vector()) for one in trainers.values())
         policy, first = policy_named(setting.policy, setting.settings), flat.vector()
         codec = codec_named(setting.codec)
         self.replicas = {region: Replica(policy, exchange, codec, Numbers(first, first)) for region in REGIONS}
@@ -168,9 +180,6 @@ class _Federation:
         self._free = dict.fromkeys(self.bytes_sent, 0.0)
         """When each link has sent what was given to it."""
         self.refused, self.seconds = 0, 0.0
-        size = _framed(Float32(), first, 0)
-        arrives = [self._send(REGIONS[0], peer, size, 0.0) for peer in REGIONS[1:]]
-        self._begins = max(arrives)
 
     def run(self) -> bool:
         """False where training has diverged."""
@@ -204,9 +213,7 @@ class _Synchronous(_Federation):
     """All wait for all at the end of a round (`sync.ps.synchronous`)."""
 
     def run(self) -> bool:
-        now, done, sequence = self._begins, 0, 0
-        for trainer in self.trainers.values():
-            trainer.flat.load(self.replicas[REGIONS[0]].start)
+        now, done, sequence = 0.0, 0, 0
         while done < self.steps:
             length, sequence = min(self.interval, self.steps - done), sequence + 1
             if not all(trainer.step() for trainer in self.trainers.values() for _ in range(length)):
@@ -249,7 +256,7 @@ class _Background(_Federation):
         sites = {region: _Site() for region in REGIONS}
         for trainer in self.trainers.values():
             trainer.flat.load(self.replicas[REGIONS[0]].start)
-        sequence, now = 0, self._begins
+        sequence, now = 0, 0.0
         for step in range(1, self.steps + 1):
             now += self.link.step_seconds
             for region, trainer in self.trainers.items():
@@ -290,18 +297,16 @@ class _Background(_Federation):
 
 
 def asgd_bytes(workload: Workload, steps: int) -> int:
-    """What `asgd` sends over all links: the whole change in fp32 at every step, and the first model."""
+    """What `asgd` sends over all links: the whole change in fp32 at every step."""
     links = len(REGIONS) * (len(REGIONS) - 1)
-    return _framed(Float32(), FlatModel(workload.model()).vector(), 0) * (links * steps + len(REGIONS) - 1)
+    return _framed(Float32(), FlatModel(workload.model()).vector(), 0) * links * steps
 
 
-def sizes(workload: Workload, codec: str) -> tuple[int, int]:
-    """Bytes of the first model, and of an update; dense codecs give every update the same."""
+def update_bytes(workload: Workload, codec: str) -> int:
+    """Of an update; dense codecs give every one the same."""
     flat = FlatModel(workload.model())
     vector = flat.vector()
-    return _framed(Float32(), vector, 0), _framed(
-        with_state(codec_named(codec), flat.layout.trainable_size, vector.size), vector, 1
-    )
+    return _framed(with_state(codec_named(codec), flat.layout.trainable_size, vector.size), vector, 1)
 
 
 def _framed(codec: Codec, vector: Vector, sequence: int) -> int:

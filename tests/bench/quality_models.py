@@ -103,8 +103,8 @@ def _adamw(module: nn.Module, rate: float) -> torch.optim.Optimizer:
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("lenet-mnist", mnist, _lenet, _sgd, (0.01, 0.03, 0.06), 32, 1000),
-        Workload("resnet-cifar", cifar, _resnet, _sgd, (0.05, 0.1, 0.2), 32, 1000),
-        Workload("transformer-text", shakespeare, _Transformer, _adamw, (4e-3, 8e-3, 16e-3), 8, 1000),
+        Workload("lenet-mnist", mnist, _lenet, _sgd, (0.01, 0.03, 0.06), 32, 2000),
+        Workload("resnet-cifar", cifar, _resnet, _sgd, (0.05, 0.1, 0.2), 32, 2000),
+        Workload("transformer-text", shakespeare, _Transformer, _adamw, (4e-3, 8e-3, 16e-3), 8, 2000),
     )
 }

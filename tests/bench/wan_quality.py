@@ -5,11 +5,12 @@
 Three regions, real gradients, in one process and in virtual time (quality_federation.py); links of 100 Mbit/s and 30
 ms, 50 ms of compute a step. Each workload has one split that is IID and one with Dirichlet(0.3) labels.
 
-The yardstick is one site that holds all data and sees as many samples: with the regions' batches together in as many
-steps, and with one region's batch in three times as many steps; whichever is better counts, seed by seed the same one.
-Every contender chooses its learning rate out of the workload's three with a seed of its own, which is not measured.
-Points are per cent of accuracy, of tokens for text. Bytes are those of framed updates over all six links, the first
-model included, which travels whole to each peer once; `asgd` sends the whole change at every step in fp32.
+The yardstick is one site that holds all data and trains synchronously on as many samples: the regions' batches together
+in as many steps. One region's batch in three times as many steps, which no exchange between regions can make, is shown
+beside it, and so is `bsp`, the exact mean of three regions after every step: the most that exchanging can give. Every
+contender chooses its learning rate out of the workload's three with a seed of its own, which is not measured.
+Points are per cent of accuracy, of tokens for text. Bytes are those of framed updates over all six links; `asgd` sends
+the whole change at every step in fp32. The regions make the first model themselves, seeded alike.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 
 import torch
 from quality_data import Data
-from quality_federation import REGIONS, Outcome, Setting, alone, asgd_bytes, default_folder, federated, sizes
+from quality_federation import REGIONS, Outcome, Setting, alone, asgd_bytes, default_folder, federated, update_bytes
 from quality_models import WORKLOADS, Workload
 from report import Bar, Report, options
 
@@ -39,7 +40,8 @@ LEAST_RATIO = 500.0
 TUNING_SEED = 1000
 STUDENT = {1: math.nan, 2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 """97.5 % quantiles of Student's t, by the number of values."""
-ALONE = {"one site, batch x 3": 3, "one site, batch x 1": 1}
+YARDSTICK = "one site, batch x 3"
+ALONE = {YARDSTICK: 3, "one site, batch x 1": 1}
 """How many of a region's batches it takes at once."""
 DEFAULT = "sparing"
 """The setting that the bars are about; what `wan: auto` takes depends on links and speeds, which a virtual WAN only
@@ -64,6 +66,7 @@ def contenders(workload: Workload, steps: int) -> dict[str, Setting]:
     """Those with WAN exchange, for a job of so many steps."""
     found = [
         default(workload, steps),
+        Setting("bsp", "bsp", 1),
         Setting("ma-int8", "ma", max(1, steps // 6), "int8"),
         Setting("asgd-ga-f8", "asgd-ga", 8, "fp32", {"background": 1.0}),
     ]
@@ -71,14 +74,9 @@ def contenders(workload: Workload, steps: int) -> dict[str, Setting]:
 
 
 def default(workload: Workload, steps: int) -> Setting:
-    """Where bytes count most: as many rounds as 1/500 of asgd's bytes allow for, and no more than one in 16 steps.
-
-    In a job of S steps and n regions asgd sends S models over a link; 1/n of the links carry the first model. With c
-    for an encoded update over a model in fp32, R rounds fit into S / 500 - 1 / n >= R c.
-    """
-    first, update = sizes(workload, CODEC)
-    for_updates = asgd_bytes(workload, steps) / LEAST_RATIO - (len(REGIONS) - 1) * first
-    rounds = int(for_updates // (len(REGIONS) * (len(REGIONS) - 1) * update))
+    """Where bytes count most: as many rounds as 1/500 of asgd's bytes allow for, and no more than one in 16 steps."""
+    a_round = len(REGIONS) * (len(REGIONS) - 1) * update_bytes(workload, CODEC)
+    rounds = int(asgd_bytes(workload, steps) / LEAST_RATIO // a_round)
     # A job too short for both is to learn first of all.
     interval = max(16, math.ceil(steps / max(FEWEST_ROUNDS, rounds)))
     return Setting(DEFAULT, "diloco", min(interval, steps), CODEC, {"lr": 1.0, "momentum": 0.5})
@@ -119,7 +117,7 @@ def _more(parser: ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="runs at once; default: 2")
     parser.add_argument("--workloads", default="", help="some of " + ", ".join(WORKLOADS))
     parser.add_argument(
-        "--only", default="", help="some of the contenders with WAN exchange: sparing, ma-int8, asgd-ga-f8"
+        "--only", default="", help="some of the contenders with WAN exchange: sparing, bsp, ma-int8, asgd-ga-f8"
     )
     parser.add_argument("--verbose", action="store_true", help="every run, as it ends")
     parser.add_argument("--untuned", action="store_true", help="every contender with the workload's middle rate")
@@ -148,14 +146,14 @@ def _workload(name: str, given: Namespace, seeds: int, pool: ProcessPoolExecutor
     jobs = [replace(row, seed=seed) for row in chosen for seed in range(1, seeds + 1)]
     outcomes = run(jobs)
     found = {(row.contender, row.split): outcomes[at * seeds : (at + 1) * seeds] for at, row in enumerate(chosen)}
-    best = max(ALONE, key=lambda one: statistics.mean(o.accuracy for o in found[one, "iid"]))
-    _show(workload, steps, best, found, rate, report)
+    _show(workload, steps, found, rate, report)
 
 
 def _rates(
     workload: Workload, rows: Sequence[Job], steps: int, given: Namespace, run: Callable[[Sequence[Job]], list[Outcome]]
 ) -> dict[str, float]:
-    """The learning rate that suits each contender best, of as many for each; IID data decides."""
+    """The learning rate that suits each contender best, of as many for each; IID data decides, and the loss: of one
+    seed it tells more than the accuracy, which counts samples."""
     judged = [row for row in rows if row.split == "iid"]
     if given.quick or given.untuned:
         return {row.contender: workload.rates[1] for row in judged}
@@ -163,21 +161,21 @@ def _rates(
     count = len(workload.rates)
     best: dict[str, float] = {}
     for at, row in enumerate(judged):
-        accuracies = [outcome.accuracy for outcome in tried[at * count : (at + 1) * count]]
-        best[row.contender] = workload.rates[accuracies.index(max(accuracies))]
+        losses = [outcome.loss for outcome in tried[at * count : (at + 1) * count]]
+        best[row.contender] = workload.rates[losses.index(min(losses))]
     return best
 
 
 def _show(
-    workload: Workload, steps: int, best: str,
+    workload: Workload, steps: int,
     found: dict[tuple[str, str], list[Outcome]], rates: dict[str, float], report: Report,
 ) -> None:  # fmt: skip
     dense = asgd_bytes(workload, steps)
-    print(f"\n{workload.name}, {steps} steps of {workload.batch} in each of 3 regions; yardstick: {best}")
+    print(f"\n{workload.name}, {steps} steps of {workload.batch} in each of 3 regions; yardstick: {YARDSTICK}")
     print(f"{'contender':<22} {'split':<14} {'rate':>6} {'accuracy':>8} {'points (95 %)':>16} {'loss':>7}", end=" ")
     print(f"{'kB/step/link':>13} {'total MB':>9} {'asgd over it':>12} {'virtual s':>10}")
     for (contender, split_name), outcomes in found.items():
-        against = [o.accuracy - y.accuracy for o, y in zip(outcomes, found[best, "iid"], strict=True)]
+        against = [o.accuracy - y.accuracy for o, y in zip(outcomes, found[YARDSTICK, "iid"], strict=True)]
         mean, half = interval(against)
         sent = statistics.mean(o.bytes_total for o in outcomes)
         ratio = dense / sent if sent else math.inf
