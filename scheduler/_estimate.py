@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from scheduler._codec import (
@@ -138,9 +138,12 @@ def estimate(plan: Plan, snapshot: Snapshot, over: Routes | None = None) -> Esti
     total_bytes = float(sum(link_bytes.values()))
     size_low, size_high = _SIZES_KNOWN if snapshot.model_bytes else UNKNOWN_SIZE
     copied, paid = _copies(plan.copies, regions)
+    wan_bytes = _with(total_bytes, size_low, size_high, float(sum(copied.values())))
+    # Where regions make the same first model, it does not travel.
+    wan_bytes = replace(wan_bytes, low=wan_bytes.low - len(over.way) * first * size_low)
     return Estimate(
         seconds=Range(seconds * low, seconds, seconds * high),
-        wan_bytes=_with(total_bytes, size_low, size_high, float(sum(copied.values()))),
+        wan_bytes=wan_bytes,
         usd=_with(usd, min(low, size_low), high, sum(cost.usd for cost in paid)),
         items=(*items, *paid),
         link_bytes={link: link_bytes.get(link, 0) + copied.get(link, 0) for link in {**link_bytes, **copied}},

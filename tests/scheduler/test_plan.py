@@ -321,7 +321,7 @@ def test_a_size_that_is_known_leaves_no_doubt_of_the_bytes() -> None:
     known = planned(Snapshot((region("a"), region("b")), model_bytes=4000, counted=True), demand()).estimate
     assert guess.model_basis == "prior"
     assert guess.wan_bytes.high > 1000 * guess.wan_bytes.low
-    assert known.wan_bytes.high < 1.3 * known.wan_bytes.low
+    assert known.wan_bytes.high < 1.7 * known.wan_bytes.low, "with and without the first model on its way"
     # How quick it is was guessed in both.
     assert known.seconds.high == pytest.approx(known.seconds.expected * 5)
 
