@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
 from scheduler._codec import (
@@ -138,12 +138,11 @@ def estimate(plan: Plan, snapshot: Snapshot, over: Routes | None = None) -> Esti
     total_bytes = float(sum(link_bytes.values()))
     size_low, size_high = _SIZES_KNOWN if snapshot.model_bytes else UNKNOWN_SIZE
     copied, paid = _copies(plan.copies, regions)
-    wan_bytes = _with(total_bytes, size_low, size_high, float(sum(copied.values())))
     # Where regions make the same first model, it does not travel.
-    wan_bytes = replace(wan_bytes, low=wan_bytes.low - len(over.way) * first * size_low)
+    first_models = float(len(over.way) * first)
     return Estimate(
         seconds=Range(seconds * low, seconds, seconds * high),
-        wan_bytes=wan_bytes,
+        wan_bytes=_with(total_bytes, size_low, size_high, float(sum(copied.values())), first_models),
         usd=_with(usd, min(low, size_low), high, sum(cost.usd for cost in paid)),
         items=(*items, *paid),
         link_bytes={link: link_bytes.get(link, 0) + copied.get(link, 0) for link in {**link_bytes, **copied}},
@@ -303,10 +302,10 @@ def _ways_from(source: str, topology: Topology, table: LinkTable, update_bytes: 
     return reached
 
 
-def _with(amount: float, low: float, high: float, copied: float) -> Range:
-    """A sum whose one part is as sure as the sizes of files are."""
+def _with(amount: float, low: float, high: float, copied: float, dispensable: float = 0.0) -> Range:
+    """A sum whose one part is as sure as the sizes of files are; of the other, ``dispensable`` may not come about."""
     sure_low, sure_high = _SIZES_KNOWN
-    return Range(amount * low + copied * sure_low, amount + copied, amount * high + copied * sure_high)
+    return Range((amount - dispensable) * low + copied * sure_low, amount + copied, amount * high + copied * sure_high)
 
 
 def _copies(copies: Sequence[Copy], regions: Mapping[str, Region]) -> tuple[dict[str, int], list[Cost]]:

@@ -24,11 +24,9 @@ __all__ = ["ScalingSettings", "ScalingTuner", "learning_rate_factor"]
 
 _SPEEDS = 20
 """Of the last so many steps, the median is what a number of workers takes."""
-
-
 _TOLD_BY = 2
-"""Times as many workers make between one and so many times the progress in a step, by the noise, which their leaving
-tells."""
+"""Times the workers that it would have, to begin with: so many make a step worth once to twice as much, by the noise,
+and when half of them leave the losses tell by how much."""
 
 
 @dataclass(frozen=True)

@@ -136,9 +136,8 @@ class BulkWay:
 
     def _measure(self, carried: Carried) -> None:
         self.used_streams = carried.streams
-        if carried.reply.verdict != sync_pb2.OfferReply.VERDICT_HAVE or not carried.payload_bytes:
-            return
-        if not carried.all_sent:
+        durable = carried.reply.verdict == sync_pb2.OfferReply.VERDICT_HAVE
+        if not (durable and carried.payload_bytes and carried.all_sent):
             return
         self.mbps = carried.payload_bytes * 8 / 1e6 / max(carried.seconds, 1e-6)
         self._outbound.mbps = max(self.mbps, self._outbound.mbps * 0.8)

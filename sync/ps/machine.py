@@ -169,6 +169,7 @@ class Machine(abc.ABC):
         self._merge, self._evaluation = StepMerge(setup.workers), Evaluation(setup.workers)
         self._attaching: dict[int, Attached] = {}
         self._reproduced = False
+        """Whether this attempt's workers' own first model was looked at, where it is another region's that counts."""
         self._metrics = recovered.metrics
         self._loss, self._speed = 0.0, 0.0
         self.step_seconds = 0.0
