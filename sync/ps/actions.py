@@ -90,6 +90,7 @@ class Prepare:
     stretch: int = 1
     ends: int = 0
     """As the manifest tells it."""
+    round_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -174,9 +175,12 @@ class StartPatience:
 
 @dataclass(frozen=True)
 class StartPause:
-    """Say `PauseOver` for the round, which this region makes alone, once it would usually have come to it."""
+    """Say `PauseOver` for the round once other regions end it, too."""
 
     sequence: int
+    slower: tuple[tuple[str, float], ...] = ()
+    """Those that are slower than this region, and how many seconds their rounds take; none: this region makes the round
+    alone, and ends it once it would usually have come to it."""
 
 
 @dataclass(frozen=True)

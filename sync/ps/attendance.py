@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -19,9 +21,10 @@ _HOLD_UP_GAPS = 1.25
 come up; one whose updates come by fits and starts would need many, and is heard without being waited for."""
 _WEIGHT = 0.2
 """Of the newest gap in the mean."""
-_DUE_GAPS = 1.5
-"""Of a region's usual gaps after the last update the next one is due; who is slow but steady is waited for until then,
-at no charge: the end of the job waits for it as well."""
+_DUE_GAPS, _GAPS_KEPT, _SLOWER = 1.5, 5, 1.1
+"""Of a region's usual gaps, the median of so many, after the last update the next one is due. Who is slow but steady,
+by so much slower than our own rounds, is waited for until then at no charge: the end of the job waits for it as well.
+Who keeps our pace and is late has been away, and the others would lose for good what they wait."""
 _SPARED = 0.005
 """Of the time may pass in waiting for regions that are late, so that they catch up in the long run."""
 _SPARED_MOST = 0.25
@@ -87,6 +90,7 @@ class Punctuality:
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
         self._gap: dict[str, float] = {}
+        self._gaps: dict[str, deque[float]] = {}
         self._began: dict[str, float] = {}
         """When one was waited for of which nothing had come."""
         self._went_on = float("-inf")
@@ -95,6 +99,7 @@ class Punctuality:
         """An update of a region, this one or another, has become durable here."""
         if (last := self._last.get(region)) is not None:
             gap = now - last
+            self._gaps.setdefault(region, deque(maxlen=_GAPS_KEPT)).append(gap)
             mean = self._gap.get(region, gap)
             self._gap[region] = (1 - _WEIGHT) * mean + _WEIGHT * min(gap, _LONGEST_GAP * mean)
         self._last[region] = now
@@ -123,10 +128,12 @@ class Punctuality:
             ends.append(max(last, self._went_on) + max(least_seconds, _GAPS * self._gap.get(region, slowest)))
         return max(ends) - now
 
-    def due_at(self, regions: Iterable[str], now: float) -> float:
-        """When the next updates of all of these regions are due at the latest by the pace that they come at; now, where
-        that is past."""
-        dues = (self._last[one] + _DUE_GAPS * self._gap[one] for one in regions if one in self._gap)
+    def due_at(self, regions: Iterable[str], now: float, round_seconds: float = 0.0) -> float:
+        """When the next updates of those of these regions that are slow are due at the latest by the pace that they
+        come at; now, where that is past. Slow is whose updates are farther apart than our rounds of ``round_seconds``
+        would be if nothing held them up; where that is 0 it is not known, and all count as slow."""
+        usual = {one: statistics.median(self._gaps[one]) for one in regions if one in self._gaps}
+        dues = (self._last[one] + _DUE_GAPS * gap for one, gap in usual.items() if gap > _SLOWER * round_seconds)
         return max((now, *dues))
 
     def hold_up_seconds(self, region: str, late: Iterable[str], least_seconds: float = 0.0) -> float:

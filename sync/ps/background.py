@@ -35,6 +35,7 @@ from sync.ps.actions import (
 )
 from sync.ps.answers import AttachAnswer, BoundaryAnswer
 from sync.ps.attendance import Attendance
+from sync.ps.cadence import Tempo
 from sync.ps.crew import Evaluation
 from sync.ps.events import Applied, BoundaryArrived, GraceOver, Logged, PatienceOver, PauseOver, Restarted
 from sync.ps.ledger import NO_MODEL
@@ -95,6 +96,7 @@ class Background(Machine):
         """The round for which patience is running out."""
         self._pause = self._pause_over = 0
         """The round before which the workers were last held up because this region is alone, and that may be ended."""
+        self._tempo = Tempo()
         self.stretch = 1
         """Times the planned interval that rounds should last, as seen from here."""
         self._stretches = {
@@ -137,6 +139,7 @@ class Background(Machine):
 
     def _heard(self, manifest: Manifest) -> list[Action]:
         self._told_to_end |= bool(manifest.ends)
+        self._tempo.made(manifest.region, manifest.round_seconds)
         return []
 
     def _expects(self, manifest: Manifest) -> bool:
@@ -219,7 +222,7 @@ class Background(Machine):
             return self._lose_patience(ended, late)
         if self._pending is not None:
             return self._try_apply()
-        if self._alone and self._pause_over <= self._ended_sequence:
+        if self._pause_over <= self._ended_sequence and (self._alone or self._slower):
             return self._pauses(self._ended_sequence + 1)
         agreed = self._agreed()
         if isinstance(agreed, Failed):
@@ -235,6 +238,7 @@ class Background(Machine):
     def _was_logged(self, event: Logged) -> list[Action]:
         self._logging = False
         self._ended = event.log
+        self._tempo.made(self.setup.region, self.round_seconds)
         self._own_last = self.setup.is_last(event.log)
         self._state_key = event.log.state_key or self._state_key
         actions: list[Action] = []
@@ -302,6 +306,7 @@ class Background(Machine):
             last=self.setup.is_last(ended),
             stretch=self.stretch,
             ends=ended.sequence if ended.step < self.setup.steps and ended.last else 0,
+            round_seconds=self.round_seconds,
         )
 
     def _mergeable(self) -> list[Manifest]:
@@ -400,6 +405,16 @@ class Background(Machine):
         return self._try_apply()
 
     @property
+    def usual_round_seconds(self) -> float:
+        return self._tempo.usual(self.setup.region)
+
+    @property
+    def held_up(self) -> bool:
+        if len(self._boundary.arrived) < self.setup.workers or self._logging:
+            return False
+        return self._pause > max(self._pause_over, self._ended_sequence) or bool(self._late())
+
+    @property
     def _alone(self) -> bool:
         """Nobody that still trains is waited for, and nobody is further than this region."""
         absent = self._attendance.absent
@@ -408,13 +423,23 @@ class Background(Machine):
         training = [region for region in absent if not self.ledger.has_ended(region)]
         return bool(training) and all(self.ledger.newest(region) < self._ended_sequence for region in training)
 
+    @property
+    def _slower(self) -> dict[str, float]:
+        """Regions that still train and are not absent whose rounds take longer than ours, and how many seconds."""
+        if self.setup.quorum:
+            return {}
+        gone = {*self._attendance.absent, *self._lasts}
+        training = [one for one in self.setup.others if one not in gone and not self.ledger.has_ended(one)]
+        return self._tempo.slower_than(self.setup.region, training)
+
     def _pauses(self, sequence: int) -> list[Action]:
-        """Alone it makes its rounds no faster than with the others: who waits for nobody is through with the job where
-        rounds are short, before anybody is heard again, and what it makes alone is worth the least."""
+        """With others that are slower it ends its rounds when they do (`sync.ps.cadence`). Alone it makes them no
+        faster than with the others: who waits for nobody is through with the job where rounds are short, before anybody
+        is heard again, and what it makes alone is worth the least."""
         if self._pause >= sequence:
             return []
         self._pause = sequence
-        return [StartPause(sequence)]
+        return [StartPause(sequence, tuple(sorted(self._slower.items())))]
 
     def _pause_is_over(self, event: PauseOver) -> list[Action]:
         self._pause_over = max(self._pause_over, event.sequence)
@@ -491,7 +516,8 @@ class Background(Machine):
             return "finished"
         if self._sequence == NO_MODEL:
             return "starting"
-        held = self._own_last or (bool(self._boundary.arrived) and (self._pending is not None or bool(self._late())))
+        merging = bool(self._boundary.arrived) and (self._pending is not None or bool(self._late()))
+        held = self._own_last or self.held_up or merging
         return "exchanging" if held else "training"
 
     def _condition(self) -> str:
@@ -506,6 +532,8 @@ class Background(Machine):
             if self.setup.quorum:
                 return f"{self.setup.lead} rounds ahead of {', '.join(late)}"
             return f"waiting for round {self._awaited_round(late[0])} of {', '.join(late)}"
+        if self.held_up and (slower := self._slower):
+            return f"in step with {', '.join(slower)}"
         if self._attendance.absent:
             return f"going on without {', '.join(self._attendance.absent)}"
         return ""

@@ -39,12 +39,14 @@ from sync.ps.actions import (
 from sync.ps.answers import Answer
 from sync.ps.attendance import Pace, Punctuality, Spared
 from sync.ps.background import FIRST, Background
+from sync.ps.cadence import Cadence
 from sync.ps.events import (
     Applied,
     CallGone,
     Configured,
     Event,
     GraceOver,
+    Logged,
     PatienceOver,
     PauseOver,
     Prepared,
@@ -82,6 +84,7 @@ class Engine:
         self.links: Callable[[], Mapping[str, LinkSample]] = dict
         """What the links to the peers have carried of late."""
         self._punctuality, self._spared, self._pace = Punctuality(), Spared(_LEAST_SPARED_SECONDS), Pace()
+        self._cadence = Cadence()
         self._patience: asyncio.TimerHandle | None = None
         self._calls: dict[int, asyncio.Future[Answer | None]] = {}
         self._next_call = 1
@@ -117,11 +120,18 @@ class Engine:
 
     def feed(self, event: Event) -> None:
         """Give the machine an event and carry out what it answers."""
+        now = time.monotonic()
         if isinstance(event, Stored | Prepared) and event.manifest.sequence >= FIRST:  # the start is nobody's pace
-            self._punctuality.came(event.manifest.region, time.monotonic())
+            self._punctuality.came(event.manifest.region, now)
+        if isinstance(event, Stored):
+            self._cadence.came(event.manifest.region, event.manifest.sequence, now)
+        if isinstance(event, Logged):
+            self.machine.round_seconds = self._cadence.next_round(now)
         actions = self.machine.handle(event)
+        self._cadence.held_up(now, self.machine.held_up)
         if any(isinstance(action, Log) for action in actions):  # a merge that waited as well is made before that
             self._spared.end(time.monotonic())
+            self._wait_no_more()
         for action in actions:
             self._carry_out(action)
         self._watch_exchange()
@@ -185,7 +195,7 @@ class Engine:
             case StartPatience():
                 self._hold_up(action)
             case StartPause():
-                pause = self._pace.pause_seconds(action.sequence, time.monotonic(), self._usual_gap())
+                pause = self._pause_seconds(action)
                 asyncio.get_running_loop().call_later(pause, self.feed, PauseOver(action.sequence))
             case Ship():
                 self.on_ship(action)
@@ -198,6 +208,14 @@ class Engine:
         if setup.quorum:
             return self._grace_seconds
         return self._spared.moment_seconds(time.monotonic(), self._punctuality.gap_seconds(setup.region))
+
+    def _pause_seconds(self, pause: StartPause) -> float:
+        now = time.monotonic()
+        if not pause.slower:
+            return self._pace.pause_seconds(pause.sequence, now, self._usual_gap())
+        update_bytes = self.machine.progress.update_bytes
+        ways = {peer: _way_seconds(link, update_bytes) for peer, link in self.links().items()}
+        return self._cadence.pause_seconds(pause.sequence, dict(pause.slower), now, ways)
 
     def _usual_gap(self) -> float:
         """Seconds from round to round while all hear each other; nobody keeps up with more than one in a round trip.
@@ -215,15 +233,15 @@ class Engine:
             return
         until = now + self._punctuality.hold_up_seconds(setup.region, late.regions, _LEAST_SECONDS)
         if not setup.quorum and math.isfinite(until):  # a lead says how far this region may be ahead
-            due = self._punctuality.due_at({*late.regions} - {*late.elsewhere}, now)
+            regions = {*late.regions} - {*late.elsewhere}
+            due = self._punctuality.due_at(regions, now, self.machine.usual_round_seconds)
             spared = self._spared.hold_up_seconds(now, self._punctuality.gap_seconds(setup.region), due)
             until = min(until, due + spared)
         self._wait_for(late, until=until)
 
     def _wait_for(self, late: StartPatience, *, least_seconds: float = 0.0, until: float = math.inf) -> None:
         """Until these are late. Patience begins anew with each update of theirs: they may have rounds to catch up."""
-        if self._patience is not None:
-            self._patience.cancel()
+        self._wait_no_more()
         now, work = time.monotonic(), self.machine.step_seconds * self.works.setup.steps_per_round
         patience = self._punctuality.patience_seconds(late.regions, now, _LEAST_SECONDS, work)
         seconds = min(max(patience, least_seconds), until - now)
@@ -233,6 +251,11 @@ class Engine:
         else:
             self._punctuality.went_on(now)
             self.feed(PatienceOver(late.sequence, late.regions))
+
+    def _wait_no_more(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def _answer(self, call: int, settle: Callable[[asyncio.Future[Answer | None]], None]) -> None:
         future = self._calls.get(call)
@@ -302,6 +325,12 @@ class Engine:
         while pending := [task for task in self._tasks if not task.done()]:
             await asyncio.wait(pending)
         self._disk.shutdown()
+
+
+def _way_seconds(link: LinkSample, update_bytes: int) -> float:
+    """An update's, from one end to the other, taking both directions for alike."""
+    sending = 8e-6 * update_bytes / link.goodput_mbps if link.goodput_mbps else 0.0
+    return link.rtt_ms / 2e3 + sending
 
 
 def _machine_of(works: Works, setup: Setup) -> Machine:

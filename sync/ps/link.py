@@ -91,6 +91,7 @@ def manifest_to_proto(job: str, manifest: Manifest) -> sync_pb2.UpdateManifest:
         ends=manifest.ends,
         first=manifest.first,
         takes_sums=manifest.takes_sums,
+        round_seconds=manifest.round_seconds,
     )
 
 
@@ -110,6 +111,7 @@ def manifest_of(proto: sync_pb2.UpdateManifest) -> Manifest:
         proto.ends,
         proto.first,
         proto.takes_sums,
+        proto.round_seconds if math.isfinite(proto.round_seconds) else 0.0,
     )
 
 

@@ -174,6 +174,8 @@ class Machine(abc.ABC):
         self._loss, self._speed = 0.0, 0.0
         self.step_seconds = 0.0
         """Compute of one step in the last round; 0: not known."""
+        self.round_seconds = 0.0
+        """What the last round took, without what our workers were held up for other regions; 0: not known."""
         self._live_step = recovered.step
         self._told_to_end = False
         """The job is to end before its plan."""
@@ -294,6 +296,17 @@ class Machine(abc.ABC):
     @abc.abstractmethod
     def _phase(self) -> str:
         """starting, training, exchanging, finished or failed."""
+
+    @property
+    def usual_round_seconds(self) -> float:
+        """What our rounds usually take, without what holds our workers up; 0: not known."""
+        return 0.0
+
+    @property
+    def held_up(self) -> bool:
+        """Our workers have come to the end of a round, and other regions are what they wait for: told of background
+        exchange only."""
+        return False
 
     def _heard(self, manifest: Manifest) -> list[Action]:
         """Another region's update is here, not merged yet."""

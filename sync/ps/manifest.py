@@ -38,6 +38,8 @@ class Manifest:
     """The first of the rounds whose changes it sums up, up to its sequence; 0: it is that of one round."""
     takes_sums: bool = False
     """Its region understands updates that sum up several rounds."""
+    round_seconds: float = 0.0
+    """What the round took the region, without what it was held up for others; 0: it does not say."""
 
     @property
     def begins(self) -> int:

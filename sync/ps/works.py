@@ -309,6 +309,7 @@ class Works:
             action.stretch,
             ends=action.ends,
             takes_sums=self.setup.sums,
+            round_seconds=action.round_seconds,
         )
         self.storage.keep_update(manifest, framed.pieces, storing.result)
         self._made = framed.digest, *sent

@@ -158,6 +158,8 @@ class Site:
         self.told_to_end = False
         """Its agent has heard that the job is to end before its plan, and keeps it."""
         self.began = False
+        self.round_seconds = 0.0
+        """What its rounds take, as it says."""
         self.lives = 0
         """How often the state was lost: an update that is made again is another one."""
         self.epoch, self.attempt = 1, 1
@@ -295,7 +297,7 @@ class Site:
                 digest = f"{self.name}:{action.sequence}:{action.model_key}{'*' * self.lives}"
                 made = Manifest(
                     self.name, action.epoch, action.sequence, digest, 1, action.weight, action.seen, action.last,
-                    ends=action.ends, takes_sums=self.setup.sums,
+                    ends=action.ends, takes_sums=self.setup.sums, round_seconds=action.round_seconds,
                 )  # fmt: skip
                 disk.outbox[action.sequence] = made
                 return Prepared(made)
@@ -305,6 +307,8 @@ class Site:
                 if self.setup.background:
                     self._nobody_is_left_behind(action.sequence - 1)
                 disk.ended = action
+                assert self.machine is not None
+                self.machine.round_seconds = self.round_seconds
                 return Logged(action)
             case Restart():
                 disk.attempt = action.attempt

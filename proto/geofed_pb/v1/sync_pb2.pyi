@@ -39,7 +39,7 @@ class FetchRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., checkpoint: bool = ..., region: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class UpdateManifest(_message.Message):
-    __slots__ = ("job", "region", "epoch", "sequence", "digest", "total_bytes", "weight", "seen", "last", "stretch", "settled", "ends", "first", "takes_sums")
+    __slots__ = ("job", "region", "epoch", "sequence", "digest", "total_bytes", "weight", "seen", "last", "stretch", "settled", "ends", "first", "takes_sums", "round_seconds")
     class SeenEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,7 @@ class UpdateManifest(_message.Message):
     ENDS_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     TAKES_SUMS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_SECONDS_FIELD_NUMBER: _ClassVar[int]
     job: str
     region: str
     epoch: int
@@ -75,7 +76,8 @@ class UpdateManifest(_message.Message):
     ends: int
     first: int
     takes_sums: bool
-    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., weight: _Optional[float] = ..., seen: _Optional[_Mapping[str, int]] = ..., last: bool = ..., stretch: _Optional[int] = ..., settled: _Optional[int] = ..., ends: _Optional[int] = ..., first: _Optional[int] = ..., takes_sums: bool = ...) -> None: ...
+    round_seconds: float
+    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., weight: _Optional[float] = ..., seen: _Optional[_Mapping[str, int]] = ..., last: bool = ..., stretch: _Optional[int] = ..., settled: _Optional[int] = ..., ends: _Optional[int] = ..., first: _Optional[int] = ..., takes_sums: bool = ..., round_seconds: _Optional[float] = ...) -> None: ...
 
 class OfferReply(_message.Message):
     __slots__ = ("verdict", "have_bytes", "have", "bulk_port", "ticket", "next")

@@ -176,6 +176,25 @@ def test_the_next_update_is_due_after_one_and_a_half_of_the_usual_gaps() -> None
     assert punctuality.due_at([], 12.0) == 12.0
 
 
+def test_only_what_is_slow_is_due_later_than_now() -> None:
+    """Who keeps our pace and is late has been away: waiting for it is lost for good."""
+    punctuality = Punctuality()
+    for now in range(10):
+        punctuality.came("b", float(now))
+        punctuality.came("c", 2.0 * now)
+    assert punctuality.due_at(["b"], 9.5, round_seconds=1.0) == 9.5
+    assert punctuality.due_at(["b"], 9.5, round_seconds=0.8) == pytest.approx(10.5)
+    assert punctuality.due_at(["b", "c"], 9.5, round_seconds=1.0) == pytest.approx(21.0)
+
+
+def test_an_absence_makes_nobody_slow() -> None:
+    punctuality = Punctuality()
+    for now in (0.0, 1.0, 2.0, 3.0, 9.0, 10.0):
+        punctuality.came("b", now)
+    assert punctuality.due_at(["b"], 10.1, round_seconds=1.0) == 10.1
+    assert punctuality.due_at(["b"], 10.1) == pytest.approx(11.5)
+
+
 def test_rounds_made_alone_are_a_tenth_nearer_than_usual_at_most() -> None:
     pace, now = Pace(), 100.0
     for sequence in range(7, 107):

@@ -245,6 +245,7 @@ class Site:
         self.works = Works(self.setup, self.storage, self.channel, policy, codec, exchange, SHARES)
         machine = Background(self.setup, self.works.recover())
         self.machine = machine
+        machine.round_seconds = 1.0 + REGIONS.index(self.name)
         peers = tuple(Peer(name, 1, "") for name in REGIONS if name != self.name)
         self.feed(Configured(1, self.worker.attempt, peers))
 

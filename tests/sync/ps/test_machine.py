@@ -119,6 +119,10 @@ class AnythingMayHappen(RuleBasedStateMachine):
         self._site(site).told_to_end = True
         self.all.configure(self._site(site).name)
 
+    @rule(site=_NUMBERS, seconds=st.sampled_from([0.0, 1.0, 2.0]))
+    def a_region_gets_faster_or_slower(self, site: int, seconds: float) -> None:
+        self._site(site).round_seconds = seconds
+
     @rule(site=_NUMBERS)
     def a_zombie_speaks(self, site: int) -> None:
         self._site(site).zombie_calls()
