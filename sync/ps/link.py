@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -451,7 +452,7 @@ class Courier:
         for again in (False, True):
             dials = self._channel is None or self._channel.get_state() is not grpc.ChannelConnectivity.READY
             begun = time.monotonic()
-            reply: sync_pb2.OfferReply = await stub.Offer(proto, timeout=self._stall_seconds)
+            reply = await self._unless_given_up(stub.Offer(proto, timeout=self._stall_seconds), _Progress())
             self.meter.sent_bytes += proto.ByteSize()
             found = reply.verdict == sync_pb2.OfferReply.VERDICT_HAVE and not again
             if not dials and not self._given_up and not found:
@@ -502,15 +503,7 @@ class Courier:
         missing = Ranges(have).missing(0, manifest.total_bytes)
         begun = time.monotonic()
         call = (await self._stub()).Send(self._chunks(view, proto, missing, progress))
-        watch = asyncio.ensure_future(self._give_up(progress))
-        try:
-            await asyncio.wait({watch, asyncio.ensure_future(call.code())}, return_when=asyncio.FIRST_COMPLETED)
-            if watch.done():
-                watch.result()
-            reply: sync_pb2.OfferReply = await call
-        finally:
-            watch.cancel()
-            call.cancel()
+        reply = await self._unless_given_up(call, progress)
         seconds, lacked = time.monotonic() - begun, sum(end - begin for begin, end in missing)
         if progress.sent_bytes >= lacked:  # else the peer has found the rest elsewhere
             self.meter.rtt_ms = min(self.meter.rtt_ms, seconds * 1e3)
@@ -518,6 +511,19 @@ class Courier:
         self.meter.streams = 0
         self._reached = True
         return reply
+
+    async def _unless_given_up(self, call: Any, progress: _Progress) -> sync_pb2.OfferReply:
+        """What the peer answers; raises as `_give_up` does where that comes first."""
+        watch = asyncio.ensure_future(self._give_up(progress))
+        try:
+            await asyncio.wait({watch, asyncio.ensure_future(call.code())}, return_when=asyncio.FIRST_COMPLETED)
+            if watch.done():
+                watch.result()
+            reply: sync_pb2.OfferReply = await call
+            return reply
+        finally:
+            watch.cancel()
+            call.cancel()
 
     async def _give_up(self, progress: _Progress) -> None:
         """Raises ``GeofedError("TRANSFER_STALLED")`` after ``stall`` seconds without progress, and ``_GivenUp`` sooner

@@ -94,6 +94,16 @@ def test_a_connection_that_has_fallen_silent_is_not_waited_for_as_long_as_a_tran
     assert courier._given_up == 0, "it has carried something since"
 
 
+def test_what_is_offered_over_a_connection_that_has_fallen_silent_is_not_waited_for_as_long_either(
+    tmp_path: Path,
+) -> None:
+    def distrusts(courier: Courier) -> None:
+        courier._trusted = False
+
+    _, courier = asyncio.run(_carry(tmp_path, Relay.silence, 1, stall_seconds=60.0, sees=distrusts))
+    assert courier.meter.failures == 1
+
+
 def test_a_connection_is_not_given_up_where_a_new_one_does_not_come_about_either(tmp_path: Path) -> None:
     """The link may only have become slow: what is on its way comes sooner than what is sent again."""
 
