@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 __all__ = ["Cadence", "Tempo"]
@@ -74,19 +74,13 @@ class Cadence:
         if sequence > self._came.get(region, (0, 0.0))[0]:
             self._came[region] = sequence, now
 
-    def pause_seconds(
-        self, sequence: int, slower: Mapping[str, float], now: float, way_seconds: Mapping[str, float]
-    ) -> float:
-        """How long it is until all of these regions end this round, which our workers have come to.
+    def pause_seconds(self, sequence: int, region: str, round_seconds: float, way_seconds: float, now: float) -> float:
+        """How long it is until a slower region ends this round, which our workers have come to.
 
-        ``slower``: how many seconds their rounds take. ``way_seconds``: how long an update takes from them to here; for
-        those that are not among them, as long as for the farthest.
+        ``round_seconds``: what its rounds take. ``way_seconds``: what an update takes from there to here.
         """
-        farthest = max(way_seconds.values(), default=0.0)
-        ends = [now]
-        for region, seconds in slower.items():
-            if region in self._came and self._began is not None:
-                made, at = self._came[region]
-                in_step = at - way_seconds.get(region, farthest) + (sequence - made) * seconds
-                ends.append(min(in_step, self._began + _LONGEST * seconds))
-        return max(ends) - now
+        if self._began is None or region not in self._came:
+            return 0.0
+        made, at = self._came[region]
+        in_step = at - way_seconds + (sequence - made) * round_seconds
+        return max(0.0, min(in_step, self._began + _LONGEST * round_seconds) - now)

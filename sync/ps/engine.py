@@ -130,7 +130,7 @@ class Engine:
         actions = self.machine.handle(event)
         self._cadence.held_up(now, self.machine.held_up)
         if any(isinstance(action, Log) for action in actions):  # a merge that waited as well is made before that
-            self._spared.end(time.monotonic())
+            self._spared.end(now)
             self._wait_no_more()
         for action in actions:
             self._carry_out(action)
@@ -215,7 +215,13 @@ class Engine:
             return self._pace.pause_seconds(pause.sequence, now, self._usual_gap())
         update_bytes = self.machine.progress.update_bytes
         ways = {peer: _way_seconds(link, update_bytes) for peer, link in self.links().items()}
-        return self._cadence.pause_seconds(pause.sequence, dict(pause.slower), now, ways)
+        farthest = max(ways.values(), default=0.0)  # what others pass on takes as long, or longer
+        pauses = [0.0]
+        for region, seconds in pause.slower:
+            way = ways.get(region, farthest)
+            patience = self._punctuality.patience_seconds((region,), now, _LEAST_SECONDS)
+            pauses.append(min(self._cadence.pause_seconds(pause.sequence, region, seconds, way, now), patience))
+        return max(pauses)
 
     def _usual_gap(self) -> float:
         """Seconds from round to round while all hear each other; nobody keeps up with more than one in a round trip.
