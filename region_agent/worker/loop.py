@@ -27,6 +27,7 @@ from region_agent.worker.optimizer_state import State
 from region_agent.worker.ps_client import PsClient, SliceOver
 from region_agent.worker.rounds import Answer, Ended, Sums
 from sync import framing
+from sync.beside import steps_beside
 from sync.channel import Channel
 from sync.collective import State as CollectiveState
 from sync.layout import Vector
@@ -38,9 +39,6 @@ _BROKEN = ("FENCED", "CHANNEL_TIMEOUT")
 _Value = TypeVar("_Value")
 _NEWS_SECONDS = 1.0
 """Between two news of steps."""
-_BESIDE = 4
-"""With background exchange a quarter of a round is made before the answer to the last one's end counts: what hands the
-model over and fetches the answer is then hidden behind those steps."""
 _STATE_SECONDS = 10.0
 """With background exchange the optimiser's state is handed over this often: only a new attempt asks for it."""
 
@@ -179,7 +177,7 @@ class WorkerLoop:
     ) -> None:
         """Make steps until the answer to an end is due; only it says where the next round ends."""
         each, total = self._call.steps_per_round, self._call.rounds * self._call.steps_per_round
-        self._until = min(request.step + max(1, each // _BESIDE), total)
+        self._until = min(request.step + steps_beside(each), total)
         self._ended = Ended(request, sums, self._until, reply)
 
     def _tell_end(

@@ -62,10 +62,14 @@ class Cadence:
             self._held += now - self._held_since
             self._held_since = None
 
-    def next_round(self, now: float) -> float:
-        """Our workers begin a round; returns how long the one before took by itself, 0 where it is the first."""
+    def next_round(self, now: float, beside_seconds: float = 0.0) -> float:
+        """Our workers begin a round; returns how long the one before took by itself, 0 where it is the first.
+
+        ``beside_seconds``: so long they train on while they are held up, and lose nothing.
+        """
         self.held_up(now, held=False)
-        took = 0.0 if self._began is None else now - self._began - self._held
+        lost = max(0.0, self._held - beside_seconds)
+        took = 0.0 if self._began is None else now - self._began - lost
         self._began, self._held = now, 0.0
         return max(0.0, took)
 

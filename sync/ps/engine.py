@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from geofed_pb.errors import GeofedError
+from sync.beside import steps_beside
 from sync.codec import codec_named
 from sync.layout import Layout, Vector
 from sync.ps.actions import (
@@ -85,6 +86,8 @@ class Engine:
         """What the links to the peers have carried of late."""
         self._punctuality, self._spared, self._pace = Punctuality(), Spared(_LEAST_SPARED_SECONDS), Pace()
         self._cadence = Cadence()
+        self._pausing: StartPause | None = None
+        self._pause_timer: asyncio.TimerHandle | None = None
         self._patience: asyncio.TimerHandle | None = None
         self._calls: dict[int, asyncio.Future[Answer | None]] = {}
         self._next_call = 1
@@ -126,14 +129,18 @@ class Engine:
         if isinstance(event, Stored):
             self._cadence.came(event.manifest.region, event.manifest.sequence, now)
         if isinstance(event, Logged):
-            self.machine.round_seconds = self._cadence.next_round(now)
+            beside = self.machine.step_seconds * steps_beside(self.works.setup.steps_per_round)
+            self.machine.round_seconds = self._cadence.next_round(now, beside)
         actions = self.machine.handle(event)
         self._cadence.held_up(now, self.machine.held_up)
-        if any(isinstance(action, Log) for action in actions):  # a merge that waited as well is made before that
+        # Nobody late is waited for any more; a merge that waited as well is made before that.
+        if any(isinstance(action, Log | StartPause) for action in actions):
             self._spared.end(now)
             self._wait_no_more()
         for action in actions:
             self._carry_out(action)
+        if isinstance(event, Stored) and self._pausing is not None and self._pausing.slower:
+            self._pause(self._pausing)  # it may have ended its round sooner
         self._watch_exchange()
         self.notify()
 
@@ -195,8 +202,7 @@ class Engine:
             case StartPatience():
                 self._hold_up(action)
             case StartPause():
-                pause = self._pause_seconds(action)
-                asyncio.get_running_loop().call_later(pause, self.feed, PauseOver(action.sequence))
+                self._pause(action)
             case Ship():
                 self.on_ship(action)
             case Failed():
@@ -208,6 +214,16 @@ class Engine:
         if setup.quorum:
             return self._grace_seconds
         return self._spared.moment_seconds(time.monotonic(), self._punctuality.gap_seconds(setup.region))
+
+    def _pause(self, pause: StartPause) -> None:
+        if self._pause_timer is not None:
+            self._pause_timer.cancel()
+        self._pausing, seconds = pause, self._pause_seconds(pause)
+        self._pause_timer = asyncio.get_running_loop().call_later(seconds, self._pause_is_over, pause)
+
+    def _pause_is_over(self, pause: StartPause) -> None:
+        self._pausing = self._pause_timer = None
+        self.feed(PauseOver(pause.sequence))
 
     def _pause_seconds(self, pause: StartPause) -> float:
         now = time.monotonic()

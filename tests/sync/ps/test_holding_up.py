@@ -15,7 +15,9 @@ from sync.ps.actions import StartPatience, StartPause
 from sync.ps.attendance import Punctuality
 from sync.ps.background import Background
 from sync.ps.engine import Engine
+from sync.ps.events import Stored
 from sync.ps.machine import Setup
+from sync.ps.manifest import Manifest
 from sync.ps.storage import Storage
 from sync.ps.works import Works
 from sync.wan import policy_named
@@ -122,3 +124,24 @@ def test_what_a_region_says_of_its_rounds_holds_nobody_up_for_longer_than_its_si
         return seconds
 
     assert asyncio.run(pauses()) == pytest.approx(1.5), "two and a half seconds after its last update"
+
+
+def test_a_region_goes_on_once_the_slower_one_has_ended_the_round_sooner(tmp_path: Path) -> None:
+    async def pauses() -> list[float]:
+        engine, loop = _engine(tmp_path), asyncio.get_running_loop()
+        engine._cadence.next_round(NOW - 0.5)
+        engine._cadence.came("b", 10, NOW - 0.5)
+        found = []
+        for sequence in (0, 11):
+            if sequence:
+                engine.feed(Stored(Manifest("b", 1, sequence, "sha256:b", 1, 1.0)))
+            else:
+                engine._pause(StartPause(11, (("b", 2.0),)))
+            assert engine._pause_timer is not None
+            found.append(engine._pause_timer.when() - loop.time())
+        await asyncio.sleep(0.05)
+        assert engine._pause_timer is None
+        await engine.close()
+        return found
+
+    assert asyncio.run(pauses()) == pytest.approx([1.5, 0.0], abs=0.1)
