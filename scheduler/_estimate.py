@@ -98,7 +98,6 @@ def estimate(plan: Plan, snapshot: Snapshot, over: Routes | None = None) -> Esti
     """
     regions = {region.name: region for region in snapshot.regions}
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
-    first = update_bytes(model_bytes, "fp32")
     basis = _basis(plan, regions, snapshot)
     compute = max(round_compute_seconds(part) for part in plan.partitions)
     over = over or routes(plan, snapshot)
@@ -107,7 +106,7 @@ def estimate(plan: Plan, snapshot: Snapshot, over: Routes | None = None) -> Esti
     if not plan.background:
         exchange += round_end_seconds(plan.partitions, model_bytes)
     contact = 3 * over.slowest_rtt
-    if len(plan.partitions) > 1:
+    if snapshot.first_model_given and over.way:
         # The model that all begin with travels once, whole, before the first round.
         contact += coding_seconds(model_bytes, "fp32") + max(at for at, _ in over.way.values())
     start = snapshot.start_seconds if snapshot.start_seconds is not None else PRIOR_START_SECONDS
@@ -122,8 +121,10 @@ def estimate(plan: Plan, snapshot: Snapshot, over: Routes | None = None) -> Esti
     phases = tuple(phase for phase in phases if phase.seconds > 0.0)
     seconds = sum(phase.seconds for phase in phases)
     link_bytes = {link: plan.rounds * sent for link, sent in topology.bytes_per_round_by_link.items()}
-    for to, (_, source) in over.way.items():
-        link_bytes[f"{source}>{to}"] += first
+    first, given = update_bytes(model_bytes, "fp32"), snapshot.first_model_given
+    if given:
+        for to, (_, source) in over.way.items():
+            link_bytes[f"{source}>{to}"] += first
     left = {phase.name: phase for phase in phases}
     ends = left["ends of invocations"].times if "ends of invocations" in left else None
     spent = _Spent(seconds, start, copying, left["result"].seconds if "result" in left else 0.0, ends)
@@ -138,11 +139,11 @@ def estimate(plan: Plan, snapshot: Snapshot, over: Routes | None = None) -> Esti
     total_bytes = float(sum(link_bytes.values()))
     size_low, size_high = _SIZES_KNOWN if snapshot.model_bytes else UNKNOWN_SIZE
     copied, paid = _copies(plan.copies, regions)
-    # Where regions make the same first model, it does not travel.
-    first_models = float(len(over.way) * first)
+    # Who makes another first model than the first region, as another version of torch may, is sent it.
+    doubtful = 0.0 if given else float(len(over.way) * first)
     return Estimate(
         seconds=Range(seconds * low, seconds, seconds * high),
-        wan_bytes=_with(total_bytes, size_low, size_high, float(sum(copied.values())), first_models),
+        wan_bytes=_with(total_bytes, size_low, size_high, float(sum(copied.values())), doubtful),
         usd=_with(usd, min(low, size_low), high, sum(cost.usd for cost in paid)),
         items=(*items, *paid),
         link_bytes={link: link_bytes.get(link, 0) + copied.get(link, 0) for link in {**link_bytes, **copied}},
@@ -302,10 +303,11 @@ def _ways_from(source: str, topology: Topology, table: LinkTable, update_bytes: 
     return reached
 
 
-def _with(amount: float, low: float, high: float, copied: float, dispensable: float = 0.0) -> Range:
-    """A sum whose one part is as sure as the sizes of files are; of the other, ``dispensable`` may not come about."""
+def _with(amount: float, low: float, high: float, copied: float, doubtful: float = 0.0) -> Range:
+    """A sum whose one part is as sure as the sizes of files are; ``doubtful`` is not expected, but may come about."""
     sure_low, sure_high = _SIZES_KNOWN
-    return Range((amount - dispensable) * low + copied * sure_low, amount + copied, amount * high + copied * sure_high)
+    most = (amount + doubtful) * high + copied * sure_high
+    return Range(amount * low + copied * sure_low, amount + copied, most)
 
 
 def _copies(copies: Sequence[Copy], regions: Mapping[str, Region]) -> tuple[dict[str, int], list[Cost]]:

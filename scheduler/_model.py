@@ -113,6 +113,8 @@ class Snapshot:
     """Size of the task's flat model, if an earlier run told it, or an agent has counted it."""
     start_seconds: float | None = None
     """From submission to the first step, measured in earlier runs, or by a probe."""
+    first_model_given: bool = False
+    """The job begins with what another one has left, handed on by its first region; else each makes the same."""
     counted: bool = False
     """No run of this code has told `model_bytes`: an agent has counted it."""
     start_probed: bool = False

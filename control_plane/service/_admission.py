@@ -130,7 +130,8 @@ class Asked:
 
     def _planner(self, busy: dict[str, int]) -> Planner:
         snapshot = snapshot_of(self.draft.regions.values(), (), self.learnt, self.spec.train.batch)
-        return Planner(replace(snapshot, busy_workers=busy))
+        given = self.spec.train.initial_model is not None
+        return Planner(replace(snapshot, busy_workers=busy, first_model_given=given))
 
     def _offered(self, planner: Planner, demand: Demand) -> tuple[Plan, Gang, Mapping[str, Held]] | Declined:
         """The plan, the job as it is shared out to, and what all with a promise would hold with it."""
