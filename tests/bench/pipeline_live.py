@@ -179,11 +179,13 @@ class Contender:
         return "fp32" if self.codec == "fp32" else "bf16"
 
 
-def _layer(name: str, megabytes: float, out_kib: float, act_kib: float, millis: float) -> partition.Layer:
-    """``millis``: forward, for one sample; backward takes twice as long."""
-    line = partition.Line(0.002, millis / 1e3)
-    twice = partition.Line(0.004, 2 * millis / 1e3)
-    return partition.Layer(name, int(megabytes * MIB), int(act_kib * 1024), int(out_kib * 1024), line, twice)
+def _layer(
+    name: str, megabytes: float, out_kib: float, act_kib: float, millis: float, back: float | None = None
+) -> partition.Layer:
+    """``millis``: forward, for one sample; backward takes ``back``, or else twice as long."""
+    there = partition.Line(0.002, millis / 1e3)
+    back_line = partition.Line(0.004, (2 * millis if back is None else back) / 1e3)
+    return partition.Layer(name, int(megabytes * MIB), int(act_kib * 1024), int(out_kib * 1024), there, back_line)
 
 
 def resnet() -> tuple[partition.Layer, ...]:
@@ -203,6 +205,26 @@ def bert() -> tuple[partition.Layer, ...]:
     alike, and a head. Sizes are a tenth of its own."""
     blocks = [_layer(f"block {number}", 1.26, 13, 450, 6.0) for number in range(8)]
     return (_layer("embedding", 6.2, 13, 13, 0.5), *blocks, _layer("head", 0.2, 6, 40, 9.0))
+
+
+def amoebanet() -> tuple[partition.Layer, ...]:
+    """As AmoebaNet-D with 18 cells of 256 filters at 224 pixels, the smaller one of FuncPipe's (467 MiB): its layers as
+    made and measured by torchgpipe's benchmark model in PyTorch 2.13 on one core, two samples at a time. Sizes are a
+    tenth of its own."""
+    stem = [
+        _layer("stem", 0.001, 314, 432, 1.8, 3.9),
+        _layer("reduction 0.0", 0.028, 784, 8620, 46.2, 49.6),
+        _layer("reduction 0.1", 0.131, 706, 5570, 28.7, 45.2),
+    ]
+    first = [_layer("cell 0.0", 0.258, 549, 3800, 20.7, 36.6), _layer("cell 0.1", 0.320, 627, 3020, 19.0, 29.0)]
+    first += [_layer(f"cell 0.{number}", 0.345, 627, 3175, 19.5, 30.0) for number in range(2, 6)]
+    second = [_layer("reduction 1", 0.746, 431, 3100, 21.8, 32.5), _layer("cell 1.0", 1.08, 274, 2140, 14.7, 37.2)]
+    second += [_layer("cell 1.1", 1.28, 314, 1510, 13.8, 23.8)]
+    second += [_layer(f"cell 1.{number}", 1.38, 314, 1590, 14.5, 25.1) for number in range(2, 6)]
+    third = [_layer("reduction 2", 2.98, 216, 1550, 19.4, 35.0), _layer("cell 2.0", 4.31, 137, 1070, 14.5, 39.3)]
+    third += [_layer("cell 2.1", 5.11, 157, 755, 14.5, 40.3)]
+    third += [_layer(f"cell 2.{number}", 5.51, 157, 795, 15.5, 43.9) for number in range(2, 6)]
+    return (*stem, *first, *second, *third, _layer("head", 1.56, 0.4, 80, 0.6, 1.2))
 
 
 def problem(
@@ -357,7 +379,7 @@ def _as_run(asked: partition.Problem) -> partition.Pipeline:
 def _end_to_end(bench: Bench, report: Report, count: int, batch: int) -> list[Bar]:
     """Iterations of whole pipelines, each contender with the plan that its own planner chooses."""
     bars, errors = [], []
-    for name, layers in (("resnet", resnet()), ("bert", bert())):
+    for name, layers in (("resnet", resnet()), ("bert", bert()), ("amoebanet", amoebanet())):
         asked = problem(layers, batch, DEGREES, bench.hop_seconds)
         # Both planners are asked for the fastest, ours within what theirs costs. Ours knows what it plans for.
         theirs = partition.uniform(asked)[0]
