@@ -86,6 +86,8 @@ class PartitionMeter:
                 "computed_samples": outcome.samples,
                 "merge_seconds": outcome.merge_seconds,
                 "computed_steps": outcome.steps,
+                "steady_steps": outcome.steady_steps,
+                "steady_seconds": outcome.steady_seconds,
                 **usage_meters(outcome.channel),
             },
         )
@@ -149,6 +151,7 @@ def report_of(
         round_samples_per_second=status.samples_per_second,
         compute_seconds=compute,
         merge_seconds=meters.get("merge_seconds", 0.0) / max(1.0, meters.get("computed_steps", 0.0)),
+        step_seconds=meters.get("steady_seconds", 0.0) / max(1.0, meters.get("steady_steps", 0.0)),
         wait_seconds=meters.get("wait_seconds", 0.0),
         applied_updates=status.applied_updates,
         link_rtt_ms=status.link_rtt_ms,

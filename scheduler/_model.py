@@ -126,6 +126,8 @@ class Snapshot:
     """What `control-plane profile` has measured of the task, by region."""
     merges: Mapping[str, tuple[MergePoint, ...]] = field(default_factory=dict)
     """What runs of it have measured of merges, by region."""
+    stage_paces: Mapping[str, float] = field(default_factory=dict)
+    """Of models in stages, by region: how many times as long as its profile alone says runs have found a step to be."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,8 @@ class PipelineShape:
     """"gpipe" or "1f1b"."""
     step_seconds: float
     """Expected of one step, the merge of gradients included."""
+    pace: float = 1.0
+    """How many times as long that is as the profile alone says: earlier runs have found it so."""
     activation_codec: str = "fp32"
     """Of what stages send each other: "fp32", which is as it is, or "bf16"."""
     why: tuple[str, ...] = ()

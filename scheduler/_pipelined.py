@@ -45,6 +45,8 @@ class Staged:
     """Which the plan solves; for another number of replicas the same cuts are evaluated."""
     minimise: str
     """What the job minimises, time or cost."""
+    pace: float = 1.0
+    """As of `PipelineShape`."""
 
     def worth(self, plan: Pipeline) -> float:
         """Of pipelines with these stages or others, the least is the best."""
@@ -86,9 +88,10 @@ def _shape(cut: Staged, degree: int) -> PipelineShape:
         degree=degree,
         micro_batch=own.way.micro_batch,
         order=own.way.order,
-        step_seconds=own.seconds,
+        step_seconds=own.seconds * cut.pace,
+        pace=cut.pace,
         activation_codec="bf16" if problem.sent_share < 1.0 else "fp32",
-        why=explain(problem, own),
+        why=(*explain(problem, own), *_why_longer(cut.pace)),
     )
 
 
@@ -106,6 +109,7 @@ def staged(region: Region, snapshot: Snapshot, demand: Demand) -> Staged | None:
     return _staged(
         profile, prices.function_usd_per_gb_second, demand.batch, sizes, workers or max(1, free), demand.stages,
         demand.minimise, demand.activations, MERGED_SHARE.get(demand.merging_codec, 1.0), region.capacity.cores,
+        round(snapshot.stage_paces.get(region.name, 1.0), 3),
     )  # fmt: skip
 
 
@@ -140,6 +144,13 @@ def unstaged(region: Region, snapshot: Snapshot, demand: Demand) -> Reason | Non
 def _worth(plan: Pipeline, minimise: str) -> float:
     # With so many workers as there are, the fewer stages, the more replicas.
     return plan.seconds * len(plan.stages) if minimise == "time" else plan.usd
+
+
+def _why_longer(pace: float) -> tuple[str, ...]:
+    """What a step's time rests on besides the profile."""
+    if pace == 1.0:
+        return ()
+    return (f"a step is reckoned {pace:.2f} times as long as by the profile: so it was in earlier runs",)
 
 
 def _measured(profile: Profile) -> bool:
@@ -179,6 +190,7 @@ def _staged(
     activations: str | None,
     merged_share: float,
     cores: float,
+    pace: float,
 ) -> Staged | None:
     """Kept, as jobs that wait are planned again and again. In bfloat16 only the function size is tried that was best
     in float32, where the plan is to say what is sent.
@@ -193,7 +205,7 @@ def _staged(
 
     def solved(size_mb: int, problem: Problem) -> list[Staged]:
         try:
-            return [Staged(size_mb, min(front(problem, WITHIN), key=worth), problem, minimise)]
+            return [Staged(size_mb, min(front(problem, WITHIN), key=worth), problem, minimise, pace)]
         except NothingFitsError:
             return []
 

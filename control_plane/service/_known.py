@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,10 +13,12 @@ from control_plane.spec import JobSpec
 from control_plane.store import RunRow, WeightRow
 from scheduler.tuning import MergePoint, Profile, fit_compute
 
-__all__ = ["Learnt", "merges_of", "probed_speeds", "speeds_of", "task_keys"]
+__all__ = ["Learnt", "merges_of", "probed_speeds", "speeds_of", "stage_paces_of", "task_keys"]
 
 _NO_MATTER = {"lr", "learning_rate", "learningRate", "momentum", "weight_decay", "weightDecay", "betas", "eps", "seed"}
 """Names in a task's configuration, as they are usual, that change what is learnt and not how long it takes."""
+_PACES = 5
+"""Runs whose pace counts."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,17 @@ def merges_of(runs: Iterable[RunRow], region: str) -> tuple[MergePoint, ...]:
     """What earlier runs of a task in a region have measured of its merges."""
     found = (merge_from_json(run.merge_json) for run in runs if run.region == region and run.merge_json)
     return tuple(point for point in found if point is not None)
+
+
+def stage_paces_of(runs: Iterable[RunRow]) -> dict[str, float]:
+    """Of models in stages, by region: how many times as long as by the profile alone a step took, as earlier runs of
+    the task have it, the median of the last few."""
+    told: dict[str, list[float]] = {}
+    for run in runs:
+        if run.stage_pace > 0:
+            told.setdefault(run.region, []).append(run.stage_pace)
+    # What a single run had to share its machine with is no reason to plan for ten times as long.
+    return {region: min(max(statistics.median(own[:_PACES]), 0.5), 4.0) for region, own in told.items()}
 
 
 def speeds_of(

@@ -9,7 +9,7 @@ from typing import Any
 
 from control_plane.core import Copy, Goal, InitialModel, JobState, Partition
 from control_plane.service._draft import JobEntry, RegionEntry
-from control_plane.service._known import Learnt, merges_of, probed_speeds, speeds_of
+from control_plane.service._known import Learnt, merges_of, probed_speeds, speeds_of, stage_paces_of
 from control_plane.service._tuning import profile_from_json
 from control_plane.service._wire import to_json
 from control_plane.spec import JobSpec
@@ -61,6 +61,7 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
         probed=probed_speeds(weight, batch),
         profiles=profiles,
         merges={region: merges_of(runs, region) for region in profiles},
+        stage_paces=stage_paces_of(runs),
     )
 
 

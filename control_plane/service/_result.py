@@ -89,6 +89,7 @@ def runs_so_far(row: JobRow, state: JobState, spec: JobSpec, plan: Plan, at: flo
             merge_json=_merge_of(part.report, planned.get(part.region), plan, state.flat_bytes or state.blob_bytes),
             kin_key=task_keys(spec, "")[1],
             batch=spec.train.batch,
+            stage_pace=_stage_pace_of(part.report, planned.get(part.region)),
         )
         for part in state.partitions
         if part.report is not None and part.report.samples_per_second > 0
@@ -139,16 +140,27 @@ def _merge_of(report: Report, planned: Planned | None, plan: Plan, model_bytes: 
     return json.dumps(asdict(point))
 
 
+def _stage_pace_of(report: Report, planned: Planned | None) -> float:
+    """Of a run whose model was in the stages of its plan all the time; else 0."""
+    if planned is None or planned.pipeline is None or report.workers != planned.workers:
+        return 0.0
+    return report.step_seconds / (planned.pipeline.step_seconds / planned.pipeline.pace)
+
+
 def _region(part: Partition, planned: Planned | None, training_seconds: float) -> dict[str, Any]:
     report = part.report or Report(part.epoch, part.state)
     # All but the waits for other regions: evaluations, and invocations that begin again, are in it.
     own_seconds = max(0.0, training_seconds - report.wait_seconds)
+    took = own_seconds / report.step if report.step else None
+    if planned is not None and planned.pipeline is not None and report.step_seconds > 0:
+        # Ends of rounds of a large model take as long as many steps; they are foretold by themselves.
+        took = report.step_seconds
     return {
         "name": part.region,
         "epoch": part.epoch,
         "workers": report.workers or (planned.workers if planned is not None else 0),
         "predicted_step_seconds": step_seconds(planned) if planned is not None else None,
-        "step_seconds": own_seconds / report.step if report.step else None,
+        "step_seconds": took,
         "merge_seconds": report.merge_seconds,
         "samples": report.samples,
         "steps": report.step,

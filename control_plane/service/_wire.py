@@ -60,6 +60,7 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
         samples_per_second=message.samples_per_second,
         round_samples_per_second=message.round_samples_per_second,
         merge_seconds=message.merge_seconds,
+        step_seconds=message.step_seconds,
         merged_by=message.merged_by,
         compute_seconds=message.compute_seconds,
         wait_seconds=message.wait_seconds,

@@ -136,6 +136,8 @@ class RunRow:
     """Of tasks that it says something about, where nothing is known of their own code."""
     batch: int = 0
     """Samples of one worker in a step; 0: not known."""
+    stage_pace: float = 0.0
+    """A step's seconds over those that the profile alone foretold, where the model ran in stages; 0: it did not."""
 
 
 @dataclass(frozen=True)

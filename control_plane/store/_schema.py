@@ -124,6 +124,7 @@ runs = Table(
     Column("merge_json", Text, nullable=False, server_default=""),
     Column("kin_key", String(80), nullable=False, server_default="", index=True),
     Column("batch", Integer, nullable=False, server_default="0"),
+    Column("stage_pace", Double, nullable=False, server_default="0"),
 )
 weights = Table(
     "weights",

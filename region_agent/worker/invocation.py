@@ -137,6 +137,11 @@ class Outcome(BaseModel):
     compute_seconds: float = 0.0
     merge_seconds: float = 0.0
     """Of its steps, beyond their compute."""
+    steady_steps: int = 0
+    """Those that came right after another one: not the first of the invocation, and none after a round's end."""
+    steady_seconds: float = 0.0
+    """Of as many steps that take the median of these, with all that they wait for: other stages, and merges. What held
+    up a few of them, or what the first ones need new memory for, is not in it."""
     channel: dict[str, int] = {}
     """What this invocation asked of the channel, and bytes, by kind."""
     merged_by: str = ""

@@ -10,6 +10,7 @@ over it leaves what it needs in the channel and returns; the next invocation tak
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -71,6 +72,9 @@ class WorkerLoop:
         self._outcome_steps, self._outcome_samples, self._compute_seconds = 0, 0, 0.0
         self._merge_seconds = 0.0
         """Of steps, beyond their compute."""
+        self._steady = False
+        """The last thing done was a step, so that others of the partition are at the next one, too."""
+        self._steady_seconds: list[float] = []
 
     def run(self) -> Outcome:
         """Train until the job's end or the slice's, or until the attempt is over."""
@@ -96,6 +100,8 @@ class WorkerLoop:
             samples=self._outcome_samples,
             compute_seconds=self._compute_seconds,
             merge_seconds=self._merge_seconds,
+            steady_steps=len(self._steady_seconds),
+            steady_seconds=statistics.median(self._steady_seconds or [0.0]) * len(self._steady_seconds),
         )
 
     def _train_slice(self, server: PsClient) -> bool:
@@ -141,6 +147,7 @@ class WorkerLoop:
         return True
 
     def _go_on(self, reply: worker_pb2.BoundaryReply) -> None:
+        self._steady = False
         if reply.model_key:
             self._flat.load(self._holding.read(reply.model_key, "model"))
         elif reply.correction_key:
@@ -287,9 +294,13 @@ class WorkerLoop:
         more = step < self._until
         begun = time.monotonic()
         value, seconds = self._holding.step(server, step, more)
+        took = time.monotonic() - begun
         if not self._holding.in_stages:
             # What a stage does not compute it mostly waits for other stages.
-            self._merge_seconds += max(0.0, time.monotonic() - begun - seconds)
+            self._merge_seconds += max(0.0, took - seconds)
+        if self._steady:
+            self._steady_seconds.append(took)
+        self._steady = True
         counted = self._holding.counted
         self._step = step
         self._round.samples += counted
@@ -308,6 +319,7 @@ class WorkerLoop:
 
     def _evaluate(self, server: PsClient) -> None:
         """Where the task cannot measure, it has trained nevertheless: the model is worth more than its metrics."""
+        self._steady = False
         samples, metrics, told = 0, dict[str, float](), ""
         try:
             samples, metrics = self._holding.evaluate(self._completed)

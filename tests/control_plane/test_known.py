@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.server import ServeConfig
-from control_plane.service._known import speeds_of, task_keys
+from control_plane.service._known import speeds_of, stage_paces_of, task_keys
 from control_plane.service._tuning import profile_from_json
 from control_plane.spec import load, pack
 from control_plane.store import Change, RunRow, open_store
@@ -69,6 +70,15 @@ def test_a_profile_tells_what_another_batch_takes() -> None:
     # Twice as slow as the profile says it was with 10, so with 40.
     assert math.isclose(told["a"], 40 / (line.fixed_seconds + 40 * line.seconds_per_sample) / 2)
     assert not guessed
+
+
+def test_the_pace_of_stages_is_the_median_of_the_last_runs() -> None:
+    def ran(region: str, *paces: float) -> list[RunRow]:
+        return [replace(row(10, 50.0), region=region, stage_pace=pace) for pace in paces]
+
+    runs = [*ran("a", 1.2, 0.0, 1.1, 1.6, 1.3, 1.25, 9.0, 9.0), *ran("b", 0.0), *ran("c", 40.0), *ran("d", 0.1)]
+    assert stage_paces_of(runs) == {"a": 1.25, "c": 4.0, "d": 0.5}
+    assert stage_paces_of([]) == {}
 
 
 def test_two_batches_make_a_line_and_one_a_guess() -> None:

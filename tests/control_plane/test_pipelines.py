@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -9,8 +10,12 @@ import pytest
 from pydantic import TypeAdapter
 
 from control_plane.cli._report import plan_text
+from control_plane.core import JobState, Report
+from control_plane.core import Partition as CorePartition
+from control_plane.service._result import result_of, runs_so_far
 from control_plane.service._wire import _pipeline
 from control_plane.spec import load, to_demand
+from control_plane.store import JobRow
 from geofed_pb.errors import GeofedError
 from scheduler import Plan
 from tests.scheduler.test_pipelined import cut, snapshot
@@ -66,3 +71,25 @@ def test_a_plan_keeps_its_stages_and_tells_them() -> None:
     rows = text.split("OF THE TIME", 1)[1].split("\n\n", 1)[0].splitlines()[1:]
     names = [phase.name for phase in plan.estimate.phases]
     assert [row.startswith(name) for row, name in zip(rows, [*names, "total"], strict=True)] == [True] * len(rows)
+
+
+@pytest.mark.parametrize(("workers", "took", "pace"), [(4, 3.0, 1.5), (2, 3.0, 0.0), (4, 0.0, 0.0)])
+def test_a_run_tells_how_far_the_profile_was_from_it(job_file: Path, workers: int, took: float, pace: float) -> None:
+    """However the plan was made; one whose workers changed meanwhile, or that made no two steps, tells nothing."""
+    spec = load(job_file, ["parallelism={pipeline: {stages: 2}}"]).spec
+    for known in ({}, {"a": 1.7, "b": 1.7}):
+        there_is = replace(snapshot(300.0), stage_paces=known)
+        plan = planned(there_is, demand(parallelism="pipeline", stages=2, workers=4))
+        shape = cut(plan, sentences=1 if known else 0)[0].pipeline
+        assert shape is not None
+        by_profile = shape.step_seconds / known.get("a", 1.0)
+        report = Report(
+            1, "finished", step=9, workers=workers, samples_per_second=5.0, step_seconds=took * by_profile / 2
+        )
+        state = JobState("j", 600.0, 100.0, partitions=(CorePartition("a", report=report),))
+        row = JobRow("j", "digits", "r", "", "", "t", spec.to_json(), "", "", "succeeded", 100.0)
+        (told,) = runs_so_far(row, state, spec, plan, 200.0)
+        assert told.stage_pace == pytest.approx(pace)
+        result = result_of(row, state, plan)["regions"][0]
+        assert result["predicted_step_seconds"] == shape.step_seconds
+        assert took == 0.0 or result["step_seconds"] == pytest.approx(took * by_profile / 2)

@@ -281,7 +281,8 @@ def test_a_job_asks_for_a_pipeline_and_gets_it(tmp_path: Path) -> None:
         running = Running(federation, tmp_path)
         job = str(running.job_folder() / "job.yaml")
         federation.control_plane("profile", job, timeout=150)
-        submitted = running.submit("parallelism.pipeline.stages=2", "train.end.epochs=15")
+        two_stages = ("--set", "parallelism.pipeline.stages=2", "--set", "train.end.epochs=15")
+        submitted = running.submit(*two_stages[1::2])
         plan = running.describe(submitted)["plan"]
         assert [len(part["pipeline"]["stages"]) for part in plan["partitions"]] == [2, 2]
         ended = running.wait_end(submitted)
@@ -289,3 +290,11 @@ def test_a_job_asks_for_a_pipeline_and_gets_it(tmp_path: Path) -> None:
         used = [event for event in running.events(submitted) if event["kind"] == "collective.used"]
         assert {event["region"] for event in used} == {"frankfurt", "virginia"}
         assert all("a pipeline of 2 stages" in event["data"]["collective"] for event in used)
+        # Later plans rest on what its steps took.
+        later = json.loads(federation.control_plane("explain", job, *two_stages, "-o", "json", timeout=60).stdout)[
+            "data"
+        ]
+        for ran, again in zip(ended["result"]["regions"], later["partitions"], strict=True):
+            pace = min(max(ran["step_seconds"] / ran["predicted_step_seconds"], 0.5), 4.0)
+            assert again["pipeline"]["pace"] == pytest.approx(pace, abs=0.001)
+            assert again["pipeline"]["why"][-1].startswith("a step is reckoned ")

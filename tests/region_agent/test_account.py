@@ -84,10 +84,14 @@ def test_a_servers_counters_are_added_over_its_lives(store: AgentStore) -> None:
 
 def test_a_report_carries_the_account(store: AgentStore) -> None:
     meter = PartitionMeter(store, "job-1")
-    meter.invocation_said(Outcome(status="continue", samples=500, compute_seconds=2.0))
+    meter.invocation_said(
+        Outcome(status="continue", samples=500, compute_seconds=2.0, steady_steps=3, steady_seconds=6.0)
+    )
+    meter.invocation_said(Outcome(status="done", steady_steps=1, steady_seconds=4.0))
     store.add_to_meters("job-1", invocation_amounts(1.5, 2048) | {"sent_bytes:west": 1e9})
     report = report_of(PartitionMachine("east", 1, epoch=3), "job-1", sync_pb2.PsStatus(step=9), meter, PRICES)
     assert (report.job, report.epoch, report.step, report.samples_per_second) == ("job-1", 3, 9, 250.0)
+    assert report.step_seconds == 2.5
     assert report.sent_bytes == {"west": 10**9}
     assert {line.item: line.quantity for line in report.money} == {
         "function-seconds": 3.0, "function-calls": 1.0, "parameter-server": 0.0, "egress to west": 1.0,

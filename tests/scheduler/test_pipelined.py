@@ -39,7 +39,8 @@ def snapshot(peak_mb: float, *, workers: int = 12, memory_mb: int = 1024) -> Sna
     return Snapshot(regions, model_bytes=4_000_000, profiles={n: deep(n, peak_mb=peak_mb) for n in "ab"})
 
 
-def cut(found: Plan) -> list[Partition]:
+def cut(found: Plan, sentences: int = 0) -> list[Partition]:
+    """``sentences``: of why, beside those of the stages."""
     parts = [part for part in found.partitions if part.pipeline is not None]
     for part in parts:
         shape = part.pipeline
@@ -48,7 +49,7 @@ def cut(found: Plan) -> list[Partition]:
         assert shape.stages[-1].last == LAYERS - 1
         assert part.workers == len(shape.stages) * shape.degree
         assert all(stage.needed_mb <= stage.memory_mb == part.memory_mb for stage in shape.stages)
-        assert len(shape.why) == 2 * len(shape.stages)
+        assert len(shape.why) == 2 * len(shape.stages) + sentences
     return parts
 
 
@@ -118,6 +119,25 @@ def test_the_estimate_rests_on_the_pipelines_step() -> None:
     assert part.pipeline is not None
     steps = found.rounds * max(other.steps_per_round for other in found.partitions)
     assert found.estimate.seconds.expected >= steps * part.pipeline.step_seconds * 0.99
+
+
+def test_what_runs_have_found_a_step_to_take_counts_and_is_told() -> None:
+    asked = demand(parallelism="pipeline", stages=3, workers=6)
+    first, later = (
+        planned(replace(snapshot(900.0, memory_mb=3072), stage_paces=paces), asked) for paces in ({}, {"a": 1.25})
+    )
+    (a, b), (a_before, b_before) = (
+        [part.pipeline for part in told.partitions if part.pipeline is not None] for told in (later, first)
+    )
+    assert b == b_before, "another region's runs say nothing of it"
+    assert a.step_seconds == pytest.approx(1.25 * a_before.step_seconds)
+    assert (a.pace, a.stages, a.micro_batch) == (1.25, a_before.stages, a_before.micro_batch)
+    assert a.why == (
+        *a_before.why,
+        "a step is reckoned 1.25 times as long as by the profile: so it was in earlier runs",
+    )
+    assert later.partitions[0].samples_per_second == pytest.approx(first.partitions[0].samples_per_second / 1.25)
+    assert later.estimate.seconds.expected > first.estimate.seconds.expected
 
 
 def test_time_takes_no_slower_stages_than_cost() -> None:

@@ -28,6 +28,7 @@ class Script:
         self.ends: list[worker_pb2.BoundaryRequest] = []
         self.evaluations: list[worker_pb2.EvaluatedRequest] = []
         self.wait_at: str = ""
+        self.last_round = 1
         self.handed_over: list[np.ndarray[Any, Any]] = []
 
     def __enter__(self) -> Script:
@@ -48,7 +49,9 @@ class Script:
             self.handed_over.append(np.array(framing.decode(value).tensors["model"]))
         if self.wait_at == "boundary":
             raise SliceOver
-        return worker_pb2.BoundaryReply(round=request.round, model_key="model/1", finished=True, until_step=4)
+        return worker_pb2.BoundaryReply(
+            round=request.round, model_key="model/1", finished=request.round >= self.last_round, until_step=4
+        )
 
     def evaluated(self, request: worker_pb2.EvaluatedRequest) -> None:
         self.evaluations.append(request)
@@ -129,6 +132,20 @@ def test_a_slice_that_ends_before_the_first_model_leaves_nothing(place: Server, 
     script.wait_at = ""
     call(_again(body, outcome))
     assert script.handed_over[0].tolist() == [0.0] * 10
+
+
+@pytest.mark.parametrize(("rounds", "slice_seconds", "steady"), [(2, 30.0, [2]), (1, 0.001, [0, 0])])
+def test_steps_after_something_else_do_not_tell_how_long_a_step_takes(
+    place: Server, script: Script, rounds: int, slice_seconds: float, steady: list[int]
+) -> None:
+    """Rounds of two steps: the second of each counts, unless another invocation makes it."""
+    script.last_round = rounds
+    body, told = _invocation(place, slice_seconds=slice_seconds), list[Outcome]()
+    while not told or told[-1].status == "continue":
+        told.append(call(_again(body, told[-1]) if told else body))
+    assert sum(one.steps for one in told) == 2 * rounds
+    assert [one.steady_steps for one in told if one.steps] == steady
+    assert all((one.steady_seconds > 0) == (one.steady_steps > 0) for one in told)
 
 
 def test_what_the_last_slice_left_is_forgotten_when_the_job_is_done(place: Server, script: Script) -> None:
