@@ -16,8 +16,9 @@ __all__ = ["Cadence", "Tempo"]
 
 _ROUNDS, _LEAST_ROUNDS = 5, 3
 """The median of so many is a region's: one round in which a worker is stopped, or evaluates, is no habit."""
-_SLOWER = 1.03
-"""Times what our rounds take are those of one that is slower: the rest is what differs between rounds."""
+_SLOWER = 1.1
+"""Times what our rounds take are those of one that is slower: the rest is what differs between rounds. Regions of one
+pace that took each other's bad rounds for a habit would all make rounds as long as the worst of them."""
 _LONGEST = 1.25
 """Times what its rounds take may ours: so does one that is rounds behind come up."""
 

@@ -23,9 +23,18 @@ def _tempo(**seconds: float) -> Tempo:
 
 
 def test_slower_is_who_takes_longer_by_more_than_rounds_differ() -> None:
-    tempo = _tempo(a=1.0, b=1.02, c=1.5, d=0.5)
+    tempo = _tempo(a=1.0, b=1.09, c=1.5, d=0.5)
     assert tempo.slower_than("a", ["b", "c", "d", "unknown"]) == {"c": 1.5}
     assert tempo.slower_than("unknown", ["c"]) == {}
+
+
+@given(st.lists(st.tuples(*[st.floats(0.96, 1.05)] * 3), min_size=5, max_size=40))
+def test_regions_of_one_pace_do_not_wait_for_each_others_bad_rounds(rounds: list[tuple[float, float, float]]) -> None:
+    tempo = Tempo()
+    for took in rounds:
+        for region, seconds in zip("abc", took, strict=True):
+            tempo.made(region, seconds)
+        assert all(not tempo.slower_than(region, set("abc") - {region}) for region in "abc")
 
 
 def test_a_region_that_does_not_say_how_long_it_takes_is_not_slower() -> None:
