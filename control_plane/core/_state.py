@@ -61,13 +61,13 @@ class Report:
     attempt: int = 0
     samples_per_second: float = 0.0
     round_samples_per_second: float = 0.0
+    """Of one worker, in the last round; `samples_per_second` is the mean of all invocations that have ended."""
     merge_seconds: float = 0.0
     """Of one step of one worker, mean, beyond its compute."""
     step_seconds: float = 0.0
     """Of steps that came right after another one, the usual; 0: none did."""
     merged_by: str = ""
     """The collective that its workers used, with its K."""
-    """Of one worker, in the last round; `samples_per_second` is the mean of all invocations that have ended."""
     compute_seconds: float = 0.0
     wait_seconds: float = 0.0
     applied_updates: int = 0
