@@ -25,6 +25,9 @@ _log = logging.getLogger("geofed.ps.bulk")
 _HANDSHAKE_SECONDS = 10.0
 _CLOSE_SECONDS = 2.0
 _PIECE_BYTES = 256 << 10
+_GATHERED_BYTES = 32 << 10
+_RECORD_BYTES = 16 << 10
+"""The most that TLS has deciphered and not handed out yet."""
 _MOST_CONNECTIONS = 512
 
 
@@ -174,6 +177,7 @@ class _Receiving:
     def __init__(self, line: ssl.SSLSocket, caller: str, desk: Desk) -> None:
         self._line, self._caller, self._desk = line, caller, desk
         self._buffer = memoryview(bytearray(_PIECE_BYTES))
+        self._gathering = False
         self._tag = -1
         self._offer: sync_pb2.BulkOffer | None = None
         self._landing: Landing | None = None
@@ -230,11 +234,23 @@ class _Receiving:
         if landing.whole:
             self._reply(Frame(Kind.OFFER, head.tag, 0, 1 << 32), self._desk.landed(self._caller, self._offer))
 
+    def _gather(self, gathering: bool) -> None:
+        """Whether to be woken for many packets at once instead of for each, which costs more than what is in it.
+
+        The kernel wakes nobody for less, even where no more will come: it may be on only as long as more will.
+        """
+        if gathering != self._gathering:
+            self._gathering = gathering
+            self._line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _GATHERED_BYTES if gathering else 1)
+
     def _write(self, head: Frame, landing: Landing | None) -> int:
         """Take a chunk's bytes off the line and into the file, those before a cut too; returns their CRC-32."""
         left, at, crc = head.length, head.offset, 0
         while left:
-            piece = self._buffer[: min(left, _PIECE_BYTES)]
+            # While it waits with gathering on, more than is gathered is still to come.
+            surplus = left - _GATHERED_BYTES - _RECORD_BYTES
+            self._gather(surplus > 0)
+            piece = self._buffer[: min(surplus if surplus > 0 else left, _PIECE_BYTES)]
             count = _fill(self._line, piece)
             whole, piece = count == len(piece), piece[:count]
             crc = zlib.crc32(piece, crc)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import ssl
+import threading
 import zlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
@@ -31,7 +32,7 @@ from sync.transport.sockets import dial
 from sync.transport.stream import hello
 from sync.transport.wire import HEAD_BYTES, Frame, Kind, frame, parse
 
-MIB = 1 << 20
+KIB, MIB = 1 << 10, 1 << 20
 REGIONS = ("east", "north", "west")
 AUTHORITY = Authority()
 Making = Callable[..., Coroutine[Any, Any, Site]]
@@ -314,6 +315,34 @@ async def test_a_damaged_chunk_is_asked_for_again(make: Making, folder: Path) ->
         assert line.answer().kind is Kind.ACK
         line.chunk(0, data[:MIB])
         assert line.answer().kind is Kind.ACK
+        assert line.answer().verdict == sync_pb2.OfferReply.VERDICT_HAVE
+        line.line.close()
+
+    await asyncio.to_thread(talk)
+    assert _same(west, manifest, data)
+
+
+@runs
+async def test_a_chunk_of_any_length_is_taken_whole_however_it_trickles_in(make: Making, folder: Path) -> None:
+    """The kernel wakes the receiver for many packets at once; the last of a chunk must not wait for more to come."""
+    east, west = await make("east"), await make("west")
+    lengths = [1, 32 * KIB, 48 * KIB, 48 * KIB + 1, 64 * KIB, 100_003, 304 * KIB, 304 * KIB + 1]
+    data = os.urandom(sum(lengths))
+    manifest = east.make(1, data)
+    ticket = west.links.tickets.issue("east", None)
+    pause = threading.Event()
+
+    def talk() -> None:
+        line, at = _dialled(west, east.identity), 0
+        line.offer(manifest, ticket)
+        for length in lengths:
+            piece = data[at : at + length]
+            line.line.sendall(Frame(Kind.CHUNK, 1, length, at, zlib.crc32(piece)).pack())
+            for start in range(0, length, 5_000):
+                line.line.sendall(piece[start : start + 5_000])
+                pause.wait(0.001)
+            assert line.answer() == Frame(Kind.ACK, 1, length, at)
+            at += length
         assert line.answer().verdict == sync_pb2.OfferReply.VERDICT_HAVE
         line.line.close()
 
