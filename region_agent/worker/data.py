@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import TensorDataset, default_collate
 
 from geofed_pb.errors import GeofedError
 from region_agent.worker.batches import Batches
@@ -42,15 +42,33 @@ class _Joined:
         return self._shards[shard][index - (self._ends[shard - 1] if shard else 0)]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
+        items: list[Any] = [None] * len(indices)
+        for shard, places, inside in self._by_shard(indices):
+            for place, item in zip(places, _items(shard, inside), strict=True):
+                items[place] = item
+        return items
+
+    def stacked(self, indices: list[int]) -> list[torch.Tensor] | None:
+        """See `_stacked`."""
+        order: list[int] = []
+        parts: list[list[torch.Tensor]] = []
+        for shard, places, inside in self._by_shard(indices):
+            part = _stacked(shard, inside)
+            if part is None or (parts and [_kind(one) for one in part] != [_kind(one) for one in parts[0]]):
+                return None
+            order += places
+            parts.append(part)
+        back = torch.tensor(order).argsort()
+        return [torch.cat(column)[back] for column in zip(*parts, strict=True)]
+
+    def _by_shard(self, indices: list[int]) -> Iterator[tuple[Any, list[int], list[int]]]:
+        """Each shard that some of the samples are of, their places among those asked for, and in the shard."""
         places: dict[int, list[int]] = {}
         for place, index in enumerate(indices):
             places.setdefault(bisect.bisect_right(self._ends, index), []).append(place)
-        items: list[Any] = [None] * len(indices)
         for number, mine in places.items():
-            shard, first = self._shards[number], self._ends[number - 1] if number else 0
-            for place, item in zip(mine, _items(shard, [indices[place] - first for place in mine]), strict=True):
-                items[place] = item
-        return items
+            first = self._ends[number - 1] if number else 0
+            yield self._shards[number], mine, [indices[place] - first for place in mine]
 
 
 def _items(data: Any, indices: list[int]) -> Any:
@@ -81,9 +99,13 @@ class BatchStream:
 
     def indices(self, step: int) -> list[int]:
         """Of the samples of one step, counted from 1."""
-        start, share = self._batches.before(step), self._share(step)
-        drawn = range(start + share.start, start + share.stop)
-        return [int(self._order(at // self._size)[at % self._size]) for at in drawn]
+        before, share = self._batches.before(step), self._share(step)
+        at, stop, drawn = before + share.start, before + share.stop, list[int]()
+        while at < stop:
+            epoch, place = divmod(at, self._size)
+            drawn += self._order(epoch)[place : place + stop - at].tolist()
+            at = before + share.start + len(drawn)
+        return drawn
 
     def count(self, step: int) -> int:
         """This worker's samples in a step."""
@@ -124,7 +146,24 @@ def evaluation_batches(
 
 
 def _collate(data: Any, indices: list[int]) -> Any:
-    return default_collate(_items(data, indices))
+    stacked = _stacked(data, indices)
+    return default_collate(_items(data, indices)) if stacked is None else stacked
+
+
+def _stacked(data: Any, indices: list[int]) -> list[torch.Tensor] | None:
+    """What samples of a `TensorDataset` are collated to, without taking them one by one; None for other datasets."""
+    if isinstance(data, _Joined):
+        return data.stacked(indices)
+    # A class of its own may give something else for an item; what is not dense is not collated at all.
+    if type(data) is not TensorDataset or any(tensor.layout != torch.strided for tensor in data.tensors):
+        return None
+    rows = torch.tensor(indices)
+    return [tensor[rows] for tensor in data.tensors]
+
+
+def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Tensors of one kind can be put behind each other; others are for `default_collate` to judge."""
+    return tensor.dtype, tensor.device, tensor.shape[1:]
 
 
 def move(batch: Any, device: torch.device) -> Any:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 from geofed_pb.errors import GeofedError
 from region_agent.worker import fetching as module
@@ -115,6 +115,40 @@ def test_the_test_data_is_dealt_out_once(size: int, workers: int) -> None:
         assert len(mine) == count
         seen += mine
     assert sorted(seen) == list(range(size))
+
+
+class _Doubled(TensorDataset):
+    """Gives something else than its tensors hold."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple(2 * tensor[index] for tensor in self.tensors)
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=3), st.sampled_from(["", "dtype", "shape", "class", "sparse"]))
+def test_a_tensor_dataset_is_collated_as_a_data_loader_would(sizes: list[int], odd: str) -> None:
+    """Also several of them, and where one is unlike the others in something."""
+    shards: list[TensorDataset] = []
+    for number, size in enumerate(sizes):
+        x, y = torch.randn(size, 3, 2), torch.arange(size) + 100 * number
+        last = number == len(sizes) - 1
+        if odd == "dtype" and last:
+            x = x.double()
+        if odd == "shape" and last:
+            x = x[:, :, :1].contiguous()
+        kind = _Doubled if odd == "class" and last else TensorDataset
+        shards.append(kind(x.to_sparse() if odd == "sparse" else x, y))
+    data, total = joined(shards), sum(sizes)
+    stream = BatchStream(data, 3, "east", 0, 1, total)
+    items = [data[index] for index in stream.indices(1)]
+    if odd == "sparse" or (odd == "shape" and len(sizes) > 1):
+        with pytest.raises(RuntimeError, match=r"sparse tensors|equal size"):
+            stream.batch(1)
+        return
+    wanted, found = default_collate(items), stream.batch(1)
+    assert type(found) is type(wanted) is list
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
 
 
 # Over HTTP
