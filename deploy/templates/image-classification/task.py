@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 
 class Shift(nn.Module):
@@ -72,24 +72,6 @@ def model(config):
     return nn.Sequential(Shift(), *layers) if config.get("augment", False) else nn.Sequential(*layers)
 
 
-class Images(Dataset):
-    """Images as 1 x H x W in [0, 1], with their classes; a whole batch is taken at once."""
-
-    def __init__(self, x, y):
-        scale = 255 if x.dtype == np.uint8 else 1
-        self.x = torch.from_numpy(x.astype(np.float32) / scale).unsqueeze(1)
-        self.y = torch.from_numpy(y.astype(np.int64))
-
-    def __len__(self):
-        return len(self.y)
-
-    def __getitem__(self, index):
-        return self.x[index], self.y[index]
-
-    def __getitems__(self, indices):
-        return list(zip(self.x[indices], self.y[indices], strict=True))
-
-
 def dataset(uri, split, config):
     path = Path(uri)
     if path.is_file():
@@ -104,7 +86,10 @@ def dataset(uri, split, config):
     for x, _ in parts:
         if x.shape[1:] != (size, size):
             raise ValueError(f"{path}: images are {x.shape[1]}x{x.shape[2]}, config.size is {size}")
-    return Images(np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts]))
+    x, y = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    scale = 255 if x.dtype == np.uint8 else 1
+    images = torch.from_numpy(x.astype(np.float32) / scale).unsqueeze(1)
+    return TensorDataset(images, torch.from_numpy(y.astype(np.int64)))
 
 
 def read_npz(path):
