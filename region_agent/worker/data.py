@@ -103,8 +103,9 @@ class BatchStream:
         at, stop, drawn = before + share.start, before + share.stop, list[int]()
         while at < stop:
             epoch, place = divmod(at, self._size)
-            drawn += self._order(epoch)[place : place + stop - at].tolist()
-            at = before + share.start + len(drawn)
+            more = self._order(epoch)[place : place + stop - at].tolist()
+            drawn += more
+            at += len(more)
         return drawn
 
     def count(self, step: int) -> int:
