@@ -51,6 +51,7 @@ class Cadence:
 
     def __init__(self) -> None:
         self._began: float | None = None
+        """Since when our workers have worked on the open round."""
         self._held = 0.0
         self._held_since: float | None = None
         self._came: dict[str, tuple[int, float]] = {}
@@ -66,12 +67,13 @@ class Cadence:
     def next_round(self, now: float, beside_seconds: float = 0.0) -> float:
         """Our workers begin a round; returns how long the one before took by itself, 0 where it is the first.
 
-        ``beside_seconds``: so long they train on while they are held up, and lose nothing.
+        ``beside_seconds``: for so long they have trained on while they were held up. That is of the round that begins:
+        told of the one before, a hold-up would make a long round and a short one, and the longer one would hold up the
+        others in turn.
         """
         self.held_up(now, held=False)
-        lost = max(0.0, self._held - beside_seconds)
-        took = 0.0 if self._began is None else now - self._began - lost
-        self._began, self._held = now, 0.0
+        took = 0.0 if self._began is None else now - self._began - self._held
+        self._began, self._held = now - min(self._held, beside_seconds), 0.0
         return max(0.0, took)
 
     def came(self, region: str, sequence: int, now: float) -> None:

@@ -63,13 +63,16 @@ def test_what_workers_are_held_up_is_not_of_their_round() -> None:
     assert cadence.next_round(15.5) == pytest.approx(1.0)
 
 
-def test_what_workers_train_on_while_they_are_held_up_is_not_lost() -> None:
-    """Rounds of four seconds, one of which they make beside whatever holds them up."""
-    cadence = Cadence()
-    cadence.next_round(0.0, 1.0)
-    for began, held, ends in ((0.0, 0.7, 4.0), (4.0, 1.0, 8.0), (8.0, 3.0, 14.0)):
-        cadence.held_up(ends - held, held=True)
-        assert cadence.next_round(ends, 1.0) == pytest.approx(4.0), (began, held)
+@given(st.lists(st.floats(0.0, 9.0), min_size=1, max_size=20), st.floats(0.0, 2.0))
+def test_a_round_takes_as_long_whatever_holds_its_workers_up(holds: list[float], beside: float) -> None:
+    """Rounds of four seconds, of which they make the first beside what holds them up at the end of the one before."""
+    cadence, end = Cadence(), 0.0
+    cadence.next_round(0.0, beside)
+    for held in holds:
+        end += 4.0
+        cadence.held_up(end, held=True)
+        assert cadence.next_round(end + held, beside) == pytest.approx(4.0)
+        end += max(0.0, held - beside)
 
 
 def test_a_round_ends_when_that_of_the_slower_region_does() -> None:
