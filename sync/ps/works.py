@@ -587,7 +587,7 @@ def _beside_actions() -> Executor:
 
 
 def _flushed(draft: Draft) -> float:
-    draft.flush()
+    draft.flush(beside=True)
     return time.monotonic()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,12 +20,13 @@ from support.small_disk import small_disk
 from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.layout import Layout, Slot, Vector
+from sync.ps import storage as storage_module
 from sync.ps.actions import Apply, Keep, Log
 from sync.ps.arrival import Arrival
 from sync.ps.machine import Recovered, Setup
 from sync.ps.manifest import Manifest
 from sync.ps.replica import Numbers
-from sync.ps.storage import Storage, write_durably
+from sync.ps.storage import Draft, Storage, write_durably
 
 SETUP = Setup("a", ("a", "b"), 1, 4, 1, 1)
 LAYOUT = Layout((Slot("w", (8,), "float32"),), 1)
@@ -312,6 +315,68 @@ def test_the_last_checkpoint_leaves_nothing_to_be_written_again(tmp_path: Path) 
 
 
 # A full disk
+
+
+class _Kernel:
+    """One that fails to write back, after some windows."""
+
+    def __init__(self, error: int, fine: int) -> None:
+        self.error, self.fine, self.asked = error, fine, 0
+
+    def sync_file_range(self, descriptor: int, at: ctypes.c_int64, size: ctypes.c_int64, flags: int) -> int:
+        self.asked += 1
+        if self.asked <= self.fine:
+            return 0
+        ctypes.set_errno(self.error)
+        return -1
+
+
+def _draft(storage: Storage, model: Vector) -> Draft:
+    return storage.draft(Numbers(model, model), Apply(1, (), 1, 10.0, 1, version=1, watermarks=(("b", 1),)))
+
+
+def test_a_checkpoint_made_beside_is_the_one_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_module, "_WINDOW", 100)
+    model = np.arange(200, dtype=np.float32)
+    made = []
+    for beside in (False, True):
+        storage = _background(tmp_path / str(beside))
+        draft = _draft(storage, model)
+        draft.write()
+        draft.flush(beside=beside)
+        storage.keep(draft)
+        (path,) = storage._checkpoints()
+        made.append((path[1].name, path[1].read_bytes()))
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("fine", [0, 3])
+def test_a_disk_that_fails_while_it_is_written_back_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fine: int
+) -> None:
+    monkeypatch.setattr(storage_module, "_WINDOW", 100)
+    kernel = _Kernel(errno.EIO, fine)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: kernel)
+    storage = _background(tmp_path)
+    draft = _draft(storage, np.zeros(200, np.float32))
+    draft.write()
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        draft.flush(beside=True)
+    assert kernel.asked == fine + 1
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_without_writing_back_in_windows_all_is_flushed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = _Kernel(errno.ENOSYS, 0)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: kernel)
+    storage = _background(tmp_path)
+    draft = _draft(storage, np.zeros(200, np.float32))
+    draft.write()
+    draft.flush(beside=True)
+    assert kernel.asked == 1
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 1
 
 
 @pytest.fixture
