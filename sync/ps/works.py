@@ -37,9 +37,9 @@ _ATTEMPT_KINDS = ("init", "g", "b", "w", "c", "p")
 """Channel folders whose next part is the attempt."""
 _CHECKPOINT_SHARE = 0.1
 """Of the time may go into checkpoints where the log makes them dispensable."""
-_HELD_BYTES, _LEAST_HELD = 1 << 27, 3
+_HELD_BYTES, _HELD_SHARE, _LEAST_HELD = 1 << 28, 1 / 16, 3
 """Models in the channel that a replay of the log would need: when the rounds since the last checkpoint have left more
-bytes and as many models, the next one is due."""
+bytes, or more than this share of what the channel can hold, and as many models, the next one is due."""
 _HISTORY = 8
 """Models that are remembered for delay compensation."""
 _NICE = 10
@@ -452,7 +452,7 @@ class Works:
             return self.storage.keep_checkpoint(numbers, action, self._ended, self._attempt)
         due = now - self._checkpoint_at >= self._checkpoint_took / _CHECKPOINT_SHARE
         since = action.sequence - self._checkpoint_of
-        piled = since >= _LEAST_HELD and since * numbers.model.nbytes > _HELD_BYTES
+        piled = since >= _LEAST_HELD and since * numbers.model.nbytes > self._held_bytes()
         # Half of the time, at most: a slow disk is not to be waited for.
         due |= piled and now - self._checkpoint_at >= self._checkpoint_took
         if due and self._drafting is None:
@@ -462,6 +462,10 @@ class Works:
             writer.shutdown(wait=False)
             self._checkpoint_of = action.sequence
         return ""
+
+    def _held_bytes(self) -> float:
+        total = self.channel.limits.total_bytes
+        return _HELD_BYTES if total is None else min(_HELD_BYTES, _HELD_SHARE * total)
 
     def _settle_checkpoint(self, *, written: bool = False) -> None:
         """Wait until the one that is being made is durable, or until its numbers are ``written`` and may change."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sync import framing, parted
-from sync.channel import FileChannel
+from sync.channel import FileChannel, Limits
 from sync.codec import codec_named
 from sync.layout import Layout, Slot
 from sync.ps import works as works_module
@@ -170,13 +170,16 @@ def test_who_begins_anew_from_the_model_is_led_nowhere_after_a_crash_either(tmp_
     np.testing.assert_array_equal(then.replica.start, again.replica.start)
 
 
-@pytest.mark.parametrize("held", [2, 5])
+@pytest.mark.parametrize(("held", "small"), [(2, False), (5, False), (5, True)])
 def test_models_that_a_replay_would_need_do_not_pile_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int, small: bool
 ) -> None:
-    """However long checkpoints take: the channel may be memory."""
+    """However long checkpoints take: the channel may be memory, and ``small``."""
     monkeypatch.setattr(works_module, "_CHECKPOINT_SHARE", 1e-12)
-    monkeypatch.setattr(works_module, "_HELD_BYTES", held * 4 * SIZE)
+    if small:
+        monkeypatch.setattr(FileChannel, "limits", Limits(1 << 40, 16 * held * 4 * SIZE))
+    else:
+        monkeypatch.setattr(works_module, "_HELD_BYTES", held * 4 * SIZE)
     monkeypatch.setattr(works_module, "_beside_actions", AtOnce)
     setup = replace(SETUP, workers=1, background=True)
     storage, channel = Storage(tmp_path / "ps", setup), FileChannel(tmp_path / "channel")
