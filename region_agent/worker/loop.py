@@ -25,6 +25,7 @@ from geofed_pb.v1 import worker_pb2
 from region_agent.worker.holding import Holding
 from region_agent.worker.invocation import Invocation, Outcome
 from region_agent.worker.optimizer_state import State
+from region_agent.worker.promptness import run_promptly
 from region_agent.worker.ps_client import PsClient, SliceOver
 from region_agent.worker.rounds import Answer, Ended, Sums
 from sync import framing
@@ -78,6 +79,7 @@ class WorkerLoop:
 
     def run(self) -> Outcome:
         """Train until the job's end or the slice's, or until the attempt is over."""
+        run_promptly()
         broken: GeofedError | None = None
         finished = False
         with PsClient(self._call, self._slice_ends) as server, self._beside, closing(self._holding):
