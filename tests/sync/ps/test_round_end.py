@@ -131,8 +131,23 @@ class AtOnce(Executor):
         return done
 
 
-def test_who_begins_anew_from_the_model_is_led_nowhere_after_a_crash_either(tmp_path: Path) -> None:
+class NeverDurable(AtOnce):
+    """The process dies before a checkpoint is."""
+
+    def submit(self, work: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
+        if work is not works_module._flushed:
+            return super().submit(work, *given, **named)
+        for _, file in given[0].written:
+            file.close()
+        return Future()
+
+
+@pytest.mark.parametrize("beside", [AtOnce, NeverDurable])
+def test_who_begins_anew_from_the_model_is_led_nowhere_after_a_crash_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: type[Executor]
+) -> None:
     """A correction made again would be another one under the name of what a replay of the log makes."""
+    monkeypatch.setattr(works_module, "_beside_actions", beside)
     setup, channel = replace(SETUP, regions=("a", "b"), workers=1, background=True), FileChannel(tmp_path / "channel")
 
     def life() -> Works:
