@@ -175,25 +175,21 @@ def test_one_request_makes_one_job_and_is_answered_at_once(shared: Running, tmp_
     job = _job(shared, tmp_path)
     settings = [part for setting in TINY for part in ("--set", setting)]
     submission = ("submit", str(job), *settings, "--request-id", "once", "-o", "name")
-    begun = time.monotonic()
     first = shared.federation.control_plane(*submission).stdout
-    took = time.monotonic() - begun
     again = shared.federation.control_plane(*submission)
     assert again.stdout == first
     other = told(shared.federation.control_plane(*submission, "--set", "train.seed=2", check=False))
     assert (other.code, other.exit_status) == ("REQUEST_CONFLICT", 8)
     check_succeeded(shared.wait_end(first.strip()), accuracy=0.0)
-    assert took < 1.0 or _best_of(3, submission, shared) < 1.0
+    # In turn, since a machine is not always as fast: what is answered from memory takes two thirds of it.
+    asked, answered = zip(*[(_seconds(shared, "list"), _seconds(shared, *submission)) for _ in range(4)], strict=True)
+    assert min(answered) < 2.5 * min(asked), (asked, answered)
 
 
-def _best_of(times: int, submission: tuple[str, ...], running: Running) -> float:
-    """Seconds of the same submission again: a busy machine may have delayed the first."""
-    taken = []
-    for _ in range(times):
-        begun = time.monotonic()
-        running.federation.control_plane(*submission)
-        taken.append(time.monotonic() - begun)
-    return min(taken)
+def _seconds(running: Running, *arguments: str) -> float:
+    begun = time.monotonic()
+    running.federation.control_plane(*arguments)
+    return time.monotonic() - begun
 
 
 def test_what_stands_in_a_daemon_s_way_is_told(shared: Running, tmp_path: Path) -> None:
