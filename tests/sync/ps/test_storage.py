@@ -314,7 +314,7 @@ def test_the_last_checkpoint_leaves_nothing_to_be_written_again(tmp_path: Path) 
     assert not list(tmp_path.glob(".*"))
 
 
-# A full disk
+# Beside other work
 
 
 class _Kernel:
@@ -377,6 +377,9 @@ def test_without_writing_back_in_windows_all_is_flushed_at_once(
     draft.flush(beside=True)
     assert kernel.asked == 1
     assert len(list(tmp_path.glob("checkpoint-*"))) == 1
+
+
+# A full disk
 
 
 @pytest.fixture
