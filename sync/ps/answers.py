@@ -22,6 +22,7 @@ class AttachAnswer:
     step: int
     model_key: str
     state_key: str
+    """Of the optimiser; empty: it begins afresh, or makes no step from here."""
     boundary: bool
     """This round's update is on its way already: wait for its end, train nothing."""
     finished: bool

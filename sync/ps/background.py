@@ -179,7 +179,8 @@ class Background(Machine):
             sequence=self._reached,
             step=self._open_step,
             model_key=self._model_key if self._complete else self._start_key if begins else "",
-            state_key=self._state_key,
+            # Who makes no more steps needs none; what workers hand over goes with their attempt.
+            state_key=self._state_key if begins and not self._own_last else "",
             boundary=settling,
             finished=self._complete,
             evaluate=self._evaluates(self._reached) and not self._has_metrics(self._reached) and not settling,
@@ -240,7 +241,6 @@ class Background(Machine):
         self._ended = event.log
         self._tempo.made(self.setup.region, self.round_seconds)
         self._own_last = self.setup.is_last(event.log)
-        self._state_key = event.log.state_key or self._state_key
         actions: list[Action] = []
         if not self._own_last:
             actions += self._answer_waiting()

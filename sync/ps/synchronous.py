@@ -59,12 +59,14 @@ class Synchronous(Machine):
     def _answer_attached(self) -> list[Action]:
         waiting, self._attaching = self._attaching, {}
         under_way = self._boundary.preparing or self.ledger.own(self._sequence + 1) is not None
+        waits = under_way and not self._complete
         answer = AttachAnswer(
             sequence=self._sequence,
             step=self._step,
             model_key=self._model_key,
-            state_key=self._state_key,
-            boundary=under_way and not self._complete,
+            # Those that wait already forget it as soon as that round is over, which tells of the state after it.
+            state_key="" if waits or self._complete else self._state_key,
+            boundary=waits,
             finished=self._complete,
             evaluate=self._evaluates(self._sequence) and not self._has_metrics(self._sequence),
             until_step=self._until,

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.jobs import RESTLESS_TASK, chain, invocation, write_samples
+from support.jobs import RESTLESS_TASK, call, chain, invocation, write_samples
 from support.pki import Authority
-from support.server_process import Server
-from support.warm_workers import WarmParent
+from support.server_process import Server, wait_until
+from support.warm_workers import WarmParent, WorkerProcess
 
 from geofed_pb.v1 import worker_pb2
 from region_agent.worker import loop
@@ -131,5 +131,47 @@ def test_workers_whose_slices_end_elsewhere_evaluate_at_the_same_step(tmp_path: 
         assert len(told[0]) >= 2 * EACH
         assert east.status().phase == west.status().phase == "finished"
     finally:
+        east.kill()
+        west.kill()
+
+
+def test_workers_that_come_when_all_rounds_are_merged_only_measure(tmp_path: Path, warm: WarmParent) -> None:
+    """Workers may become more or fewer after their last round has ended, while another region's is lacking."""
+    authority = Authority()
+    settings: dict[str, Any] = {"rounds": 2, "steps_per_round": EACH}
+    # East merges its own last round before west's are there.
+    settings |= {"wan_settings": {"background": 1.0, "quorum": 1.0}}
+    east, west = (Server(tmp_path / name, authority, name, ("east", "west"), **settings) for name in ("east", "west"))
+    data = write_samples(tmp_path / "data.npz", 50)
+    crew: list[WorkerProcess] = []
+
+    def east_works(attempt: int) -> WorkerProcess:
+        body = invocation(east, RESTLESS_TASK, data, attempt=attempt, token=east.token(0, attempt))
+        crew.append(warm.live([body], tmp_path / "scratch"))
+        return crew[-1]
+
+    try:
+        for server in (east, west):
+            server.launch()
+        for server in (east, west):
+            server.await_ready()
+        east.configure(west)
+        west.configure(east)
+        first = east_works(1)
+        body = invocation(west, RESTLESS_TASK, data, slice_seconds=0.001)
+        while (outcome := call(body)).step < 2 * EACH - 1:
+            body = body.model_copy(update={"resume_key": outcome.resume_key})
+        wait_until(lambda: east.status().condition == "waiting for the last updates from west", "the end of east")
+
+        east.configure(west, attempt=2)
+        assert first.end()[0][-1]["code"] == "FENCED"
+        assert chain(body.model_copy(update={"resume_key": outcome.resume_key}))[-1].status == "done"
+        wait_until(lambda: east.status().applied_updates == 2, "all rounds to be merged")
+        (last,) = east_works(2).end()[0]
+        assert (last["status"], last["steps"]) == ("done", 0), last
+        assert east.status().phase == "finished"
+    finally:
+        for process in crew:
+            process.close()
         east.kill()
         west.kill()

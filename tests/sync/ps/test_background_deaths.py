@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +109,15 @@ class Platter:
             file.write_bytes(over[:half] + content[half:])
         self._names = {file: (file.stat().st_ino, file.read_bytes()) for file in self._names}
         self._contents = dict(self._names.values())
+
+
+class AtOnce(Executor):
+    """So that a process dies at the same place whenever it is played again."""
+
+    def submit(self, work: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(work(*given, **named))
+        return done
 
 
 class Later(Executor):
@@ -291,9 +300,11 @@ class Site:
             if worker.doing == "train":
                 worker.model = worker.model + change(self.name, worker.sequence + 1)
                 worker.step, worker.doing, worker.made = worker.step + 1, "tell", worker.made + 1
-                self._put(self._key(), worker.model)
+                self._put(self._key("model"), {"model": worker.model})
+                # All that this worker's optimiser knows is how many rounds it has made.
+                self._put(self._key("state"), {"rounds": np.float32([worker.sequence + 1])})
             elif worker.doing == "attach":
-                self._put("init", FIRST)
+                self._put("init", {"model": FIRST})
             question = self._question(self.calls)
             self.live(lambda: self._ask(question))
 
@@ -308,8 +319,8 @@ class Site:
             return Attached(call, 0, attempt, LAYOUT.digest, "init")
         if worker.doing == "measure":
             return Evaluated(call, 0, attempt, worker.sequence, 1.0, {"loss": 0.5})
-        digest, key = ("", "") if worker.known else ("alone", self._key())
-        return BoundaryArrived(call, 0, attempt, worker.sequence + 1, worker.step, digest, key, "", 8.0, 0.5, 0.1)
+        digest, *keys = ("", "", "") if worker.known else ("alone", self._key("model"), self._key("state"))
+        return BoundaryArrived(call, 0, attempt, worker.sequence + 1, worker.step, digest, *keys, 8.0, 0.5, 0.1)
 
     def _heard(self, answer: Any) -> None:
         worker = self.worker
@@ -317,6 +328,10 @@ class Site:
             worker.sequence, worker.step, worker.known = answer.sequence, answer.step, answer.boundary
             if answer.model_key:
                 worker.model = self._read(answer.model_key, "model")
+            if answer.state_key:
+                (rounds,) = self._read(answer.state_key, "rounds")
+                # Of an earlier round where that of the last one was lost with the server.
+                assert 0 < rounds <= worker.sequence
             worker.doing = "tell" if answer.boundary else "train"
             if answer.finished:
                 worker.doing = "measure" if answer.evaluate else "done"
@@ -340,12 +355,12 @@ class Site:
         self.worker, self.asking = Worker(attempt=attempt), 0
         self.live(lambda: self.feed(Configured(1, attempt, ())))
 
-    def _key(self) -> str:
-        return f"b/{self.worker.attempt}/{self.worker.sequence + 1}/model"
+    def _key(self, name: str) -> str:
+        return f"b/{self.worker.attempt}/{self.worker.sequence + 1}/{name}"
 
-    def _put(self, key: str, vector: Vector) -> None:
+    def _put(self, key: str, tensors: dict[str, Vector]) -> None:
         # The worker does not die with the server.
-        FileChannel(self._folder / "channel").put(key, framing.encode({"model": vector}))
+        FileChannel(self._folder / "channel").put(key, framing.encode(tensors))
 
     def _read(self, key: str, name: str) -> Vector:
         value = FileChannel(self._folder / "channel").get(key)
@@ -465,6 +480,7 @@ def play(
         ticks = iter(range(1 << 30))
         # Checkpoints by the count of what is done instead of by the clock.
         patch.setattr(works_module, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+        patch.setattr(works_module, "_beside", AtOnce)
         patch.setattr(works_module, "_beside_actions", lambda: Later(late))
         operations = Operations(patch, deaths)
         if power:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.federation_in_miniature import Miniature, Site
 
-from sync.ps.actions import Failed, Refuse
+from sync.ps.actions import Failed, Refuse, Reply
+from sync.ps.answers import AttachAnswer
 from sync.ps.events import Attached, BoundaryArrived, Configured, Evaluated, Kept, Prepared, ReduceArrived
 from sync.ps.machine import Machine, Recovered, Setup
 from sync.ps.manifest import Manifest, Peer, Verdict
@@ -163,6 +164,18 @@ def test_a_wait_for_an_update_that_was_lost_is_refused() -> None:
     machine = _alone(workers=1, sequence=0, model_key="model/0")
     waits_only = BoundaryArrived(1, 0, 1, 1, 1, digest="", model_key="", state_key="", samples=0.0, loss=0.0)
     assert [type(action) for action in machine.handle(waits_only)] == [Refuse]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_who_comes_when_its_round_has_ended_is_told_of_no_state_that_others_clear_away(ended: bool) -> None:
+    """They do as soon as they hear that the round is over, however slow this one is to read."""
+    outbox = (_manifest("a", 2),) if ended else ()
+    there = Recovered(1, outbox=outbox, model_key="model/1", state_key="b/1/1/state", layout_digest="one")
+    machine = Synchronous(Setup("a", ("a", "b"), 2, 3, 1, 0), there)
+    (reply,) = machine.handle(Attached(1, 0, 1, "one", "init"))
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.answer, AttachAnswer)
+    assert (reply.answer.boundary, reply.answer.state_key) == (ended, "" if ended else "b/1/1/state")
 
 
 def test_a_worker_that_repeats_a_round_that_the_others_have_ended_is_refused() -> None:
