@@ -87,10 +87,10 @@ class Works:
         self._shares = shares or dict.fromkeys(setup.regions, equal)
         self.replica: Replica | None = None
         self._handed: tuple[int, str] = -1, ""
+        """With synchronous exchange: the round of which workers have handed over the optimiser's state last, and where
+        that lies in the channel: it stays there until all have ended the next one."""
         self._lent = self._outlived = ""
         """Trees of attempts whose workers' own state was published: of the present one, and of one that is over."""
-        """The round of which workers have handed over the optimiser's state last, and where that lies in the channel:
-        it stays there until all have ended the next one."""
         self._corrections: dict[str, Vector] = {}
         self._made: tuple[str, Vector, slice] | None = None
         """Digest, decoded values and place of the update that was made last; the values' memory is used again."""
@@ -105,7 +105,9 @@ class Works:
         self._checkpoint_at, self._checkpoint_took = 0.0, 0.0
         self._checkpoint_of = 0
         """The round that it holds last, or will."""
-        self._cleared_attempts = 0
+        self._attempts_over = 0
+        self._trees: list[str] = []
+        """Trees of attempts that are over which a replay of the log may still need."""
         self._room_for_sums = True
         self._attempt = 1
         """The last that began from where the replica says."""
@@ -321,7 +323,11 @@ class Works:
     def _keep_state(self, action: Prepare) -> None:
         if action.state_key and (state := parted.read_state(self.channel, action.state_key)) is not None:
             self.storage.keep_state(action.sequence, framing.encode(state.tensors, state.facts))
-            self._handed = action.sequence, action.state_key
+            if self.setup.background:
+                # A restart puts it where a new attempt finds it, and nobody else asks for it.
+                parted.forget(self.channel, action.state_key)
+            else:
+                self._handed = action.sequence, action.state_key
 
     def _apply(self, action: Apply, attempt: int) -> Applied:
         if self.replica is None:
@@ -557,16 +563,18 @@ class Works:
         if self._outlived:
             self.channel.delete_tree(self._outlived)
         self._outlived = ""
-        for old in range(self._cleared_attempts + 1, attempt):
-            for kind in _ATTEMPT_KINDS:
-                tree = f"{kind}/{old}"
-                if tree == self._lent:
-                    # Workers of a new attempt may have been told of the state there, and read it until the next time.
-                    self._lent, self._outlived = "", tree
-                elif not (kind == "b" and any(key.startswith(f"{tree}/") for key in self._ends.values())):
-                    self.channel.delete_tree(tree)
+        for old in range(self._attempts_over + 1, attempt):
+            self._trees += [f"{kind}/{old}" for kind in _ATTEMPT_KINDS]
             self._delete(f"start/{old}")
-        self._cleared_attempts = max(self._cleared_attempts, attempt - 1)
+        self._attempts_over = max(self._attempts_over, attempt - 1)
+        needed = tuple(self._ends.values())
+        for tree in [tree for tree in self._trees if not any(key.startswith(f"{tree}/") for key in needed)]:
+            self._trees.remove(tree)
+            if tree == self._lent:
+                # Workers of a new attempt may have been told of the state there, and read it until the next time.
+                self._lent, self._outlived = "", tree
+            else:
+                self.channel.delete_tree(tree)
 
 
 @dataclass(frozen=True)

@@ -216,6 +216,40 @@ def test_models_that_a_replay_would_need_do_not_pile_up(
     assert held < most <= 2 * (held + 1) + 2
 
 
+def test_what_workers_hand_over_does_not_pile_up_with_background_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attempt may last for as long as its job, and hand over the optimiser's state again and again."""
+    monkeypatch.setattr(works_module, "_CHECKPOINT_SHARE", 1e12)
+    monkeypatch.setattr(works_module, "_beside_actions", AtOnce)
+    setup = replace(SETUP, workers=1, background=True)
+    storage, channel = Storage(tmp_path / "ps", setup), FileChannel(tmp_path / "channel")
+    storage.keep_layout(Layout((Slot("w", (SIZE,), "float32"),), 1))
+    works = Works(setup, storage, channel, policy_named("ma"), codec_named("fp32"), part_elements=HALF)
+    correction = ""
+    for sequence in range(40):
+        attempt = 1 + sequence // 10
+        place, half = f"b/{attempt}/{sequence}", np.full(HALF, sequence, np.float32)
+        channel.put(f"{place}/model", framing.encode({"model": np.full(SIZE, sequence, np.float32)}))
+        for part in range(2):
+            channel.put(f"{place}/state.{part}", framing.encode({f"{part}/momentum": half}))
+        parted.put_owners(channel, f"{place}/state", [(0, 0), (1, 1)], parts=2)
+        if sequence:
+            works.do(Log(sequence, f"{place}/model", "", 1.0, sequence, correction, sequence + 1), attempt)
+        made = works.do(Prepare(sequence, 1, f"{place}/model", f"{place}/state", 1.0, sequence, correction), attempt)
+        assert isinstance(made, Prepared)
+        done = works.do(Apply(sequence, (made.manifest,), sequence, 1.0, 0, sequence, ()), attempt)
+        assert isinstance(done, Applied)
+        correction = done.correction_key
+    works.do(Restart(5), 5)
+    left = [path for path in (tmp_path / "channel" / "b").rglob("*") if path.is_file()]
+    assert [path.name for path in left] == ["model"] * 2, "what the older of two checkpoints does not hold"
+    assert {path.parent.parent.name for path in left} == {"4"}, "attempts that are over leave nothing"
+    state = parted.read_state(channel, "state/39")
+    assert state is not None
+    assert [float(momentum[0]) for _, momentum in sorted(state.tensors.items())] == [39, 39]
+
+
 def test_the_first_model_is_not_changed_by_the_rounds_after_it(server: Server) -> None:
     """It is kept in the memory that it was read into, which no update may be made in."""
     first = server.end(0)
