@@ -301,8 +301,9 @@ class Site:
                 worker.model = worker.model + change(self.name, worker.sequence + 1)
                 worker.step, worker.doing, worker.made = worker.step + 1, "tell", worker.made + 1
                 self._put(self._key("model"), {"model": worker.model})
-                # All that this worker's optimiser knows is how many rounds it has made.
-                self._put(self._key("state"), {"rounds": np.float32([worker.sequence + 1])})
+                if worker.step % 2:
+                    # All that this worker's optimiser knows is how many rounds it has made.
+                    self._put(self._key("state"), {"rounds": np.float32([worker.sequence + 1])})
             elif worker.doing == "attach":
                 self._put("init", {"model": FIRST})
             question = self._question(self.calls)
@@ -319,8 +320,9 @@ class Site:
             return Attached(call, 0, attempt, LAYOUT.digest, "init")
         if worker.doing == "measure":
             return Evaluated(call, 0, attempt, worker.sequence, 1.0, {"loss": 0.5})
-        digest, *keys = ("", "", "") if worker.known else ("alone", self._key("model"), self._key("state"))
-        return BoundaryArrived(call, 0, attempt, worker.sequence + 1, worker.step, digest, *keys, 8.0, 0.5, 0.1)
+        digest, key = ("", "") if worker.known else ("alone", self._key("model"))
+        state = self._key("state") if worker.step % 2 and not worker.known else ""
+        return BoundaryArrived(call, 0, attempt, worker.sequence + 1, worker.step, digest, key, state, 8.0, 0.5, 0.1)
 
     def _heard(self, answer: Any) -> None:
         worker = self.worker
@@ -330,7 +332,7 @@ class Site:
                 worker.model = self._read(answer.model_key, "model")
             if answer.state_key:
                 (rounds,) = self._read(answer.state_key, "rounds")
-                # Of an earlier round where that of the last one was lost with the server.
+                # Of an earlier round where none went with the last one, or it was lost with the server.
                 assert 0 < rounds <= worker.sequence
             worker.doing = "tell" if answer.boundary else "train"
             if answer.finished:
