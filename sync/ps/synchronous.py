@@ -64,7 +64,7 @@ class Synchronous(Machine):
             sequence=self._sequence,
             step=self._step,
             model_key=self._model_key,
-            # Those that wait already forget it as soon as that round is over, which tells of the state after it.
+            # Others that wait clear it away as soon as that round is over; the round's answer tells of the next one.
             state_key="" if waits or self._complete else self._state_key,
             boundary=waits,
             finished=self._complete,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +101,13 @@ def test_the_model_does_not_depend_on_where_slices_end(
     assert again == measured
 
 
-def test_workers_whose_slices_end_elsewhere_evaluate_at_the_same_step(tmp_path: Path, warm: WarmParent) -> None:
-    """Else one waits in an evaluation for another that waits for its gradients."""
-    authority = Authority()
-    settings: dict[str, Any] = {"rounds": 2, "steps_per_round": EACH, "evaluate_every": 1}
-    settings |= {"wan_settings": {"background": 1.0}}
-    east = Server(tmp_path / "east", authority, "east", ("east", "west"), workers=2, **settings)
-    west = Server(tmp_path / "west", authority, "west", ("east", "west"), **settings)
-    data, workers = write_samples(tmp_path / "data.npz", 50), [(east, 0, 0.001), (east, 1, 300.0), (west, 0, 300.0)]
+@contextmanager
+def _pair(folder: Path, workers: int = 1, **settings: Any) -> Iterator[tuple[Server, Server]]:
+    """The servers of two regions that exchange two rounds, east with so many workers."""
+    authority, names = Authority(), ("east", "west")
+    more: dict[str, Any] = {"rounds": 2, "steps_per_round": EACH, **settings}
+    east = Server(folder / "east", authority, "east", names, workers=workers, **more)
+    west = Server(folder / "west", authority, "west", names, **more)
     try:
         for server in (east, west):
             server.launch()
@@ -114,11 +115,21 @@ def test_workers_whose_slices_end_elsewhere_evaluate_at_the_same_step(tmp_path: 
             server.await_ready()
         east.configure(west)
         west.configure(east)
+        yield east, west
+    finally:
+        east.kill()
+        west.kill()
+
+
+def test_workers_whose_slices_end_elsewhere_evaluate_at_the_same_step(tmp_path: Path, warm: WarmParent) -> None:
+    """Else one waits in an evaluation for another that waits for its gradients."""
+    data = write_samples(tmp_path / "data.npz", 50)
+    with _pair(tmp_path, 2, evaluate_every=1, wan_settings={"background": 1.0}) as (east, west):
         bodies = [
             invocation(
                 server, RESTLESS_TASK, data, worker, slice_seconds=seconds, collective="k-reduce", merging={"k": 2}
             )
-            for server, worker, seconds in workers
+            for server, worker, seconds in ((east, 0, 0.001), (east, 1, 300.0), (west, 0, 300.0))
         ]
         processes = [warm.live([body], tmp_path / "scratch") for body in bodies]
         try:
@@ -130,39 +141,26 @@ def test_workers_whose_slices_end_elsewhere_evaluate_at_the_same_step(tmp_path: 
         assert [len(life) for life in told[1:]] == [1, 1]
         assert len(told[0]) >= 2 * EACH
         assert east.status().phase == west.status().phase == "finished"
-    finally:
-        east.kill()
-        west.kill()
 
 
 def test_workers_that_come_when_all_rounds_are_merged_only_measure(tmp_path: Path, warm: WarmParent) -> None:
     """Workers may become more or fewer after their last round has ended, while another region's is lacking."""
-    authority = Authority()
-    settings: dict[str, Any] = {"rounds": 2, "steps_per_round": EACH}
-    # East merges its own last round before west's are there.
-    settings |= {"wan_settings": {"background": 1.0, "quorum": 1.0}}
-    east, west = (Server(tmp_path / name, authority, name, ("east", "west"), **settings) for name in ("east", "west"))
     data = write_samples(tmp_path / "data.npz", 50)
-    crew: list[WorkerProcess] = []
+    # With a quorum of itself east merges its own last round before west's are there.
+    alone = {"background": 1.0, "quorum": 1.0}
+    with _pair(tmp_path, wan_settings=alone) as (east, west), ExitStack() as crew:
 
-    def east_works(attempt: int) -> WorkerProcess:
-        body = invocation(east, RESTLESS_TASK, data, attempt=attempt, token=east.token(0, attempt))
-        crew.append(warm.live([body], tmp_path / "scratch"))
-        return crew[-1]
+        def east_works(attempt: int) -> WorkerProcess:
+            body = invocation(east, RESTLESS_TASK, data, attempt=attempt, token=east.token(0, attempt))
+            process = warm.live([body], tmp_path / "scratch")
+            crew.callback(process.close)
+            return process
 
-    try:
-        for server in (east, west):
-            server.launch()
-        for server in (east, west):
-            server.await_ready()
-        east.configure(west)
-        west.configure(east)
         first = east_works(1)
         body = invocation(west, RESTLESS_TASK, data, slice_seconds=0.001)
         while (outcome := call(body)).step < 2 * EACH - 1:
             body = body.model_copy(update={"resume_key": outcome.resume_key})
         wait_until(lambda: east.status().condition == "waiting for the last updates from west", "the end of east")
-
         east.configure(west, attempt=2)
         assert first.end()[0][-1]["code"] == "FENCED"
         assert chain(body.model_copy(update={"resume_key": outcome.resume_key}))[-1].status == "done"
@@ -170,8 +168,3 @@ def test_workers_that_come_when_all_rounds_are_merged_only_measure(tmp_path: Pat
         (last,) = east_works(2).end()[0]
         assert (last["status"], last["steps"]) == ("done", 0), last
         assert east.status().phase == "finished"
-    finally:
-        for process in crew:
-            process.close()
-        east.kill()
-        west.kill()

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.at_once import AtOnce
 
 from sync import framing
 from sync.channel import FileChannel
@@ -109,15 +110,6 @@ class Platter:
             file.write_bytes(over[:half] + content[half:])
         self._names = {file: (file.stat().st_ino, file.read_bytes()) for file in self._names}
         self._contents = dict(self._names.values())
-
-
-class AtOnce(Executor):
-    """So that a process dies at the same place whenever it is played again."""
-
-    def submit(self, work: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(work(*given, **named))
-        return done
 
 
 class Later(Executor):

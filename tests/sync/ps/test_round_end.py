@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.at_once import AtOnce
 
 from sync import framing, parted
 from sync.channel import FileChannel, Limits
@@ -120,15 +121,6 @@ def test_after_a_crash_it_comes_from_the_disk(server: Server) -> None:
     assert recovered.sequence == 1
     assert server.model(recovered.model_key) == [1] * SIZE
     assert server.momentum(recovered.state_key, 0) == 1
-
-
-class AtOnce(Executor):
-    """Does what it is given before anything else happens."""
-
-    def submit(self, work: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(work(*given, **named))
-        return done
 
 
 class NeverDurable(AtOnce):
