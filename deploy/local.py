@@ -14,11 +14,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from control_plane.client import Context, ControlClient
 from deploy.emulator import Emulator
@@ -30,6 +30,7 @@ __all__ = ["LocalFederation", "RegionSite"]
 _READY_SECONDS = 40.0
 _STOP_SECONDS = 10.0
 CONTROL_SITE = "control"
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,16 @@ class LocalFederation:
         """Start a command of `control-plane` that stays in the foreground."""
         return self._spawn(CONTROL_SITE, [*_program("control_plane.cli.main"), *arguments], **options)
 
+    def ask(self, question: Callable[[ControlClient], Awaitable[Answer]]) -> Answer:
+        """Ask the control plane from this process, which takes a hundredth of a command's time; not over an emulated
+        WAN, whose network namespaces only a command's process is in. Raises ``GeofedError``."""
+
+        async def ask() -> Answer:
+            async with ControlClient.connect(Context.load(self.context_file)) as client:
+                return await question(client)
+
+        return asyncio.run(ask())
+
     # Regions
 
     def region_state(self, name: str) -> Path:
@@ -146,7 +157,7 @@ class LocalFederation:
         """Write the regions' files; invite them and let them join, unless they have."""
         new = [region.name for region in regions if not self._prepared(region)]
         if self.emulator is None:
-            asyncio.run(self._enrol(new))
+            self.ask(lambda client: self._enrol(client, new))
         else:
             with ThreadPoolExecutor(max_workers=max(1, len(new))) as joining:
                 list(joining.map(self._enrol_over_the_wan, new))
@@ -168,12 +179,11 @@ class LocalFederation:
         (state / "region.yaml").write_text(json.dumps(whole, indent=2))
         return (state / "state" / "identity" / "federation.json").exists()
 
-    async def _enrol(self, names: Sequence[str]) -> None:
-        """As the two commands do, without their processes: to start those takes a hundred times as long."""
-        async with ControlClient.connect(Context.load(self.context_file)) as client:
-            for name in names:
-                invitation = await client.invite(name)
-                await join_federation(invitation.token, self.region_state(name) / "state")
+    async def _enrol(self, client: ControlClient, names: Sequence[str]) -> None:
+        """As the two commands do, without their processes."""
+        for name in names:
+            invitation = await client.invite(name)
+            await join_federation(invitation.token, self.region_state(name) / "state")
 
     def _enrol_over_the_wan(self, name: str) -> None:
         """By the commands, in the network namespaces of the control plane and of the region."""

@@ -111,10 +111,7 @@ def test_a_killed_worker_costs_no_more_than_two_steps(running: Running, collecti
     settings = ("train.end.epochs=50", "wan.interval=400", "train.evaluateEvery=0", "wan.exchange=synchronous")
     job = running.submit("train.workers=3", *settings, f"collective={collective}")
     running.wait_step(job, 100, "virginia")
-    zygote = running.descendants("virginia", "zygote")
-    workers = [child for parent in zygote for child in parent.children()]
-    workers = workers or running.descendants("virginia", "replica")
-    workers[0].kill()
+    running.workers("virginia")[0].kill()
     check_succeeded(running.wait_end(job))
     events = [e for e in running.events(job) if e["region"] == "virginia"]
     assert any(event["kind"] == "worker-failed" for event in events)

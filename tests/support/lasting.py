@@ -88,11 +88,17 @@ def _in_order(federation: LocalFederation) -> bool:
         return False
     try:
         federation.wait_connected([name for name in federation.processes if name != "control-plane"])
-        eventually(lambda: not federation.control_plane("list", "-o", "name").stdout.strip(), "no job", _SETTLE_SECONDS)
+        eventually(lambda: not _has_jobs(federation), "no job", _SETTLE_SECONDS)
         eventually(lambda: not _servers(federation), "no parameter server", _SETTLE_SECONDS)
     except (GeofedError, AssertionError):
         return False
     return True
+
+
+def _has_jobs(federation: LocalFederation) -> bool:
+    if federation.emulator is None:
+        return bool(federation.ask(lambda client: client.jobs()))
+    return bool(federation.control_plane("list", "-o", "name").stdout.strip())
 
 
 def _servers(federation: LocalFederation) -> list[psutil.Process]:

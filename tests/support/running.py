@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import shutil
 import time
@@ -12,6 +14,9 @@ from typing import Any
 import psutil
 
 import deploy
+from control_plane._view import event_view, job_view
+from control_plane.cli._follow import wait_for_job
+from control_plane.client import ControlClient
 from deploy.emulator import Emulator
 from deploy.local import LocalFederation, RegionSite
 from deploy.shards import read_digits, write_shards
@@ -69,11 +74,25 @@ class Running:
         return self.federation.control_plane("submit", str(job), *arguments, "-o", "name").stdout.strip()
 
     def describe(self, job: str) -> dict[str, Any]:
+        """What `control-plane describe` tells, without its process where that is not needed: tests look often."""
+
+        async def look(client: ControlClient) -> dict[str, Any]:
+            return job_view(await client.job(job))
+
+        if self.federation.emulator is None:
+            return self.federation.ask(look)
         told = json.loads(self.federation.control_plane("describe", job, "-o", "json").stdout)
         described: dict[str, Any] = told["data"]
         return described
 
     def events(self, job: str) -> list[dict[str, Any]]:
+        """What `control-plane events` tells."""
+
+        async def look(client: ControlClient) -> list[dict[str, Any]]:
+            return [event_view(event) async for event in client.watch(job, follow=False)]
+
+        if self.federation.emulator is None:
+            return self.federation.ask(look)
         lines = self.federation.control_plane("events", job, "-o", "jsonl").stdout.splitlines()
         return [json.loads(line)["data"] for line in lines]
 
@@ -95,14 +114,27 @@ class Running:
         eventually(there, f"step {least} of {job} in {region}")
 
     def wait_end(self, job: str, seconds: float = JOB_SECONDS) -> dict[str, Any]:
-        """Wait for the job as a user does; how it ended."""
-        self.federation.control_plane("wait", job, "--timeout", f"{seconds:.0f}s", check=False, timeout=seconds + 30)
+        """Wait as `control-plane wait` does, for so long at most; how the job ended, or stands."""
+
+        async def wait(client: ControlClient) -> None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(wait_for_job(client, job), seconds)
+
+        if self.federation.emulator is None:
+            self.federation.ask(wait)
+        else:
+            arguments = ("wait", job, "--timeout", f"{seconds:.0f}s")
+            self.federation.control_plane(*arguments, check=False, timeout=seconds + 30)
         return self.describe(job)
 
     def descendants(self, region: str, having: str) -> list[psutil.Process]:
         """Processes of a region whose command line holds a text."""
         agent = psutil.Process(self.federation.processes[region].pid)
         return [child for child in agent.children(recursive=True) if having in " ".join(child.cmdline())]
+
+    def workers(self, region: str) -> list[psutil.Process]:
+        """A region's function replicas: the warm parent forks them."""
+        return [child for parent in self.descendants(region, "zygote") for child in parent.children()]
 
 
 def expected_updates(described: dict[str, Any]) -> dict[str, int]:
