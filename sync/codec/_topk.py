@@ -57,23 +57,13 @@ class _Unpacked(Slabwise):
     slab = 32 * _CHUNK
 
     def encode(self, vector: Vector) -> Tensors:
-        chunks = in_rows(vector, _CHUNK) if vector.size % _CHUNK else vector.reshape(-1, _CHUNK)
-        size = np.abs(chunks)
-        places, magnitude = _largest(size)
-        filled = np.full(len(chunks), _KEEP)
-        filled[-1:] = max(1, min(_KEEP, vector.size - _CHUNK * (len(chunks) - 1)))
-        mean = magnitude.sum(axis=1, dtype=np.float64) / filled
-        exponents = np.clip(np.frexp(mean / 2)[1], _LEAST, _MOST).astype(np.int8)
-        unit = powers(exponents, _LEAST, _MOST)[:, None]
-        sent = magnitude >= unit / 2
-        negative = np.take_along_axis(chunks, places, axis=1)[sent] < 0
-        levels = 2 * negative + (magnitude >= 2 * unit)[sent]
-        return {
-            "counts": sent.sum(axis=1).astype(np.uint8),
-            "places": places[sent].astype(np.uint16),
-            "levels": levels.astype(np.uint8),
-            "exponents": exponents,
-        }
+        return _chosen(vector)[0]
+
+    def encode_into(self, vector: Vector, out: Vector) -> Tensors:
+        tensors, at, value = _chosen(vector)
+        out[...] = 0.0
+        out[at] = value
+        return tensors
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
         rows = -(-out.size // _CHUNK)
@@ -92,25 +82,65 @@ class _Unpacked(Slabwise):
 _UNPACKED = _Unpacked()
 
 
-def _largest(size: Vector) -> tuple[npt.NDArray[np.int64], Vector]:
-    """Places of the largest of each row, in order, and how large they are, shape (rows, 64); zeros where there are not
-    as many."""
-    rows = len(size)
-    # As many groups have one that is as large as this, so as many coordinates are: hardly more than are looked for.
-    least = size.reshape(rows, _CHUNK // _GROUPS, _GROUPS).max(axis=1)
+def _chosen(vector: Vector) -> tuple[Tensors, npt.NDArray[np.int64], Vector]:
+    """A slab's arrays; the coordinates that they name, in order, and what they say of each."""
+    size = np.abs(vector)
+    chunks = size.reshape(-1, _CHUNK) if size.size % _CHUNK == 0 else in_rows(size, _CHUNK)
+    rows, at = len(chunks), _candidates(chunks)
+    row, magnitude = at // _CHUNK, chunks.reshape(-1)[at]
+    largest = _largest(row, magnitude, rows)
+    filled = np.full(rows, _KEEP)
+    filled[-1:] = max(1, min(_KEEP, vector.size - _CHUNK * (rows - 1)))
+    mean = largest.sum(axis=1, dtype=np.float64) / filled
+    exponents = np.clip(np.frexp(mean / 2)[1], _LEAST, _MOST).astype(np.int8)
+    unit = powers(exponents, _LEAST, _MOST)
+    least = np.maximum(largest[:, 0], unit / 2)
+    sent = magnitude >= least[row]
+    counts = np.bincount(row[sent], minlength=rows)
+    if counts.max(initial=0) > _KEEP:
+        sent &= ~_beyond(row, magnitude, least, rows)
+        counts = np.bincount(row[sent], minlength=rows)
+    at, row, magnitude = at[sent], row[sent], magnitude[sent]
+    unit, negative = unit[row], vector[at] < 0
+    large = magnitude >= 2 * unit
+    value = unit * np.where(large, np.float32(3), np.float32(1))
+    tensors = {
+        "counts": counts.astype(np.uint8),
+        "places": (at % _CHUNK).astype(np.uint16),
+        "levels": (2 * negative + large).astype(np.uint8),
+        "exponents": exponents,
+    }
+    return tensors, at, np.where(negative, -value, value)
+
+
+def _candidates(size: Vector) -> npt.NDArray[np.int64]:
+    """Coordinates, in order, among which are the largest of each row, where that has as many that are not zero; hardly
+    more than those, unless many are alike."""
+    # As many groups have one that is as large as this, so as many coordinates are.
+    least = size.reshape(len(size), _CHUNK // _GROUPS, _GROUPS).max(axis=1)
     least.partition(_GROUPS - _KEEP, axis=1)
-    at = np.flatnonzero(size >= np.maximum(least[:, _GROUPS - _KEEP, None], _TINY))
-    row, place = np.divmod(at, _CHUNK)
+    return np.flatnonzero(size >= np.maximum(least[:, _GROUPS - _KEEP, None], _TINY))
+
+
+def _largest(row: npt.NDArray[np.int64], magnitude: Vector, rows: int) -> Vector:
+    """The largest of each row, the least of them first, shape (rows, 64); zeros where there are not as many."""
     count = np.bincount(row, minlength=rows)
     width = max(_KEEP, int(count.max(initial=0)))
-    column = np.arange(at.size) - np.repeat(np.cumsum(count) - count, count)
-    places, magnitude = np.zeros((rows, width), np.int64), np.zeros((rows, width), np.float32)
-    places[row, column], magnitude[row, column] = place, size.reshape(-1)[at]
-    if width > _KEEP:
-        best = np.argpartition(magnitude, width - _KEEP, axis=1)[:, width - _KEEP :]
-        best.sort(axis=1)
-        places, magnitude = np.take_along_axis(places, best, axis=1), np.take_along_axis(magnitude, best, axis=1)
-    return places, magnitude
+    column = np.arange(row.size) - np.repeat(np.cumsum(count) - count, count)
+    table = np.zeros((rows, width), np.float32)
+    table[row, column] = magnitude
+    table.partition(width - _KEEP, axis=1)
+    return table[:, width - _KEEP :]
+
+
+def _beyond(row: npt.NDArray[np.int64], magnitude: Vector, least: Vector, rows: int) -> npt.NDArray[np.bool_]:
+    """Which of those that are as large as the least that is sent are too many, the last ones of their row."""
+    tied, larger = magnitude == least[row], magnitude > least[row]
+    room = _KEEP - np.bincount(row[larger], minlength=rows)
+    before = np.cumsum(np.bincount(row[tied], minlength=rows))
+    number = np.cumsum(tied) - np.append(0, before[:-1])[row]
+    beyond: npt.NDArray[np.bool_] = tied & (number > room[row])
+    return beyond
 
 
 def _pack12(values: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint8]:
