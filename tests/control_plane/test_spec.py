@@ -244,6 +244,7 @@ def test_packed_code_is_known_by_what_it_is(job_file: Path) -> None:
         (_archive("task.py", kind=tarfile.SYMTYPE), "TASK_INVALID"),
         (_archive("task.py", kind=tarfile.GNUTYPE_SPARSE), "TASK_INVALID"),
     ],
+    ids=["no archive", "noughts", "cut off", "a link", "sparse"],
 )
 def test_a_bundle_that_no_agent_would_take_has_no_code(bundle: bytes, code: str) -> None:
     with pytest.raises(GeofedError) as caught:

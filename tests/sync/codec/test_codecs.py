@@ -143,7 +143,9 @@ def test_a_constant_change_arrives_in_the_end(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "bits"), [(BFloat16(), 16.1), (Int8Blocks(), 8.1), (ChunkedTopK(), 0.25)], ids=lambda v: str(v)
+    ("codec", "bits"),
+    [(BFloat16(), 16.1), (Int8Blocks(), 8.1), (ChunkedTopK(), 0.25)],
+    ids=lambda value: getattr(value, "name", value),
 )
 def test_size(codec: Codec, bits: float) -> None:
     vector = np.random.default_rng(1).normal(0, 1, 1 << 20).astype(np.float32)
