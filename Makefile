@@ -1,6 +1,8 @@
 # The commands of this project. Each one first sets up what it needs; a second run finds it there.
 
 PYTHON := .venv/bin/python
+# Daemons start again and again: what they are compiled to is kept, also where the environment has Python write none of it.
+unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: help demo test check setup proto clean
 
