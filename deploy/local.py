@@ -30,7 +30,7 @@ __all__ = ["LocalFederation", "RegionSite"]
 _READY_SECONDS = 40.0
 _STOP_SECONDS = 10.0
 CONTROL_SITE = "control"
-Answer = TypeVar("Answer")
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True)
@@ -138,11 +138,11 @@ class LocalFederation:
         """Start a command of `control-plane` that stays in the foreground."""
         return self._spawn(CONTROL_SITE, [*_program("control_plane.cli.main"), *arguments], **options)
 
-    def ask(self, question: Callable[[ControlClient], Awaitable[Answer]]) -> Answer:
+    def ask(self, question: Callable[[ControlClient], Awaitable[_Answer]]) -> _Answer:
         """Ask the control plane from this process, which takes a hundredth of a command's time; not over an emulated
         WAN, whose network namespaces only a command's process is in. Raises ``GeofedError``."""
 
-        async def ask() -> Answer:
+        async def ask() -> _Answer:
             async with ControlClient.connect(Context.load(self.context_file)) as client:
                 return await question(client)
 

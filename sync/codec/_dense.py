@@ -75,7 +75,7 @@ class Int8Blocks(Slabwise):
 
     name, mark, lossy = "int8", 2, True
     slab = 3 * SLAB
-    """What numpy takes to begin with a slab counts as well: twice as fast as in one."""
+    """What numpy takes to begin with a slab counts as well: a third faster than in one."""
     _BLOCK = 256
     _LEAST, _MOST = -126, 120
     """Exponents of the scale: normal float32, and 127 times it still finite."""
@@ -90,7 +90,7 @@ class Int8Blocks(Slabwise):
 
     def _scaled(self, vector: Vector) -> tuple[Tensors, Vector]:
         """The arrays, and the scale of each block."""
-        blocks = vector.reshape(-1, self._BLOCK) if vector.size % self._BLOCK == 0 else in_rows(vector, self._BLOCK)
+        blocks = in_rows(vector, self._BLOCK)
         largest = np.maximum(blocks.max(axis=1, initial=0.0), -blocks.min(axis=1, initial=0.0))
         # frexp: largest / 127 = m * 2^e with m < 1, so 127 * 2^e holds it.
         exponents = np.clip(np.frexp(largest / np.float32(127))[1], self._LEAST, self._MOST).astype(np.int8)
@@ -122,7 +122,9 @@ class Int8Blocks(Slabwise):
 
 
 def in_rows(vector: Vector, width: int) -> npt.NDArray[np.float32]:
-    """A copy in rows of ``width``, the last one filled with zeros."""
+    """In rows of ``width``, to be read; a copy, the last one filled with zeros, where it is not of whole rows."""
+    if vector.size % width == 0:
+        return vector.reshape(-1, width)
     rows = -(-vector.size // width)
     out = np.zeros((rows, width), np.float32)
     out.reshape(-1)[: vector.size] = vector

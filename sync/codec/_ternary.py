@@ -56,7 +56,7 @@ class Ternary(Slabwise):
 def _encoded(vector: Vector, out: Vector | None = None) -> Tensors:
     """A slab's arrays, and what they decode to into ``out``."""
     size = vector.size
-    blocks = vector.reshape(-1, _BLOCK) if size % _BLOCK == 0 else in_rows(vector, _BLOCK)
+    blocks = in_rows(vector, _BLOCK)
     square = _squares(blocks)
     filled = np.full(len(blocks), _BLOCK, np.float64)
     if filled.size:

@@ -85,7 +85,7 @@ _UNPACKED = _Unpacked()
 def _chosen(vector: Vector) -> tuple[Tensors, npt.NDArray[np.int64], Vector]:
     """A slab's arrays; the coordinates that they name, in order, and what they say of each."""
     size = np.abs(vector)
-    chunks = size.reshape(-1, _CHUNK) if size.size % _CHUNK == 0 else in_rows(size, _CHUNK)
+    chunks = in_rows(size, _CHUNK)
     rows, at = len(chunks), _candidates(chunks)
     row, magnitude = at // _CHUNK, chunks.reshape(-1)[at]
     largest = _largest(row, magnitude, rows)
