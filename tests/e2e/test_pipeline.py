@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.jobs import pack
 from support.pki import Authority, write
+from support.processes import running_as
 from support.running import Running, check_succeeded, digits_sites
 from torch import nn
 
@@ -252,7 +253,7 @@ def test_a_transformer_in_stages_learns_as_in_one_process(
 
 def _training() -> list[psutil.Process]:
     """Worker replicas: processes that the gateway's warm parent has forked."""
-    gateways = [p for p in psutil.Process().children() if "region_agent.gateway.embedded" in " ".join(p.cmdline())]
+    gateways = running_as("region_agent.gateway.embedded", psutil.Process().children())
     parents = [parent for gateway in gateways for parent in gateway.children()]
     return sorted((p for parent in parents for p in parent.children()), key=lambda process: process.create_time())
 

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from support.jobs import LINEAR_TASK, pack, write_samples
 from support.pki import Authority, write
+from support.processes import running_as
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
@@ -74,7 +75,7 @@ class Gateway:
 
 def _servers() -> list[psutil.Process]:
     """Parameter servers that this process has started."""
-    return [child for child in psutil.Process().children() if "sync.ps" in child.cmdline()]
+    return running_as("sync.ps", psutil.Process().children())
 
 
 class Scene:

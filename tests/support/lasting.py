@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.processes import family, running_as
 from support.running import Running, eventually
 
 from deploy.local import LocalFederation
@@ -63,7 +64,7 @@ class Lasting:
         """Fails where a process of the federation outlives it."""
         if self._federation is None:
             return
-        alive = [process for pid in daemons() for process in _with_descendants(pid)]
+        alive = [process for pid in daemons() for process in family(pid)]
         self._stack.close()
         del _federations[self._federation]
         self._federation = None
@@ -73,14 +74,6 @@ class Lasting:
 
 def _children() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
-
-
-def _with_descendants(pid: int) -> list[psutil.Process]:
-    try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
 
 
 def _in_order(federation: LocalFederation) -> bool:
@@ -103,12 +96,5 @@ def _has_jobs(federation: LocalFederation) -> bool:
 
 def _servers(federation: LocalFederation) -> list[psutil.Process]:
     """Parameter servers, which end a moment after their job: a test that looks for its own must find no other."""
-    there = [found for daemon in federation.processes.values() for found in _with_descendants(daemon.pid)]
-    return [process for process in there if _is_server(process)]
-
-
-def _is_server(process: psutil.Process) -> bool:
-    try:
-        return "sync.ps" in " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return False
+    there = [found for daemon in federation.processes.values() for found in family(daemon.pid)]
+    return running_as("sync.ps", there)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from support.processes import family, running_as
 
 import deploy
 from control_plane._view import event_view, job_view
@@ -129,8 +130,7 @@ class Running:
 
     def descendants(self, region: str, having: str) -> list[psutil.Process]:
         """Processes of a region whose command line holds a text."""
-        agent = psutil.Process(self.federation.processes[region].pid)
-        return [child for child in agent.children(recursive=True) if having in " ".join(child.cmdline())]
+        return running_as(having, family(self.federation.processes[region].pid)[1:])
 
     def workers(self, region: str) -> list[psutil.Process]:
         """A region's function replicas: the warm parent forks them."""

@@ -32,6 +32,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from support.processes import running_as
 
 from region_agent.gateway import BasicAuth, FunctionSpec, GatewayClient, RetryPolicy, timeout_env
 from region_agent.gateway.functions import Response
@@ -107,9 +108,7 @@ class Embedded:
         return psutil.Process(self.pid).children(recursive=True)
 
     def zygote(self) -> psutil.Process:
-        found: list[psutil.Process] = until(
-            lambda: [child for child in psutil.Process(self.pid).children() if "zygote" in " ".join(child.cmdline())]
-        )
+        found: list[psutil.Process] = until(lambda: running_as("zygote", psutil.Process(self.pid).children()))
         return found[0]
 
 

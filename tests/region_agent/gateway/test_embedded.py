@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.processes import alive
 
 from geofed_pb.errors import GeofedError
 from region_agent.gateway import FunctionSpec, GatewayClient
@@ -34,7 +35,7 @@ async def in_flight(probe, directory: Path, seconds: float = 60) -> tuple[asynci
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+    return not any(alive(process) for process in processes)
 
 
 # warm starts

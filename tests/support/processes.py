@@ -1,0 +1,39 @@
+"""What runs beside a test, looked at while it comes and goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import psutil
+
+__all__ = ["alive", "command_line", "family", "running_as"]
+
+
+def command_line(process: psutil.Process) -> str:
+    """Empty of a process that is gone, or dead and not yet reaped."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def running_as(having: str, processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that live and whose command line holds a text."""
+    return [process for process in processes if having in command_line(process)]
+
+
+def alive(process: psutil.Process) -> bool:
+    """Neither gone nor dead and not yet reaped."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and process.is_running()
+    except psutil.NoSuchProcess:
+        return False
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process, its children and theirs; nobody where it is gone."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
