@@ -10,11 +10,12 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 from support.lasting import daemons
+
+from region_agent.gateway.embedded import kernel
 
 _GRACE_SECONDS = 5.0
 _FOR_WANT_OF_A_PACKAGE = re.compile("not installed|missing|could not import")
@@ -78,15 +79,18 @@ def _marked() -> set[int]:
     """Processes that stem from this run, wherever they have gone: one that keeps a network namespace is among them."""
     mark = f"GEOFED_TEST_RUN={_RUN}".encode()
     found = set()
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark in environment.read_bytes():
-                found.add(int(environment.parent.name))
+    # Twice a test, of all processes there are: without the comfort of paths it takes a quarter of the time.
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb", buffering=0) as environment:
+            if mark in environment.read():
+                found.add(int(pid))
     return found - {os.getpid()}
 
 
 def _children() -> set[int]:
-    found = set()
+    found: set[int] = set()
+    if not kernel.children():
+        return found
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.status() != psutil.STATUS_ZOMBIE:
