@@ -3,10 +3,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from support.timing import cpu_seconds
 
 from deploy.emulator import Emulator
 from deploy.emulator.cli import _quantity
@@ -24,12 +24,9 @@ PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def test_help_is_quick_and_lists_the_verbs(tmp_path: Path) -> None:
-    took = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        shown = wan(tmp_path, "--help")
-        took.append(time.perf_counter() - begin)
-    assert min(took) < 0.3
+    # A fifth of a second on an idle machine; with torch among what it imports it would be two.
+    assert min(cpu_seconds(lambda: wan(tmp_path, "--help")) for _ in range(4)) < 0.6
+    shown = wan(tmp_path, "--help")
     for verb in ("up", "status", "exec", "set", "partition", "heal", "calibrate", "down", "profiles"):
         assert f"  {verb} " in shown.stdout
 
