@@ -6,7 +6,6 @@ import shutil
 import time
 
 import pytest
-from support.processes import alive
 from support.running import Running, check_succeeded, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -73,7 +72,7 @@ def test_a_killed_agent_takes_its_partition_up_again(running: Running, long: tup
     running.wait_round(job, 3)
     children = running.descendants("virginia", "")
     running.federation.kill("virginia")
-    eventually(lambda: not any(alive(child) for child in children), "the killed agent's processes are gone")
+    eventually(lambda: not any(child.is_running() for child in children), "the killed agent's processes are gone")
     running.federation.start_agent("virginia")
     check_succeeded(running.wait_end(job))
 
@@ -85,7 +84,7 @@ def test_a_region_whose_state_is_deleted_comes_back(running: Running, with_memor
     running.wait_round(job, 2)
     children = running.descendants("virginia", "")
     running.federation.kill("virginia")
-    eventually(lambda: not any(alive(child) for child in children), "the killed agent's processes are gone")
+    eventually(lambda: not any(child.is_running() for child in children), "the killed agent's processes are gone")
     state = running.federation.region_state("virginia") / "state"
     shutil.rmtree(state / "jobs" / job)
     if not with_memory:

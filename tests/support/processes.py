@@ -6,20 +6,20 @@ from collections.abc import Iterable
 
 import psutil
 
-__all__ = ["alive", "command_line", "family", "running_as"]
+__all__ = ["alive", "family", "running_as"]
 
 
-def command_line(process: psutil.Process) -> str:
+def running_as(having: str, processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that live and whose command line holds a text."""
+    return [process for process in processes if having in _command_line(process)]
+
+
+def _command_line(process: psutil.Process) -> str:
     """Empty of a process that is gone, or dead and not yet reaped."""
     try:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return ""
-
-
-def running_as(having: str, processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those that live and whose command line holds a text."""
-    return [process for process in processes if having in command_line(process)]
 
 
 def alive(process: psutil.Process) -> bool:
