@@ -46,7 +46,8 @@ def test_one_connection_fills_the_link_at_100_ms(wan: Emulator, rate_mbps: float
 
 
 def test_calibration_tells_good_from_bad(wan: Emulator) -> None:
-    wan.set_link("a", "b", both=True, rate_mbps=50, delay_ms=5)
+    # 5 % of it are 2 ms: more than a busy machine is late, which would be a fault found, not a fault of the finding
+    wan.set_link("a", "b", both=True, rate_mbps=50, delay_ms=20)
     for attempt in range(TRIES):
         result = wan.calibrate(seconds=0.6, links=[AB])
         if result.ok:
@@ -57,7 +58,7 @@ def test_calibration_tells_good_from_bad(wan: Emulator) -> None:
     status = wan.status
     rows = status()
     for row in rows["links"]:
-        row["rtt_ms"], row["rate_mbps"] = 30.0, 200.0 if row["rate_mbps"] else None
+        row["rtt_ms"], row["rate_mbps"] = 80.0, 200.0 if row["rate_mbps"] else None
     wan.status = lambda: rows  # type: ignore[method-assign]
     try:
         result = wan.calibrate(seconds=0.6, links=[AB])
