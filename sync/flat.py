@@ -1,5 +1,5 @@
-"""Between a torch module and its flat vector. With `sync.gradients` and `sync.pipeline` all of this
-room that needs torch."""
+"""Between a torch module and its flat vector. With `sync.device`, `sync.gradients` and `sync.pipeline` all of
+this room that needs torch."""
 
 from __future__ import annotations
 

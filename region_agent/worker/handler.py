@@ -27,6 +27,7 @@ from region_agent.worker.scratch import scratch_folder
 from region_agent.worker.stage import ModelStage, pipeline_of
 from region_agent.worker.task import Task, load_task, unpack
 from sync.channel import Channel, open_channel
+from sync.device import device
 from sync.pipeline import measure_messages
 
 __all__ = ["handle"]
@@ -95,6 +96,9 @@ def _make_ready() -> None:
 
 def _run(invocation: Invocation, begun: float) -> Outcome:
     _make_ready()
+    where = device(invocation.worker)
+    if where.type == "cuda":
+        print(f"computing on {where}, {torch.cuda.get_device_name(where)}", flush=True)
     channel = open_channel(invocation.channel, invocation.channel_address)
     task = _task(channel, invocation)
     return WorkerLoop(invocation, _holding(invocation, task, channel, begun), channel, begun).run()

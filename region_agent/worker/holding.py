@@ -25,11 +25,12 @@ from region_agent.worker.task import Task, task_errors
 from sync import framing
 from sync.channel import Channel
 from sync.collective import State as CollectiveState
+from sync.device import device, finish
 from sync.flat import FlatModel
 from sync.layout import Layout, Vector
 from sync.seeding import reseed, seed_all
 
-__all__ = ["Holding", "WholeModel", "checked_loss", "device"]
+__all__ = ["Holding", "WholeModel", "checked_loss"]
 
 
 _EVALUATION = 1
@@ -133,11 +134,6 @@ class Holding(Protocol):
     def close(self) -> None: ...
 
 
-def device() -> torch.device:
-    """Where workers compute."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def checked_loss(value: float, step: int) -> float:
     """The loss; raises ``GeofedError("TASK_FAILED")`` where it is not finite."""
     if not np.isfinite(value):
@@ -156,7 +152,7 @@ class WholeModel:
     def __init__(self, call: Invocation, task: Task, data: dict[str, Any], channel: Channel, begun: float) -> None:
         """``begun``: when the invocation was, on the monotonic clock."""
         self._call, self._task, self._data, self._channel = call, task, data, channel
-        self._device = device()
+        self._device = device(call.worker)
         # Seeded alike everywhere: all workers of the partition make the same model.
         seed_all(call.seed)
         self._module = task.model(call.seed).to(self._device)
@@ -185,6 +181,7 @@ class WholeModel:
         self._module.train()
         self._optimizer.zero_grad(set_to_none=True)
         value = self._pass(step)
+        finish(self._device)
         seconds = time.monotonic() - begun
         self._rate.set(step)
         self._merging.step(server, step, self.counted, value)

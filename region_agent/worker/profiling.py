@@ -20,6 +20,7 @@ from geofed_pb.errors import GeofedError
 from region_agent.worker.data import BatchStream, evaluation_batches, move
 from region_agent.worker.profile_call import LayerNumbers, NormNumbers, ProfileCall, Profiled, StepNumbers
 from region_agent.worker.task import Task, task_errors
+from sync.device import device, finish
 from sync.flat import FlatModel
 from sync.pipeline import Layers, measure_layers, model_input
 from sync.seeding import seed_all
@@ -71,6 +72,7 @@ class _Bench:
         loss = self.task.loss(self.module, batch)
         with task_errors(self.task.folder, "the backward pass"):
             loss.backward()  # type: ignore[no-untyped-call]
+        finish(self.device)
         value = float(loss.detach())
         if not np.isfinite(value):
             raise GeofedError("TASK_FAILED", f"the loss is {value}", hint="lower the learning rate")
@@ -121,12 +123,12 @@ def profile(call: ProfileCall, task: Task, data: dict[str, Any], begun: float) -
             text = f"the model does not fit a function of {call.memory_mb} MB, and `control-plane profile` takes longer"
             raise GeofedError("FUNCTION_OUT_OF_MEMORY", text)
         return _in_layers(call, task, layers, data["train"], begun)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    module = task.model(call.seed).to(device)
+    where = device()
+    module = task.model(call.seed).to(where)
     with task_errors(task.folder, "model"):
         flat = FlatModel(module)
     optimizer = task.optimizer(module.parameters())
-    bench = _Bench(call, task, module, flat, optimizer, data["train"], device, begun + call.limit_seconds)
+    bench = _Bench(call, task, module, flat, optimizer, data["train"], where, begun + call.limit_seconds)
     loaded = time.monotonic() - begun
     if call.measure == "pace":
         return Profiled(status="done", samples=len(bench.data), loaded_seconds=loaded, steps=tuple(_pace(bench)))
@@ -179,6 +181,7 @@ def _timed(bench: _Bench, size: int, until: float) -> StepNumbers:
         bench.gradient(bench.batch(size, len(took) + 1))
         with task_errors(bench.task.folder, "the optimiser's step"):
             bench.optimizer.step()
+        finish(bench.device)
         took.append(time.monotonic() - begun)
     return StepNumbers(batch=size, seconds=statistics.median(took[1:] or took), peak_mb=0.0)
 
@@ -209,7 +212,7 @@ def _in_layers(call: ProfileCall, task: Task, layers: Layers, data: Any, begun: 
     # No micro-batch is larger than a replica's batch.
     sizes = [size for size in _sizes(call, data) if size <= call.batch]
     with task_errors(task.folder, "dataset"):
-        batch = BatchStream(data, call.seed, call.region, 0, 1, sizes[-1]).batch(1)
+        batch = move(BatchStream(data, call.seed, call.region, 0, 1, sizes[-1]).batch(1), device())
     rounds = _LAYER_ROUNDS if len(layers) <= _MANY_LAYERS else _FEWER_ROUNDS
     told = measure_layers(
         layers, model_input(task.loss, batch), sizes, rounds=rounds, optimizer=task.optimizer
@@ -266,6 +269,7 @@ def _update_seconds(bench: _Bench) -> float:
         begun = time.monotonic()
         with task_errors(bench.task.folder, "the optimiser's step"):
             bench.optimizer.step()
+        finish(bench.device)
         took.append(time.monotonic() - begun)
     return statistics.median(took[1:])
 

@@ -10,7 +10,7 @@ import torch
 
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data import EVALUATION_BATCH, BatchStream, evaluation_batches, move, share_of
-from region_agent.worker.holding import checked_loss, device
+from region_agent.worker.holding import checked_loss
 from region_agent.worker.invocation import Invocation
 from region_agent.worker.keeping import Keeping, state_key
 from region_agent.worker.learning_rate import LearningRate
@@ -22,6 +22,7 @@ from sync import framing, parted
 from sync.channel import Channel
 from sync.collective import Member
 from sync.collective import State as CollectiveState
+from sync.device import device
 from sync.flat import FlatModel
 from sync.layout import Layout, Vector
 from sync.pipeline import GroupMerge, Layers, Logged, Pipeline, StageRunner
@@ -53,7 +54,7 @@ class ModelStage:
 
     def __init__(self, call: Invocation, task: Task, data: dict[str, Any], channel: Channel) -> None:
         self._call, self._task, self._data, self._channel = call, task, data, channel
-        self._shape, self._device = pipeline_of(call), device()
+        self._shape, self._device = pipeline_of(call), device(call.worker)
         self._place = self._shape.position(call.worker)
         stage, replica = self._place.stage, self._place.replica
         self._samples = len(share_of(replica, call.degree, call.region_batch))
@@ -83,6 +84,7 @@ class ModelStage:
             self._fenced,
             f"p/{call.attempt}",
             self._merge,
+            device=self._device,
             codec=call.activation_codec,
             seed=(call.seed, self._region),
             timeout_seconds=_TIMEOUT_SECONDS,

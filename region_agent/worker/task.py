@@ -27,6 +27,7 @@ __all__ = ["Task", "load_task", "task_errors", "unpack"]
 _LARGEST_BUNDLE_BYTES = 64 << 20
 _MOST_FILES = 10_000
 _DEFAULT_LEARNING_RATE = 0.05
+_GPU_TOO_SMALL = "a smaller batch, fewer workers on each GPU, or a plan that cuts the model into stages needs less"
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,9 @@ def task_errors(folder: Path, doing: str) -> Iterator[None]:
         yield
     except (GeofedError, MemoryError):
         raise
+    except torch.OutOfMemoryError as error:
+        text = f"the GPU ran out of memory in {doing}{_place(error, folder)}"
+        raise GeofedError("FUNCTION_OUT_OF_MEMORY", text, hint=_GPU_TOO_SMALL) from None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the edge to the user's code: anything may come
         traceback.print_exc(file=sys.stderr)
         text = f"{doing} raised {type(error).__name__}: {error}{_place(error, folder)}"

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from geofed_pb.errors import GeofedError
+from sync.device import finish
 from sync.pipeline._carried import Carried, as_tuple, like, requiring
 from sync.pipeline._layers import Layers
 
@@ -79,7 +80,8 @@ def measure_layers(
     rounds: int = _ROUNDS,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
 ) -> list[LayerMeasure]:
-    """Measure every layer on this machine; layers are made, measured and let go of one after the other.
+    """Measure every layer on this machine, where the batch is; layers are made, measured and let go of one after the
+    other.
 
     ``layers``: a model's, or functions that make one each. ``batch``: what the first layer is given, a tensor or a
     tuple of tensors whose first dimension counts samples; at least as many as the largest of ``micro_batches``, for
@@ -98,7 +100,7 @@ def measure_layers(
         raise GeofedError("CONFIG_INVALID", f"micro-batches of {sizes} samples cannot be cut out of the batch")
     carried = like(batch, tuple(one[: sizes[-1]] for one in given))
     kept: set[int] = set()
-    forget = partial(torch.zeros(_FORGOTTEN_BYTES, dtype=torch.uint8).fill_, 1)
+    forget = partial(torch.zeros(_FORGOTTEN_BYTES, dtype=torch.uint8, device=given[0].device).fill_, 1)
     measures = []
     for number, name in enumerate(chain.names):
         make = partial(chain.make, number)
@@ -118,8 +120,9 @@ def _measure(
     forget: Callable[[], object],
 ) -> tuple[LayerMeasure, Carried, set[int]]:
     """Also what the layer passes on, and which memory of it the layer has kept itself."""
-    timer = _Timer()
-    layer = make().train()
+    where = as_tuple(given, "the batch")[0].device
+    timer = _Timer(where)
+    layer = make().to(where).train()
     made, largest = timer.seconds, sizes[-1]
     inputs = requiring(as_tuple(given, "the batch"))
     own = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *layer.buffers())}
@@ -166,8 +169,9 @@ def _measure(
 def _timed(layer: nn.Module, given: Carried, samples: int, forget: Callable[[], object]) -> tuple[float, float]:
     """Seconds of one forward and one backward pass."""
     inputs = requiring(tuple(one[:samples] for one in as_tuple(given, "the batch")))
+    where = inputs[0].device
     forget()
-    timer = _Timer()
+    timer = _Timer(where)
     outputs = as_tuple(layer(like(given, inputs)), "the output")
     there = timer.seconds
     asking = [one for one in outputs if one.requires_grad]
@@ -175,7 +179,7 @@ def _timed(layer: nn.Module, given: Carried, samples: int, forget: Callable[[], 
         return there, 0.0
     gradients = [torch.ones_like(one) for one in asking]
     forget()
-    timer = _Timer()
+    timer = _Timer(where)
     torch.autograd.backward(asking, gradients)
     return there, timer.seconds
 
@@ -193,7 +197,7 @@ def _updating(
     stepping, times = optimizer(iter(parameters)), []
     for _ in range(rounds):
         forget()
-        timer = _Timer()
+        timer = _Timer(parameters[0].device)
         stepping.step()
         times.append(timer.seconds)
     kept = (value for held in stepping.state.values() for value in held.values() if isinstance(value, torch.Tensor))
@@ -207,11 +211,13 @@ class _Timer:
     share cores wait for each other.
     """
 
-    def __init__(self) -> None:
-        self._waited, self._begun = _waited_seconds(), time.perf_counter()
+    def __init__(self, where: torch.device) -> None:
+        finish(where)
+        self._where, self._waited, self._begun = where, _waited_seconds(), time.perf_counter()
 
     @property
     def seconds(self) -> float:
+        finish(self._where)
         took = time.perf_counter() - self._begun
         return max(0.0, took - (_waited_seconds() - self._waited))
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sync.channel import Channel
+from sync.device import finish
 from sync.pipeline._carried import Carried, as_tuple, decoded, encoded
 from sync.pipeline._contract import Loss
 from sync.pipeline._evaluation import Metrics, evaluate
@@ -23,6 +24,8 @@ from sync.pipeline._shape import Pipeline
 from sync.pipeline._stage import Stage
 
 __all__ = ["StageRunner", "StepDone"]
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -59,16 +62,18 @@ class StageRunner:
         place: str,
         merge: GroupMerge,
         *,
+        device: torch.device = _CPU,
         codec: str = "fp32",
         seed: tuple[int, ...] = (0,),
         timeout_seconds: float = 120.0,
         logs: bool = False,
         computing: Callable[[str], AbstractContextManager[None]] = lambda doing: nullcontext(),
     ) -> None:
-        """``layers``: this stage's only. ``codec``: of activations and their gradients, "fp32" (as they are) or "bf16".
-        ``seed``: what layers draw at random follows from it, the replica, the step and the micro-batch. ``logs``: what
-        comes stays in the channel, for a `replay`; deleting it is the caller's (`logged_keys`). ``computing``: entered
-        wherever layers run, with what they do, for whoever tells of their errors in another way."""
+        """``layers``: this stage's only, and ``device`` where they are. ``codec``: of activations and their gradients,
+        "fp32" (as they are) or "bf16". ``seed``: what layers draw at random follows from it, the replica, the step and
+        the micro-batch. ``logs``: what comes stays in the channel, for a `replay`; deleting it is the caller's
+        (`logged_keys`). ``computing``: entered wherever layers run, with what they do, for whoever tells of their
+        errors in another way."""
         self.shape, self.position = shape, shape.position(worker)
         stage, count = self.position.stage, len(shape.stages)
         self.is_first, self.is_last = stage == 0, stage == count - 1
@@ -80,7 +85,7 @@ class StageRunner:
             is_last=self.is_last,
             rematerialise=shape.rematerialises(stage),
         )
-        self._device = next((one.device for one in layers.parameters()), torch.device("cpu"))
+        self._device = device
         self._lanes = Lanes(channel, timeout_seconds)
         self._place, self._codec, self._merge = place, codec, merge
         self._seed, self._logs = seed, logs
@@ -196,6 +201,7 @@ class StageRunner:
         begun = time.monotonic()
         with self._computing("the forward pass"):
             passed = self._stage.forward(number, given, batch)
+            finish(self._device)
         self._compute_seconds += time.monotonic() - begun
         if passed is not None:
             self._lanes.send(self._key(step, "a", stage + 1, number), self.encoded(passed))
@@ -213,6 +219,7 @@ class StageRunner:
         begun = time.monotonic()
         with self._computing("the backward pass"):
             passed = self._stage.backward(number, given, share)
+            finish(self._device)
         self._compute_seconds += time.monotonic() - begun
         if last is not None:
             self.loss = self._stage.loss_sum if self.is_last else None

@@ -317,6 +317,7 @@ SURFACES = {
         "weighted_mean",
         "weighted_sum",
     },
+    "sync.device": {"device", "finish"},
     "sync.flat": {"FlatModel"},
     "sync.framing": {"Array", "Buffer", "Frame", "decode", "digest_of", "encode"},
     "sync.layout": {"Layout", "Slot", "Vector"},

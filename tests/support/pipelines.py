@@ -43,6 +43,7 @@ class Worker:
     layers: nn.Sequential
     merge: GroupMerge
     channel: Channel
+    device: torch.device
     done: list[StepDone] = field(default_factory=list)
 
     @classmethod
@@ -57,25 +58,27 @@ class Worker:
         settings: Settings = Settings(pattern="pipelined-scatter-reduce", timeout_seconds=30),  # noqa: B008
         codec: str = "fp32",
         dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
         overlap: bool = True,
         timeout_seconds: float = 30.0,
         logs: bool = False,
     ) -> Worker:
-        position = shape.position(number)
-        module = layers.stage(*shape.stages[position.stage]).to(dtype)
-        flat = FlatModel(module)
+        position, where = shape.position(number), torch.device(device)
+        module = layers.stage(*shape.stages[position.stage]).to(where, dtype)
+        flat = FlatModel(module, part=True)
         member = Member(position.replica, shape.degree, 1)
         merge = GroupMerge(flat, settings, member, channel, f"p/1/c{position.stage}", overlap=overlap)
         runner = StageRunner(
-            shape, number, module, loss, channel, "p/1", merge, codec=codec, timeout_seconds=timeout_seconds, logs=logs
-        )
-        return cls(runner, flat, module, merge, channel)
+            shape, number, module, loss, channel, "p/1", merge, device=where, codec=codec,
+            timeout_seconds=timeout_seconds, logs=logs,
+        )  # fmt: skip
+        return cls(runner, flat, module, merge, channel, where)
 
     def step(self, step: int, batch: Any, *, then: bool = False) -> StepDone:
         """This worker's part of a step of the whole batch."""
         parts, replica = shares(len(batch[0]), self.runner.shape.degree), self.runner.position.replica
         start = sum(parts[:replica])
-        own = tuple(part[start : start + parts[replica]] for part in batch)
+        own = tuple(part[start : start + parts[replica]].to(self.device) for part in batch)
         micro = cut(own, self.runner.shape.sizes(parts[replica])) if self.runner.reads_data else []
         self.done.append(self.runner.step(step, parts[replica], micro, then=parts[replica] if then else None))
         return self.done[-1]

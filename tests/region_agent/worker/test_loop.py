@@ -212,6 +212,20 @@ def test_a_loss_that_is_not_finite_is_told_with_its_step(place: Server, script: 
     assert "lower the learning rate" in outcome.hint
 
 
+def test_a_gpu_without_memory_is_told_as_such(place: Server, script: Script) -> None:
+    """The error that torch raises then; a GPU is not needed for it."""
+    task = LINEAR_TASK.replace("    x, y = batch\n", "    raise torch.OutOfMemoryError('CUDA out of memory')\n", 1)
+    outcome = call(_invocation(place, task))
+    assert (outcome.code, outcome.message) == (
+        "FUNCTION_OUT_OF_MEMORY", f"the GPU ran out of memory in loss at task.py:{_line_of(task, 'OutOfMemoryError')}",
+    )  # fmt: skip
+    assert "smaller batch" in outcome.hint
+
+
+def _line_of(text: str, word: str) -> int:
+    return next(number for number, line in enumerate(text.splitlines(), 1) if word in line)
+
+
 @pytest.mark.parametrize(
     ("error", "code"), [(MemoryError(), "FUNCTION_OUT_OF_MEMORY"), (RuntimeError("a bug"), "INTERNAL")]
 )

@@ -214,8 +214,8 @@ def test_waiting_for_a_core_is_not_the_layers(monkeypatch: pytest.MonkeyPatch) -
     clock = iter([1.0, 2.0, 3.0, 4.0])
     monkeypatch.setattr(_measure, "_waited_seconds", lambda: next(waited))
     monkeypatch.setattr(_measure.time, "perf_counter", lambda: next(clock))
-    assert _measure._Timer().seconds == 0.25
-    assert _measure._Timer().seconds == 0.0, "never less than nothing"
+    assert _measure._Timer(torch.device("cpu")).seconds == 0.25
+    assert _measure._Timer(torch.device("cpu")).seconds == 0.0, "never less than nothing"
 
 
 def test_what_waited_for_a_core_is_as_the_system_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
