@@ -31,6 +31,8 @@ _ROUNDS = 5
 _FORGOTTEN_BYTES = 64 << 20
 """Written before each pass that is timed. In a pipeline other layers run in between, and other workers, so that a
 layer's parameters and gradients are not in the processor's caches when it is its turn."""
+_LOOKS, _AT_ONCE_SECONDS = 10, 0.001
+"""At two clocks, until both were seen within so many seconds."""
 
 
 @dataclass(frozen=True)
@@ -213,13 +215,25 @@ class _Timer:
 
     def __init__(self, where: torch.device) -> None:
         finish(where)
-        self._where, self._waited, self._begun = where, _waited_seconds(), time.perf_counter()
+        self._where = where
+        _, self._waited, self._begun = _looked()
 
     @property
     def seconds(self) -> float:
         finish(self._where)
-        took = time.perf_counter() - self._begun
-        return max(0.0, took - (_waited_seconds() - self._waited))
+        ended, waited, _ = _looked()
+        return max(0.0, ended - self._begun - (waited - self._waited))
+
+
+def _looked() -> tuple[float, float, float]:
+    """What `_waited_seconds` tells, between two looks at the clock that come one right after the other: what this
+    thread waits between them would count in the one, and not in the other."""
+    before, waited, after = time.perf_counter(), _waited_seconds(), time.perf_counter()
+    for _ in range(_LOOKS - 1):
+        if after - before < _AT_ONCE_SECONDS:
+            break
+        before, waited, after = time.perf_counter(), _waited_seconds(), time.perf_counter()
+    return before, waited, after
 
 
 def _waited_seconds() -> float:

@@ -134,7 +134,8 @@ def test_only_one_layer_is_in_memory_at_a_time() -> None:
 
 def test_times_grow_with_the_work() -> None:
     small, large = measure_layers(
-        [lambda: nn.Linear(16, 16), lambda: nn.Sequential(nn.Linear(16, 2048), nn.Linear(2048, 16))],
+        # So much more that what a busy machine adds to either is little beside it.
+        [lambda: nn.Linear(16, 16), lambda: nn.Sequential(nn.Linear(16, 2048), nn.Linear(2048, 2048))],
         torch.randn(64, 16),
         [8, 32, 64],
     )
@@ -211,11 +212,20 @@ def test_what_was_measured_is_let_go_of() -> None:
 def test_waiting_for_a_core_is_not_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may use the machine while a profile is made; what the layer itself waits for counts."""
     waited = iter([10.0, 10.75, 20.0, 99.0])
-    clock = iter([1.0, 2.0, 3.0, 4.0])
+    clock = iter([1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0])
     monkeypatch.setattr(_measure, "_waited_seconds", lambda: next(waited))
     monkeypatch.setattr(_measure.time, "perf_counter", lambda: next(clock))
     assert _measure._Timer(torch.device("cpu")).seconds == 0.25
     assert _measure._Timer(torch.device("cpu")).seconds == 0.0, "never less than nothing"
+
+
+def test_what_is_waited_while_looking_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread loses its core between two looks, once at the beginning and once at the end."""
+    waited = iter([10.0, 10.5, 10.5, 10.75])
+    clock = iter([1.0, 1.5, 1.5, 1.5, 2.5, 2.75, 2.75, 2.75])
+    monkeypatch.setattr(_measure, "_waited_seconds", lambda: next(waited))
+    monkeypatch.setattr(_measure.time, "perf_counter", lambda: next(clock))
+    assert _measure._Timer(torch.device("cpu")).seconds == 1.0
 
 
 def test_what_waited_for_a_core_is_as_the_system_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
