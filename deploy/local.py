@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,7 +27,9 @@ from deploy.emulator import Emulator
 from geofed_pb.errors import GeofedError
 from region_agent.enrolment import join_federation
 
-__all__ = ["LocalFederation", "RegionSite"]
+__all__ = ["LOOPBACK", "LocalFederation", "RegionSite", "lasting_port"]
+
+LOOPBACK = "127.0.0.1"
 
 _READY_SECONDS = 40.0
 _STOP_SECONDS = 10.0
@@ -86,7 +90,7 @@ class LocalFederation:
 
     def start_control_plane(self) -> None:
         """Start it, or start it again on the state and the ports that it had, also in an earlier life."""
-        host = self.emulator.address(CONTROL_SITE) if self.emulator else "127.0.0.1"
+        host = self.emulator.address(CONTROL_SITE) if self.emulator else LOOPBACK
         ready = self.folder / "control-plane-ready.json"
         ready.unlink(missing_ok=True)
         self.processes["control-plane"] = self._popen(
@@ -115,7 +119,7 @@ class LocalFederation:
         if self._ports_file.exists():
             remembered: dict[str, int] = json.loads(self._ports_file.read_text())
             return remembered
-        return {"listen": 0, "agent": 0, "metrics": 0}
+        return {name: 0 if self.emulator else lasting_port() for name in ("listen", "agent", "metrics")}
 
     def control_plane(
         self, *arguments: str, check: bool = True, timeout: float = 120
@@ -166,7 +170,7 @@ class LocalFederation:
         """Write its file; True where it has joined."""
         state = self.region_state(region.name)
         state.mkdir(parents=True, exist_ok=True)
-        address = self.emulator.address(region.name) if self.emulator else "127.0.0.1"
+        address = self.emulator.address(region.name) if self.emulator else LOOPBACK
         whole = {
             "apiVersion": "geofed/v1",
             "kind": "Region",
@@ -274,6 +278,15 @@ class LocalFederation:
         if self.emulator is not None:
             return self.emulator.popen(site, argv, env=environment, **options)
         return subprocess.Popen(argv, env=environment, **options)
+
+
+def lasting_port() -> int:
+    """A port of loopback that nobody listens on, and that will be free when a server that had it starts again: it is
+    below those that the system gives to connections that go out."""
+    for port in random.sample(range(20_000, 32_000), 200):
+        with contextlib.suppress(OSError), socket.create_server((LOOPBACK, port)):
+            return port
+    raise GeofedError("PORT_IN_USE", "no port is free")
 
 
 def _program(module: str) -> list[str]:

@@ -170,14 +170,19 @@ def free_ports(
 ) -> tuple[int, int, int | None]:
     """Ports for a server's workers, its peers and their bulk streams: those that it had, else free ones in a range.
 
-    Without a range they are 0, which has the system choose. A range with two free ports leaves none, None, for bulk
-    streams. Raises ``GeofedError("PORT_IN_USE")`` where it has fewer; a port that is taken between this look and the
-    server's start is looked for anew by the next start.
+    Without a range they are 0 at first, and in place of one that somebody has taken since, which has the system choose.
+    A range with two free ports leaves none, None, for bulk streams. Raises ``GeofedError("PORT_IN_USE")`` where it has
+    fewer; a port that is taken between this look and the server's start is looked for anew by the next start.
     """
+
+    def free(port: int) -> bool:
+        return all(_is_free(each, port) for each in {host, worker_host or host})
+
     if within is None:
-        return kept
+        worker, exchange, bulk = (port if free(port) else 0 for port in kept)
+        return worker, exchange, bulk
     first, last = within
-    found = [port for port in kept if first <= port <= last]
+    found = [port for port in kept if first <= port <= last and free(port)]
     if len(found) < 2 or found[:2] != list(kept[:2]):
         found = []
     taken: list[int] = []
@@ -185,8 +190,7 @@ def free_ports(
         if len(found) == 3:
             break
         if port not in found:
-            free = all(_is_free(each, port) for each in {host, worker_host or host})
-            (found if free else taken).append(port)
+            (found if free(port) else taken).append(port)
     if len(found) < 2:
         text = (
             f"of server.ports {first}-{last} somebody listens on {_listed(taken)}; "

@@ -36,9 +36,16 @@ def _taken(*ports: int) -> Iterator[None]:
         yield
 
 
-def test_without_a_range_the_system_chooses_and_the_choice_is_kept() -> None:
+def test_without_a_range_the_system_chooses_and_the_choice_is_kept(first: int) -> None:
     assert free_ports(HOST, None, NONE) == NONE
-    assert free_ports(HOST, None, (1, 2, 3)) == (1, 2, 3)
+    kept = (first + 1, first, first + 3)
+    assert free_ports(HOST, None, kept) == kept
+
+
+def test_without_a_range_another_takes_the_place_of_one_that_somebody_has(first: int) -> None:
+    """A connection that goes out may have it: the system had chosen it among those that it gives to these."""
+    with _taken(first):
+        assert free_ports(HOST, None, (first + 1, first, first + 3)) == (first + 1, 0, first + 3)
 
 
 def test_three_free_ports_of_the_range_are_taken(first: int) -> None:
@@ -49,6 +56,12 @@ def test_three_free_ports_of_the_range_are_taken(first: int) -> None:
 def test_a_server_keeps_the_ports_that_it_had_though_others_are_free(first: int) -> None:
     kept = (first + 3, first + 2, first + 1)
     assert free_ports(HOST, (first, first + 3), kept) == kept
+
+
+def test_what_somebody_has_taken_in_the_meantime_is_given_up(first: int) -> None:
+    with _taken(first + 2):
+        assert free_ports(HOST, (first, first + 3), (first, first + 1, first + 2)) == (first, first + 1, first + 3)
+        assert free_ports(HOST, (first, first + 3), (first + 2, first + 3, 0)) == (first, first + 1, first + 3)
 
 
 def test_two_free_ports_leave_none_for_bulk_streams(first: int) -> None:

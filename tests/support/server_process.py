@@ -19,6 +19,7 @@ import grpc
 import numpy as np
 from support.pki import Authority, write
 
+from deploy.local import LOOPBACK, lasting_port
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import channel_options, error_of, region_name, with_token
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -57,7 +58,8 @@ class Server:
             "job": JOB, "region": region, "regions": regions, "epoch": 1, "attempt": 1, "workers": 1, "rounds": 2,
             "steps_per_round": 1, "evaluate_every": 0, "wan_policy": "ma", "channel": "file",
             "channel_address": str(self.channel_folder), "state_dir": folder / "state",
-            "worker_listen": "127.0.0.1:0", "exchange_listen": "127.0.0.1:0", "ready_file": folder / "ready.json",
+            "worker_listen": f"{LOOPBACK}:{lasting_port()}", "exchange_listen": f"{LOOPBACK}:{lasting_port()}",
+            "ready_file": folder / "ready.json",
             "token_key": TOKEN_KEY, "ca_file": files[0], "certificate_file": files[1], "key_file": files[2],
             "stall_seconds": 5.0, **more,
         }  # fmt: skip
@@ -81,7 +83,7 @@ class Server:
         self.ports = json.loads(ready.read_text())
         # Another life of it must be found under the same addresses.
         for kind in ("worker", "exchange"):
-            self.settings[f"{kind}_listen"] = f"127.0.0.1:{self.ports[kind]}"
+            self.settings[f"{kind}_listen"] = f"{LOOPBACK}:{self.ports[kind]}"
 
     def _ended(self) -> bool:
         assert self.process is not None
@@ -100,7 +102,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.ports['exchange']}"
+        return f"{LOOPBACK}:{self.ports['exchange']}"
 
     @contextmanager
     def exchange(self, identity: Tls | None = None, name: str | None = None) -> Iterator[grpc.Channel]:
@@ -170,7 +172,7 @@ class NumpyWorker(threading.Thread):
         while not self.stop.is_set():
             options = [*channel_options(), ("grpc.ssl_target_name_override", region_name(self.server.region))]
             credentials = grpc.ssl_channel_credentials(self.server.identity.ca_pem)
-            with grpc.secure_channel(f"127.0.0.1:{self.server.ports['worker']}", credentials, options=options) as line:
+            with grpc.secure_channel(f"{LOOPBACK}:{self.server.ports['worker']}", credentials, options=options) as line:
                 stub: Any = worker_pb2_grpc.WorkerPortStub(line)
                 try:
                     token = with_token(self.server.token(self.index, self.attempt))
