@@ -27,14 +27,13 @@ from sync.ps.export import from_safetensors
 from sync.ps.machine import FIRST_WEIGHT, Recovered, Setup
 from sync.ps.manifest import Manifest
 from sync.ps.replica import Numbers, Replica, expanded
+from sync.ps.shelf import Shelf
 from sync.ps.storage import Draft, Entry, Storage, correction_key
 from sync.wan import Contribution, ExchangeSettings, Policy
 
 __all__ = ["Framed", "Works", "merged_key", "step_back"]
 
 _log = logging.getLogger("geofed.ps")
-_ATTEMPT_KINDS = ("init", "g", "b", "w", "c", "p")
-"""Channel folders whose next part is the attempt."""
 _CHECKPOINT_SHARE = 0.1
 """Of the time may go into checkpoints where the log makes them dispensable."""
 _HELD_BYTES, _HELD_SHARE, _LEAST_HELD = 1 << 28, 1 / 16, 3
@@ -76,38 +75,28 @@ class Works:
         part_elements: int = 0,
         initial_model: Path | None = None,
     ) -> None:
-        """``part_elements``: what workers read is put in parts of so many; 0: whole, as workers that hold all of the
-        model read it. ``initial_model``: what the job begins with, in place of what its workers make."""
+        """``part_elements``: see `Shelf`. ``initial_model``: what the job begins with, in place of what its workers
+        make."""
         self.setup, self.storage, self.channel = setup, storage, channel
-        self._part_elements, self._initial_model = part_elements, initial_model
+        self._shelf = Shelf(channel, storage, background=setup.background, part_elements=part_elements)
+        self._initial_model = initial_model
         self._policy, self._exchange = policy, exchange or ExchangeSettings()
         # A region alone sends nothing, so it has nothing to gain from a lossy codec.
         self._codec = codec if len(setup.regions) > 1 else Float32()
         equal = 1.0 / len(setup.regions)
         self._shares = shares or dict.fromkeys(setup.regions, equal)
         self.replica: Replica | None = None
-        self._handed: tuple[int, str] = -1, ""
-        """With synchronous exchange: the round of which workers have handed over the optimiser's state last, and where
-        that lies in the channel: it stays there until all have ended the next one."""
-        self._lent = self._outlived = ""
-        """Trees of attempts whose workers' own state was published: of the present one, and of one that is over."""
-        self._corrections: dict[str, Vector] = {}
         self._made: tuple[str, Vector, slice] | None = None
         """Digest, decoded values and place of the update that was made last; the values' memory is used again."""
         self._rooms: dict[int, Vector] = {}
         """Memory that updates are decoded into, again and again; as many as there are regions."""
         self._ended: Log | None = None
-        self._ends: dict[int, str] = {}
-        """Channel keys of models that a replay of the log would need, by sequence."""
         self._history: OrderedDict[int, Vector] = OrderedDict()
         self._drafting: _Drafting | None = None
         """The checkpoint that is being made beside what else is done."""
         self._checkpoint_at, self._checkpoint_took = 0.0, 0.0
         self._checkpoint_of = 0
         """The round that it holds last, or will."""
-        self._attempts_over = 0
-        self._trees: list[str] = []
-        """Trees of attempts that are over which a replay of the log may still need."""
         self._room_for_sums = True
         self._attempt = 1
         """The last that began from where the replica says."""
@@ -132,7 +121,8 @@ class Works:
                 return self._merge(action)
             case Log():
                 self.storage.log(action)
-                self._ended, self._ends[action.sequence] = action, action.model_key
+                self._ended = action
+                self._shelf.need_end(action.sequence, action.model_key)
                 return Logged(action)
             case Prepare():
                 return self._prepare(action)
@@ -164,7 +154,7 @@ class Works:
         if self.setup.background:
             recovered = self._replay(recovered, entries)
         begins = self.replica.model if self._over(recovered) else self.replica.start
-        model_key, state_key = self._publish(recovered.sequence, begins)
+        model_key, state_key = self._shelf.publish(recovered.sequence, begins)
         model_bytes = self.replica.model.nbytes
         return replace(recovered, model_key=model_key, state_key=state_key, model_bytes=model_bytes)
 
@@ -194,7 +184,8 @@ class Works:
                 _log.warning("round %d was not sent, and its model has gone from the channel", entry.sequence)
                 lost += 1
                 break
-            self._ended, self._ends[entry.sequence] = entry, entry.model_key
+            self._ended = entry
+            self._shelf.need_end(entry.sequence, entry.model_key)
             recovered = replace(recovered, ended=entry)
             if manifest is not None:
                 self._account(entry, manifest, end)
@@ -216,7 +207,7 @@ class Works:
         if end is None:
             replica.restart()
         else:
-            replica.go_on(end, self._corrections.get(entry.correction_key))
+            replica.go_on(end, self._shelf.correction(entry.correction_key))
 
     # Steps
 
@@ -316,18 +307,13 @@ class Works:
         self.storage.keep_update(manifest, framed.pieces, storing.result)
         self._made = framed.digest, *sent
         if self.setup.background and self.replica is not None:
-            self.replica.go_on(end, self._corrections.get(action.correction_key))
+            self.replica.go_on(end, self._shelf.correction(action.correction_key))
         self.coding_bytes_per_second = end.nbytes / max(time.monotonic() - begun, 1e-6)
         return Prepared(manifest)
 
     def _keep_state(self, action: Prepare) -> None:
-        if action.state_key and (state := parted.read_state(self.channel, action.state_key)) is not None:
-            self.storage.keep_state(action.sequence, framing.encode(state.tensors, state.facts))
-            if self.setup.background:
-                # A restart puts it where a new attempt finds it, and nobody else asks for it.
-                parted.forget(self.channel, action.state_key)
-            else:
-                self._handed = action.sequence, action.state_key
+        if action.state_key:
+            self._shelf.take_state(action.sequence, action.state_key)
 
     def _apply(self, action: Apply, attempt: int) -> Applied:
         if self.replica is None:
@@ -348,13 +334,13 @@ class Works:
         model_key, state_key, correction = "", "", ""
         with _beside() as beside:
             # Nobody is told of what is published before it is durable.
-            publish = self._publish if action.whole else lambda *_: ("", "")
+            publish = self._shelf.publish if action.whole else lambda *_: ("", "")
             publishing = beside.submit(publish, action.sequence, self.replica.model, attempt)
             digest = self._checkpoint(action)
             model_key, state_key = publishing.result()
         if self.setup.background and action.sequence:
             correction = self._publish_correction(action.version)
-        self._clear_channel(action.sequence, attempt)
+        self._shelf.clear(action.sequence, attempt)
         return Applied(action, digest, model_key, state_key, correction, refused, self.replica.model.nbytes)
 
     def _merge_updates(self, action: Apply) -> tuple[tuple[str, str], ...]:
@@ -492,55 +478,18 @@ class Works:
         self.storage.log(action)
         replica.restart()
         self._attempt = action.attempt
-        self._put(f"start/{action.attempt}", "model", replica.start)
         sequence = self._ended.sequence if self._ended is not None else 0
-        return Restarted(action.attempt, f"start/{action.attempt}", self._publish_state(sequence))
+        return Restarted(action.attempt, *self._shelf.publish_start(action.attempt, replica.start, sequence))
 
-    # The channel
-
-    def _publish(self, sequence: int, model: Vector, attempt: int = 0) -> tuple[str, str]:
-        key = f"model/{sequence}"
-        self._put(key, "model", model)
-        handed, state_key = self._handed
-        if handed == sequence and state_key.startswith(f"b/{attempt}/") and not self.setup.background:
-            # Only a new attempt asks for it, and finds it where the workers have put it.
-            self._lent = f"b/{attempt}"
-            return key, state_key
-        return key, self._publish_state(sequence)
-
-    def _publish_state(self, sequence: int) -> str:
-        state = self.storage.newest_state(sequence)
-        if state is None:
-            return ""
-        key = f"state/{sequence}"
-        if self._part_elements:
-            parted.put_state(self.channel, key, framing.decode(state), 4 * self._part_elements)
-        else:
-            self.channel.put(key, [state])
-        return key
-
-    def _put(self, key: str, name: str, vector: Vector) -> None:
-        parted.put_vector(self.channel, key, name, vector, self._part_elements)
-
-    def _delete(self, key: str) -> None:
-        if self._part_elements:
-            parted.forget(self.channel, key)
-        else:
-            self.channel.delete(key)
+    # What leads the workers to the model
 
     def _keep_correction(self, version: int) -> str:
-        """Remember what leads the workers to the model, and what they were given last; no other is asked for again."""
-        key, given = correction_key(version), self._ended.correction_key if self._ended is not None else ""
-        room = None
-        for old in [old for old in self._corrections if old != given]:
-            room = self._corrections.pop(old)
-            self._delete(old)
-        self._corrections[key] = self._replica().correction(room)
-        return key
+        given = self._ended.correction_key if self._ended is not None else ""
+        return self._shelf.keep_correction(version, given, self._replica().correction)
 
     def _publish_correction(self, version: int) -> str:
         key = self._keep_correction(version)
-        self._put(key, "correction", self._corrections[key])
+        self._shelf.publish_correction(key)
         return key
 
     def _publish_last_correction(self, version: int) -> str:
@@ -549,32 +498,8 @@ class Works:
         if self._ended is None or self._ended.correction_key != key:
             return self._publish_correction(version)
         # The round that has ended since goes on from it, and counts as if it had been added: it stays as it was.
-        self._put(key, "correction", self._corrections[key])
+        self._shelf.publish_correction(key)
         return key
-
-    def _clear_channel(self, sequence: int, attempt: int) -> None:
-        """Forget what no worker reads any more: older models, and all that fenced attempts have left."""
-        for kind in ("model", "state"):
-            self._delete(f"{kind}/{sequence - 2}")
-        if self.setup.background:
-            durable = self.storage.durable_sequence()
-            for old in [old for old in self._ends if old <= durable]:
-                self._delete(self._ends.pop(old))
-        if self._outlived:
-            self.channel.delete_tree(self._outlived)
-        self._outlived = ""
-        for old in range(self._attempts_over + 1, attempt):
-            self._trees += [f"{kind}/{old}" for kind in _ATTEMPT_KINDS]
-            self._delete(f"start/{old}")
-        self._attempts_over = max(self._attempts_over, attempt - 1)
-        needed = tuple(self._ends.values())
-        for tree in [tree for tree in self._trees if not any(key.startswith(f"{tree}/") for key in needed)]:
-            self._trees.remove(tree)
-            if tree == self._lent:
-                # Workers of a new attempt may have been told of the state there, and read it until the next time.
-                self._lent, self._outlived = "", tree
-            else:
-                self.channel.delete_tree(tree)
 
 
 @dataclass(frozen=True)
