@@ -12,8 +12,8 @@ help: ## Show this list
 demo: .venv/.ready-demo ## Train a small model over three emulated regions (DATA=DIR for MNIST's files)
 	@$(PYTHON) -m deploy.demo $(if $(DATA),--data "$(DATA)")
 
-test: .venv/.ready-dev ## Run all tests
-	@$(PYTHON) -m pytest $(PYTEST)
+test: .venv/.ready-dev ## Run all tests, in two processes (PYTEST=ARGUMENTS for pytest, in one)
+	@$(PYTHON) -m pytest $(or $(PYTEST),-n 2)
 
 check: .venv/.ready-dev ## Lint, types, import rules, and whether generated code is up to date
 	@$(PYTHON) -m ruff check .

@@ -283,7 +283,7 @@ class LocalFederation:
 def lasting_port() -> int:
     """A port of loopback that nobody listens on, and that will be free when a server that had it starts again: it is
     below those that the system gives to connections that go out."""
-    for port in random.sample(range(20_000, 32_000), 200):
+    for port in random.sample(range(10_000, 20_000), 200):
         with contextlib.suppress(OSError), socket.create_server((LOOPBACK, port)):
             return port
     raise GeofedError("PORT_IN_USE", "no port is free")

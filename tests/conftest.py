@@ -10,21 +10,38 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
 from support.lasting import daemons
 from support.processes import alive
+from support.turns import turn
+from xdist.scheduler import LoadScopeScheduling
 
 from region_agent.gateway.embedded import kernel
 
 _GRACE_SECONDS = 5.0
 _FOR_WANT_OF_A_PACKAGE = re.compile("not installed|missing|could not import")
+_ONE_AFTER_THE_OTHER = ("tests/deploy/", "tests/docs/", "tests/e2e/", "tests/packaging/")
 _RUN = uuid.uuid4().hex
 os.environ["GEOFED_TEST_RUN"] = _RUN
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what it does not wait for so, and all that tests start would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class _Together(LoadScopeScheduling):
+    """Where tests run in several processes, those of a module stay together; and all that start daemons or measure the
+    machine, of which two at once would be in each other's way."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        module = nodeid.partition("::")[0]
+        return "the machine" if module.startswith(_ONE_AFTER_THE_OTHER) else module
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Together:
+    return _Together(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -40,7 +57,17 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_behind() -> Iterator[None]:
+def _in_turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    # Each process has a folder in that of the run.
+    with turn(tmp_path_factory.getbasetemp().parent, alone=request.node.get_closest_marker("alone") is not None):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind(_in_turn: None) -> Iterator[None]:
     """Fails a test that leaves processes, threads or listening sockets."""
     before = _traces()
     yield

@@ -11,7 +11,7 @@ from deploy.emulator._calibration import ping, transfer_tcp
 from deploy.emulator._probe import spread
 from geofed_pb.errors import GeofedError
 
-pytestmark = [pytest.mark.netns, pytest.mark.usefixtures("emulator_works")]
+pytestmark = [pytest.mark.alone, pytest.mark.netns, pytest.mark.usefixtures("emulator_works")]
 
 AB = ("a", "b")
 TRIES = 3

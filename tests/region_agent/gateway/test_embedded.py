@@ -40,6 +40,7 @@ def gone(processes: list[psutil.Process]) -> bool:
 # warm starts
 
 
+@pytest.mark.alone
 async def test_replica_starts_within_200_ms(launch) -> None:
     embedded = launch(preload=["numpy", "torch"])
     async with open_target(embedded) as target:
