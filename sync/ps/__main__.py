@@ -29,13 +29,13 @@ from sync.ps.engine import Engine
 from sync.ps.events import Configured
 from sync.ps.exchange import ExchangeService, Links
 from sync.ps.ledger import NO_MODEL
-from sync.ps.link import Tls
 from sync.ps.listening import credentials, listen
 from sync.ps.machine import Setup
 from sync.ps.rejoin import rejoin
 from sync.ps.server import AdminService, WorkerService
 from sync.ps.storage import Storage, write_durably
 from sync.ps.works import Works
+from sync.transport.sockets import Tls
 from sync.wan import ExchangeSettings, policy_named
 
 _PR_SET_PDEATHSIG = 1

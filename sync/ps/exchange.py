@@ -27,11 +27,13 @@ from sync.ps.engine import Engine
 from sync.ps.events import Lapsed, PeerHas, Stored, SumGone, Tried, Unreached
 from sync.ps.intake import LARGEST_UPDATE_BYTES, Intake
 from sync.ps.ledger import NO_MODEL
-from sync.ps.link import Courier, Notices, Tls, manifest_of
+from sync.ps.link import Courier, Notices
 from sync.ps.manifest import Manifest, Peer, Verdict
 from sync.ps.rejoin import answer_of
+from sync.ps.wire import manifest_of
 from sync.ps.works import Framed
 from sync.transport.receiver import BulkPort
+from sync.transport.sockets import Tls
 from sync.wan import LinkSample
 
 __all__ = ["ExchangeService", "Links"]

@@ -35,9 +35,10 @@ from sync.layout import Layout
 from sync.ps.config import PsConfig
 from sync.ps.engine import Engine
 from sync.ps.events import Configured
-from sync.ps.link import Tls, line_to, manifest_of, manifest_to_proto
 from sync.ps.machine import Machine
 from sync.ps.manifest import Manifest
+from sync.ps.wire import line_to, manifest_of, manifest_to_proto
+from sync.transport.sockets import Tls
 
 __all__ = ["Answers", "Way", "answer_of", "rejoin", "way_back"]
 

@@ -21,8 +21,8 @@ from sync import framing
 from sync.ps.actions import Ship
 from sync.ps.events import Event, PeerHas, Stored
 from sync.ps.exchange import ExchangeService, Links
-from sync.ps.link import Tls
 from sync.ps.manifest import Manifest, Peer, Verdict
+from sync.transport.sockets import Tls
 
 __all__ = ["JOB", "Site"]
 

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from geofed_pb.rpc import region_name
-from sync.ps.link import Tls
+from sync.transport.sockets import Tls
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:

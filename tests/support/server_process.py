@@ -27,8 +27,8 @@ from sync import framing
 from sync.channel import FileChannel
 from sync.layout import Layout, Slot, Vector
 from sync.ps.config import PsConfig
-from sync.ps.link import Tls
 from sync.ps.tokens import WorkerIdentity, sign
+from sync.transport.sockets import Tls
 
 JOB = "job-1"
 TOKEN_KEY = "a key of the right length for a test of it"

@@ -96,7 +96,7 @@ def test_a_peer_that_was_restarted_is_dialled_anew_before_it_is_taken_for_out_of
             courier._bulk.by_collecting = True
             return have
 
-        courier._carry_directly, courier._reached = directly, True  # type: ignore[method-assign]
+        courier._carry_directly, courier._direct.reached = directly, True  # type: ignore[method-assign]
         courier._bulk.send_collected = collected  # type: ignore[method-assign]
         collecting = courier.calls()
         waiting = asyncio.ensure_future(anext(collecting))
@@ -136,7 +136,7 @@ def test_what_was_picked_is_not_sent_once_others_have_taken_its_place(tmp_path: 
         async def send(*_: object) -> sync_pb2.OfferReply:
             return sync_pb2.OfferReply(verdict=sync_pb2.OfferReply.VERDICT_HAVE)
 
-        courier._offer, courier._send = offer, send  # type: ignore[method-assign,assignment]
+        courier._direct.offer, courier._direct.send = offer, send  # type: ignore[method-assign,assignment]
         courier.ship(peer, tuple(Manifest("a", 1, sequence, f"d{sequence}", 4, 1.0) for sequence in range(4, 9)))
         running = asyncio.create_task(courier.run())
         await asyncio.sleep(0.05)
@@ -175,7 +175,7 @@ def test_what_waits_goes_in_order_and_a_refusal_is_told(tmp_path: Path) -> None:
                 return sync_pb2.OfferReply(verdict=sync_pb2.OfferReply.VERDICT_HAVE)
             raise GeofedError("UNAVAILABLE" if len(offered) == 3 else "LIMIT_EXCEEDED", "no")
 
-        courier._offer = offer  # type: ignore[method-assign]
+        courier._direct.offer = offer  # type: ignore[method-assign]
         courier.ship(Peer("b", 1, "127.0.0.1:1"), tuple(Manifest("a", 1, n, f"d{n}", 9 << 20, 1.0) for n in (3, 1, 2)))
         update.write_bytes(bytes(9 << 20))
         running = asyncio.create_task(courier.run())

@@ -23,7 +23,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, error_of, region_name, with_token
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc, worker_pb2, worker_pb2_grpc
 from sync import framing
-from sync.ps.link import Tls
+from sync.transport.sockets import Tls
 
 Servers = Callable[..., list[Server]]
 Workers = Callable[..., NumpyWorker]

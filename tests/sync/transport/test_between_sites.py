@@ -25,10 +25,10 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import channel, error_of, region_name
 from geofed_pb.v1 import common_pb2, sync_pb2, sync_pb2_grpc
 from sync.ps.actions import Ship
-from sync.ps.link import Tls, manifest_to_proto
 from sync.ps.manifest import Manifest, Peer
+from sync.ps.wire import manifest_to_proto
 from sync.transport import sockets
-from sync.transport.sockets import dial
+from sync.transport.sockets import Tls, dial
 from sync.transport.stream import hello
 from sync.transport.wire import HEAD_BYTES, Frame, Kind, frame, parse
 

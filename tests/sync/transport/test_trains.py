@@ -91,7 +91,7 @@ def test_a_connection_that_has_fallen_silent_is_not_waited_for_as_long_as_a_tran
 
     _, courier = asyncio.run(_carry(tmp_path, Relay.silence, count, stall_seconds=60.0))
     assert courier.meter.failures == 1
-    assert courier._given_up == 0, "it has carried something since"
+    assert courier._direct._given_up == 0, "it has carried something since"
 
 
 def test_what_is_offered_over_a_connection_that_has_fallen_silent_is_not_waited_for_as_long_either(
@@ -146,13 +146,13 @@ def test_the_time_of_an_answer_does_not_count_the_dialling(tmp_path: Path) -> No
 def test_each_time_in_a_row_a_silent_connection_gets_twice_as_long() -> None:
     async def waits() -> tuple[float, float, list[float]]:
         courier = Courier("j", lambda: None, lambda manifest: Path("/nonexistent"), lambda *_: None, 30.0)
-        unknown = courier._quiet_seconds()
-        courier.meter.mbps, courier.meter.rtt_ms, courier._carrying = 8.0, 500.0, (0.0, 1_000_000)
-        slow, fast = courier._quiet_seconds(), []
+        unknown = courier._direct.quiet_seconds()
+        courier.meter.mbps, courier.meter.rtt_ms, courier._direct._carrying = 8.0, 500.0, (0.0, 1_000_000)
+        slow, fast = courier._direct.quiet_seconds(), []
         courier.meter.mbps, courier.meter.rtt_ms = 800.0, 5.0
         for _ in range(6):
-            fast.append(courier._quiet_seconds())
-            courier._given_up += 1
+            fast.append(courier._direct.quiet_seconds())
+            courier._direct._given_up += 1
         await courier.close()
         return unknown, slow, fast
 

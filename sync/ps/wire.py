@@ -1,0 +1,67 @@
+"""How servers of two regions address each other, and say what an update is."""
+
+from __future__ import annotations
+
+import math
+
+import grpc.aio
+
+from geofed_pb.rpc import channel, region_name
+from geofed_pb.v1 import sync_pb2
+from sync.ps.manifest import Manifest, Peer
+from sync.transport.sockets import Tls
+
+__all__ = ["line_to", "manifest_of", "manifest_to_proto"]
+
+_LONGEST_STRETCH = 64
+
+
+def manifest_to_proto(job: str, manifest: Manifest) -> sync_pb2.UpdateManifest:
+    return sync_pb2.UpdateManifest(
+        job=job,
+        region=manifest.region,
+        epoch=manifest.epoch,
+        sequence=manifest.sequence,
+        digest=manifest.digest,
+        total_bytes=manifest.total_bytes,
+        weight=manifest.weight,
+        seen=dict(manifest.seen),
+        last=manifest.last,
+        stretch=manifest.stretch,
+        settled=manifest.settled,
+        ends=manifest.ends,
+        first=manifest.first,
+        takes_sums=manifest.takes_sums,
+        round_seconds=manifest.round_seconds,
+    )
+
+
+def manifest_of(proto: sync_pb2.UpdateManifest) -> Manifest:
+    """What `manifest_to_proto` was made from; the stretch is bounded, whatever it says."""
+    return Manifest(
+        proto.region,
+        proto.epoch,
+        proto.sequence,
+        proto.digest,
+        proto.total_bytes,
+        proto.weight,
+        tuple(sorted(proto.seen.items())),
+        proto.last,
+        min(max(proto.stretch, 1), _LONGEST_STRETCH),
+        proto.settled,
+        proto.ends,
+        proto.first,
+        proto.takes_sums,
+        proto.round_seconds if math.isfinite(proto.round_seconds) else 0.0,
+    )
+
+
+def line_to(peer: Peer, tls: Tls) -> grpc.aio.Channel:
+    """Open a channel to a peer's exchange port."""
+    return channel(
+        peer.address,
+        ca_pem=tls.ca_pem,
+        name=region_name(peer.region),
+        certificate_pem=tls.certificate_pem,
+        key_pem=tls.key_pem,
+    )
