@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -30,6 +30,8 @@ from region_agent.enrolment import join_federation
 __all__ = ["LOOPBACK", "LocalFederation", "RegionSite", "lasting_port"]
 
 LOOPBACK = "127.0.0.1"
+_LASTING_PORTS, _HUNDRED = range(10_000, 20_000), 100
+_chosen = itertools.count()
 
 _READY_SECONDS = 40.0
 _STOP_SECONDS = 10.0
@@ -282,8 +284,11 @@ class LocalFederation:
 
 def lasting_port() -> int:
     """A port of loopback that nobody listens on, and that will be free when a server that had it starts again: it is
-    below those that the system gives to connections that go out."""
-    for port in random.sample(range(10_000, 20_000), 200):
+    below those that the system gives to connections that go out. Processes take theirs out of different hundreds, and
+    one after the other: what was chosen is not listened on at once."""
+    first = _LASTING_PORTS.start + os.getpid() * _HUNDRED % len(_LASTING_PORTS)
+    for _ in range(_HUNDRED):
+        port = first + next(_chosen) % _HUNDRED
         with contextlib.suppress(OSError), socket.create_server((LOOPBACK, port)):
             return port
     raise GeofedError("PORT_IN_USE", "no port is free")
