@@ -36,6 +36,8 @@ __all__ = [
     "what_for",
 ]
 
+_MOMENT_SECONDS = 1.0
+"""A date that a refusal names must still be there so much later: it is asked for once somebody has read of it."""
 _MOST_PLACEMENTS = 150
 """Ways to lay out shards that are weighed before a date that was found is made finer still."""
 
@@ -93,10 +95,12 @@ class Asked:
                     return answer
                 refusals.append(answer)
 
-        def refusal(other: Demand) -> Declined | None:
-            refused = None
+        soon = replace(self, draft=replace(self.draft, at=self.draft.at + _MOMENT_SECONDS))
+
+        def refusal(other: Demand, *, later: bool = False) -> Declined | None:
+            refused, asked = None, soon if later else self
             for planner in planners:
-                offered = self._offered(planner, other)
+                offered = asked._offered(planner, other)
                 if not isinstance(offered, Declined):
                     return None
                 refused = offered

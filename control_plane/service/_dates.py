@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from scheduler import Declined, Demand, Plan, Reason
 from scheduler.deadline import Offer
@@ -15,6 +16,16 @@ _WIDER, _TRIED = 1.5, 14
 """Each further date that is tried is so many times as far away, until one can be promised."""
 _FINE = 0.02
 """To this part of it the earliest date is found."""
+_STEPS_LATER = 4
+"""Of that part, that are tried after it: of two dates the later one may be the harder to promise, since workers are
+shared out by the order of dates, and by how much time each leaves."""
+
+
+class Refusal(Protocol):
+    """What is answered to another demand; None: it would be taken."""
+
+    def __call__(self, other: Demand, *, later: bool = False) -> Declined | None:
+        """``later``: a moment later."""
 
 
 def too_late(told: Offer, demand: Demand, chosen: Plan, at: float, *, alone: bool) -> Declined:
@@ -30,13 +41,11 @@ def too_late(told: Offer, demand: Demand, chosen: Plan, at: float, *, alone: boo
     return Declined((Reason("INADMISSIBLE", text, _named(None), told.earliest_s - at),))
 
 
-def with_dates(
-    declined: Declined, demand: Demand, refusal: Callable[[Demand], Declined | None], enough: Callable[[], bool]
-) -> Declined:
-    """The same refusal, where a date is named, with the earliest that is not refused in turn.
+def with_dates(declined: Declined, demand: Demand, refusal: Refusal, enough: Callable[[], bool]) -> Declined:
+    """The same refusal, where a date is named, with the earliest that is not refused in turn, nor a moment later.
 
-    ``refusal`` answers to another demand; None: it would be taken. A budget is kept to, if any date is there with it.
-    ``enough``: it has taken so long that a date which was found is named as it is, though an earlier one may do.
+    A budget is kept to, if any date is there with it. ``enough``: it has taken so long that a date which was found is
+    named as it is, though an earlier one may do.
     """
     asked = demand.deadline_seconds
     first = next((r.earliest_seconds for r in declined.reasons if r.earliest_seconds is not None), None)
@@ -59,13 +68,13 @@ def _earliest(
     demand: Demand,
     asked: float,
     first: float,
-    refusal: Callable[[Demand], Declined | None],
+    refusal: Refusal,
     enough: Callable[[], bool],
 ) -> int | None:
     """In whole seconds, later than `asked`; None where none was found. ``first``: where to begin."""
 
-    def told(seconds: int) -> Declined | None:
-        return refusal(replace(demand, deadline_seconds=float(seconds)))
+    def told(seconds: int, *, later: bool = False) -> Declined | None:
+        return refusal(replace(demand, deadline_seconds=float(seconds)), later=later)
 
     refused = max(0, math.floor(asked))
     tried = max(refused + 1, math.ceil(first) if math.isfinite(first) else 0)
@@ -86,8 +95,9 @@ def _earliest(
         else:
             refused = middle
     # A little later, as a moment passes until it is asked for, and others may turn out slower meanwhile.
-    later = tried + max(1, math.ceil(_FINE * tried))
-    return later if told(later) is None else tried
+    step = max(1, math.ceil(_FINE * tried))
+    dates = (*(tried + number * step for number in range(1, 1 + _STEPS_LATER)), tried)
+    return next((date for date in dates if told(date) is None and told(date, later=True) is None), tried)
 
 
 def _named(seconds: int | None) -> str:
