@@ -70,11 +70,15 @@ def _earliest(
     first: float,
     refusal: Refusal,
     enough: Callable[[], bool],
+    *,
+    lasting: bool = False,
 ) -> int | None:
-    """In whole seconds, later than `asked`; None where none was found. ``first``: where to begin."""
+    """In whole seconds, later than `asked`; None where none was found. ``first``: where to begin. ``lasting``: dates
+    that would be refused a moment later are passed over from the beginning, which takes twice as long."""
 
-    def told(seconds: int, *, later: bool = False) -> Declined | None:
-        return refusal(replace(demand, deadline_seconds=float(seconds)), later=later)
+    def told(seconds: int, *, later: bool = lasting) -> Declined | None:
+        other = replace(demand, deadline_seconds=float(seconds))
+        return refusal(other) or (refusal(other, later=True) if later else None)
 
     refused = max(0, math.floor(asked))
     tried = max(refused + 1, math.ceil(first) if math.isfinite(first) else 0)
@@ -97,7 +101,10 @@ def _earliest(
     # A little later, as a moment passes until it is asked for, and others may turn out slower meanwhile.
     step = max(1, math.ceil(_FINE * tried))
     dates = (*(tried + number * step for number in range(1, 1 + _STEPS_LATER)), tried)
-    return next((date for date in dates if told(date) is None and told(date, later=True) is None), tried)
+    found = next((date for date in dates if told(date, later=True) is None), None)
+    if found is None and not lasting:
+        found = _earliest(demand, asked, first, refusal, enough, lasting=True)
+    return tried if found is None else found
 
 
 def _named(seconds: int | None) -> str:
