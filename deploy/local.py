@@ -291,7 +291,8 @@ def lasting_port() -> int:
         port = first + next(_chosen) % _HUNDRED
         with contextlib.suppress(OSError), socket.create_server((LOOPBACK, port)):
             return port
-    raise GeofedError("PORT_IN_USE", "no port is free")
+    text = f"somebody listens on all ports from {first} to {first + _HUNDRED - 1}"
+    raise GeofedError("PORT_IN_USE", text, hint="stop what listens there, or start again: another process takes others")
 
 
 def _program(module: str) -> list[str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +89,7 @@ class StageRunner:
         self._lanes = Lanes(channel, timeout_seconds)
         self._place, self._codec, self._merge = place, codec, merge
         self._seed, self._logs = seed, logs
-        self._computing = computing
+        self._told = computing
         self._compute_seconds = 0.0
         self._expected = 0
         """The step whose receives are queued."""
@@ -180,6 +180,13 @@ class StageRunner:
     def decoded(self, value: memoryview) -> tuple[Carried | None, dict[str, float]]:
         return decoded(value, self._device)
 
+    @contextmanager
+    def _computing(self, doing: str) -> Iterator[None]:
+        """Around all that layers do, replays included: at its end it has been computed, or what went wrong is told."""
+        with self._told(doing):
+            yield
+            finish(self._device)
+
     def _key(self, step: int, kind: str, into: int, number: int) -> str:
         return value_key(self._place, step, kind, into, self.position.replica, number)
 
@@ -201,7 +208,6 @@ class StageRunner:
         begun = time.monotonic()
         with self._computing("the forward pass"):
             passed = self._stage.forward(number, given, batch)
-            finish(self._device)
         self._compute_seconds += time.monotonic() - begun
         if passed is not None:
             self._lanes.send(self._key(step, "a", stage + 1, number), self.encoded(passed))
@@ -219,7 +225,6 @@ class StageRunner:
         begun = time.monotonic()
         with self._computing("the backward pass"):
             passed = self._stage.backward(number, given, share)
-            finish(self._device)
         self._compute_seconds += time.monotonic() - begun
         if last is not None:
             self.loss = self._stage.loss_sum if self.is_last else None

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import statistics
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -51,8 +52,7 @@ async def test_replica_starts_within_200_ms(launch) -> None:
             await target.client.scale(probe.name, replicas)
             await target.client.wait_ready(probe.name, replicas, SOON)
             starts.append(time.perf_counter() - began)
-        # The machine may be busy with others: what one start can be, not what it was.
-        assert min(starts) < 0.2
+        assert statistics.median(starts) < 0.2
         answer = json.loads((await probe("env")).body)
         assert "torch" not in answer["environ"]
 
