@@ -123,6 +123,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, told: Told) -
         region_batch=plan.batch * replicas,
         stretches=action.stretches,
         batch=plan.batch,
+        evaluation_batch=plan.evaluation_batch,
         steps_per_round=plan.steps_per_round,
         rounds=plan.rounds,
         seed=plan.seed,

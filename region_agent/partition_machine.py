@@ -80,13 +80,15 @@ _OUTSIDE = frozenset({"DISK_FULL", "GATEWAY_UNAVAILABLE"})
 """Codes of what somebody outside must mend: the partition says what it waits for, and waits as long as it takes."""
 _SETBACKS_WITHOUT_PROGRESS = 8
 """After this many in a row, with no round in between, the partition has failed."""
-_OUT_OF_MEMORY_SETBACKS = 1
-"""The same for a worker that was ended over its memory: a second time right after is no accident."""
+_OUT_OF_MEMORY_SETBACKS = 2
+"""The same for a worker that was ended over its memory. Who was killed in an evaluation tries it in smaller batches, and
+then goes on without: nothing that is trained is lost over it."""
 _PORT_SETBACKS = 4
 """The same for a parameter server without ports: a server before it may not have let go of them yet, for seconds. While
 others hold them, the job's workers in all regions would cost money for nothing."""
-_TIMEOUT_SETBACKS = 1
-"""The same for a call that did not answer in time: each takes minutes, and costs what they cost."""
+_TIMEOUT_SETBACKS = 2
+"""The same for a call that did not answer in time, as in an evaluation that hangs: each takes minutes, and costs what
+they cost."""
 _IDLE_SECONDS = 20.0
 """Without a step, before the condition says so."""
 _FIRST_PAUSE_SECONDS = 0.2

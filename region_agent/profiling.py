@@ -192,6 +192,7 @@ class Profiler:
                 job=command.id, region=command.region, channel=around.channel.kind, channel_address=address,
                 bundle_key=bundle_key(start), module=command.task.module,
                 config=json.loads(command.task.config_json or "{}"), splits={}, batch=command.batch,
+                evaluation_batch=command.evaluation_batch,
                 seed=command.seed, limit_seconds=command.limit_seconds,
             )  # fmt: skip
         finally:

@@ -178,6 +178,8 @@ class Demand:
     """A kind: "mesh", "star", "tree", "ring", "two-level"; None: the plan says."""
     evaluate_every: int = 0
     """Rounds between evaluations; 0: only after the last."""
+    evaluation_batch: int = 0
+    """Samples that an evaluation takes at a time; 0: as many as a step."""
     minimise: str = "cost"
     deadline_seconds: float | None = None
     """From now."""
@@ -350,6 +352,8 @@ class Plan:
     residency: dict[str, str]
     """The verdict for each shard, by region."""
     alternatives: tuple[Alternative, ...] = ()
+    evaluation_batch: int = 0
+    """Samples that an evaluation takes at a time; 0: as many as a step."""
     wan_settings: dict[str, float] = field(default_factory=dict)
     """Of policy and exchange."""
     merging: dict[str, float] = field(default_factory=dict)

@@ -182,6 +182,7 @@ def _planned(
         slice_seconds=demand.slice_seconds,
         seed=demand.seed,
         evaluate_every=demand.evaluate_every,
+        evaluation_batch=demand.evaluation_batch,
         estimate=_NOTHING,
         residency={},
         alternatives=wan.alternatives,

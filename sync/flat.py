@@ -1,17 +1,24 @@
-"""Between a torch module and its flat vector. With `sync.device`, `sync.gradients` and `sync.pipeline` all of
-this room that needs torch."""
+"""Between a torch module and its flat vector. With `sync.device`, `sync.gradients`, `sync.tree` and `sync.pipeline`
+all of this room that needs torch."""
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 
 from geofed_pb.errors import GeofedError
+from sync.coordinates import coding_of
 from sync.layout import Layout, Slot, Vector
 
-__all__ = ["FlatModel"]
+__all__ = ["FlatModel", "layout_of"]
 
 # Vectors out of frames are read-only, which torch has no notion of; nothing here writes to them. It warns of that once
 # in a process: now, so that whoever turns warnings into errors does not meet it in the middle of a step.
@@ -19,112 +26,457 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.from_numpy(np.frombuffer(b"\0", np.uint8))
 
-_EXACT_INTEGERS = 1 << 24
-"""Above this, float32 does not hold every integer."""
+_EXTRA = "_extra_state"
+_KINDS = ("parameter", "buffer", "extra state")
+_PLAIN = ("float32", "float64", "float16", "bfloat16")
+_BYTES = (torch.uint8,)
+"""What extra state of these types means nobody knows: they may be anything, written down."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a module keeps a tensor, which it may replace by another one at any time."""
+
+    name: str
+    owner: torch.nn.Module
+    attribute: str
+    kind: str
+    """One of `_KINDS`."""
+
+    def tensor(self) -> torch.Tensor:
+        if self.kind == "extra state":
+            found = self.owner.get_extra_state()
+        else:
+            held = self.owner._parameters if self.kind == "parameter" else self.owner._buffers
+            found = held.get(self.attribute)
+        if not isinstance(found, torch.Tensor):
+            raise _refused(self, f"is {type(found).__name__ if found is not None else 'None'} now, not a tensor")
+        return found
+
+    def replace(self, tensor: torch.Tensor) -> None:
+        """Buffers and extra state only."""
+        if self.kind == "extra state":
+            self.owner.set_extra_state(tensor)
+        else:
+            self.owner._buffers[self.attribute] = tensor
+
+
+def _refused(place: _Place, why: str, hint: str = "") -> GeofedError:
+    return GeofedError("TASK_INVALID", f"{place.kind} {place.name} of the model {why}", hint=hint)
+
+
+Calling = Callable[[str], AbstractContextManager[object]]
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _nothing(doing: str) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
+def _of_the_module(
+    method: Callable[Concatenate[FlatModel, _Arguments], _Result],
+) -> Callable[Concatenate[FlatModel, _Arguments], _Result]:
+    """Of a method that calls into the module."""
+
+    @wraps(method)
+    def guarded(flat: FlatModel, /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
+        with flat._calling("the model's state"):
+            return method(flat, *arguments, **named)
+
+    return guarded
 
 
 class FlatModel:
     """A module together with its layout; reads and writes the flat vector and gradients.
 
-    Tied parameters stand once in the layout. Not safe for use by several threads at once.
+    Tied parameters stand once in the layout. Buffers are looked up each time, since modules may assign them anew.
+    Not safe for use by several threads at once. Raises ``GeofedError("TASK_INVALID")``, with the tensor's name, where a
+    module holds what cannot travel.
     """
 
-    def __init__(self, module: torch.nn.Module, *, part: bool = False) -> None:
-        """``part``: of a larger model, so it need not have anything that is trained."""
-        self.module = module
-        trained: dict[str, torch.Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
-        rest: dict[str, torch.Tensor] = dict([*frozen, *_persistent_buffers(module)])
-        self._trained: list[torch.Tensor] = list(trained.values())
-        self._all: list[torch.Tensor] = [*trained.values(), *rest.values()]
-        slots = [
-            Slot(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in (trained | rest).items()
-        ]
-        self.layout = Layout(tuple(slots), len(trained), tuple(_aliases(module, trained | rest)))
-        if not trained and not part:
+    def __init__(self, module: torch.nn.Module, *, part: bool = False, calling: Calling = _nothing) -> None:
+        """``part``: of a larger model, so it need not have anything that is trained. ``calling``: entered around all
+        that calls into the module, with what it is for; it may tell a fault of the module's from others."""
+        self.module, self._calling = module, calling
+        found = _tensors_of(module)
+        for place, tensor, _ in found:
+            _check_values(place, tensor)
+        # The stages of a model agree on a layout that is made without values.
+        self.layout, order = _layout(module, found, marks=not part)
+        self._places = [found[at][0] for at in order]
+        self._trained = self._places[: self.layout.trainable]
+        self._bound = [place.tensor() for place in self._trained]
+        """The optimiser's parameters."""
+        self._sparse: set[int] = set()
+        """Trained parameters, by number, whose gradient was sparse."""
+        self._plain = [slot.coding.coordinates == 1 and slot.dtype in _PLAIN for slot in self.layout.slots]
+        """Coordinates are values, and torch computes with them."""
+        self._unlisted = {place.name: (tensor, _version(tensor)) for place, tensor in _unlisted_buffers(module)}
+        if not self.layout.trainable and not part:
             raise GeofedError("TASK_INVALID", "the model has no trainable parameters")
-        if odd := next((name for name, t in (trained | rest).items() if t.is_complex()), None):
-            raise GeofedError("TASK_INVALID", f"{odd} of the model is complex; keep its two parts as real tensors")
 
+    # The whole state
+
+    @_of_the_module
     def vector(self, out: Vector | None = None) -> Vector:
         """A copy of the whole state, shape (layout.size,); into ``out``, where one is given."""
         if out is None:
             out = np.empty(self.layout.size, np.float32)
         with torch.no_grad():
-            self._copy_out(torch.from_numpy(out), 0, self._all)
+            self._copy_out(out, 0, len(self._places), 0)
         return out
 
+    @_of_the_module
     def load(self, vector: Vector) -> None:
         """Put a whole state into the module."""
-        self._copy_in(vector, 0, self._all)
+        self._copy_in(vector, 0, 0)
 
+    @_of_the_module
     def add(self, change: Vector) -> None:
-        """Add a change of the whole state to it; what is not a floating-point number is rounded."""
-        flat, at = _as_tensor(change), 0
-        with torch.no_grad():
-            for tensor in self._all:
-                part = flat[at : at + tensor.numel()].reshape(tensor.shape)
-                if tensor.is_floating_point():
-                    tensor += part.to(tensor.device, tensor.dtype)
-                else:
-                    tensor.copy_((tensor + part.to(tensor.device)).round())
-                at += tensor.numel()
+        """Add a change of the whole state to it; what is not a floating-point number is rounded.
 
+        Tensors that share memory get the change once.
+        """
+        with torch.no_grad():
+            now = [place.tensor() for place in self._places]
+            shared = Counter(tensor.untyped_storage().data_ptr() for tensor in now if tensor.numel())
+            later: list[tuple[int, torch.Tensor]] = []
+            for number, (slot, at) in enumerate(self.layout.places()):
+                tensor, part = now[number], change[at]
+                if self._plain[number]:
+                    moved = _as_tensor(part).reshape(slot.shape).to(tensor.device, tensor.dtype)
+                    if shared[tensor.untyped_storage().data_ptr()] > 1:
+                        later.append((number, tensor + moved))
+                    elif self._writable(tensor):
+                        tensor += moved
+                    else:
+                        self._write(number, tensor + moved)
+                else:
+                    coordinates = slot.encode(_as_array(tensor)) + part
+                    later.append((number, _from_array(slot.decode(coordinates))))
+            for number, value in later:
+                self._write(number, value)
+
+    @_of_the_module
+    def exact(self) -> dict[str, torch.Tensor]:
+        """What the vector rounds: parameters wider than float32, by name."""
+        wide = [place for place, slot in zip(self._places, self.layout.slots, strict=False) if slot.dtype == "float64"]
+        return {place.name: place.tensor().detach() for place in wide if place.kind == "parameter"}
+
+    @_of_the_module
+    def scratch(self) -> dict[str, torch.Tensor]:
+        """Buffers that are not part of the model's state but have changed since it was made, by name."""
+        return {
+            place.name: tensor.detach()
+            for place, tensor in _unlisted_buffers(self.module)
+            if not self._unchanged(place.name, tensor)
+        }
+
+    @_of_the_module
+    def load_named(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Put what `exact` or `scratch` gave into the module."""
+        unlisted = {place.name: place for place, _ in _unlisted_buffers(self.module)}
+        numbers = {place.name: number for number, place in enumerate(self._places)}
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                if name in numbers:
+                    self._write(numbers[name], tensor)
+                elif name in unlisted:
+                    device = unlisted[name].tensor().device
+                    unlisted[name].replace(tensor.to(device))
+
+    # Gradients
+
+    @_of_the_module
     def gradient(self) -> Vector:
-        """Gradients of the trainable head (zero where there is none), followed by the rest of the state."""
-        out = np.empty(self.layout.size, np.float32)
+        """Shape (layout.gradient_size,): gradients of the trainable head (zero where there is none), the rest of the
+        state, and for each trainable parameter whether it has a gradient."""
+        out = np.empty(self.layout.gradient_size, np.float32)
         flat = torch.from_numpy(out)
         at = 0
         with torch.no_grad():
-            for parameter in self._trained:
+            for number, parameter in enumerate(self._parameters()):
                 part = flat[at : at + parameter.numel()]
-                part.zero_() if parameter.grad is None else part.copy_(parameter.grad.reshape(-1))
+                grad = self._dense_gradient(number, parameter)
+                part.zero_() if grad is None else part.copy_(grad.reshape(-1))
                 at += parameter.numel()
-            self._copy_out(flat, at, self._all[len(self._trained) :])
+        out[at:] = self.gradient_tail()
         return out
 
-    def rest(self) -> Vector:
-        """A copy of what gradients do not train: the tail of `vector`."""
-        tensors = self._all[len(self._trained) :]
-        out = np.empty(sum(tensor.numel() for tensor in tensors), np.float32)
+    def gradient_of(self, number: int) -> Vector:
+        """Shape (n,), of the trainable parameter of this number: zeros where it has none."""
+        parameter = self._parameters()[number]
+        grad = self._dense_gradient(number, parameter)
+        if grad is None:
+            return np.zeros(parameter.numel(), np.float32)
+        flat: Vector = grad.detach().reshape(-1).to("cpu", torch.float32).numpy()
+        return flat
+
+    @_of_the_module
+    def gradient_tail(self) -> Vector:
+        """What of `gradient` follows the gradients."""
+        head = self.layout.trainable_size
+        out = np.empty(self.layout.gradient_size - head, np.float32)
         with torch.no_grad():
-            self._copy_out(torch.from_numpy(out), 0, tensors)
+            self._copy_out(out, self.layout.trainable, len(self._places), 0)
+        for place in self._places[self.layout.trainable :]:
+            if place.kind == "parameter" and place.tensor().grad is not None:
+                text = "was frozen when model(config) returned it, and has a gradient now"
+                hint = "let it require a gradient in model(config); where it is not to move, give its group a rate of 0"
+                raise _refused(place, text, hint)
+        given = [parameter.grad is not None for parameter in self._parameters()]
+        out[self.layout.size - head :] = given
         return out
 
+    @_of_the_module
     def load_gradient(self, vector: Vector, start: int = 0) -> None:
-        """Put merged gradients into ``.grad`` and the merged rest of the state into the module.
+        """Put merged gradients into ``.grad`` and the merged rest of the state into the module. A parameter that no
+        worker has a gradient of gets none: the optimiser then leaves it alone.
 
-        ``start``: the coordinate from which on the vector is; it and the vector's end must lie between two tensors.
+        ``start``: the coordinate from which on the vector is; it and the vector's end must lie between two tensors, and
+        the last part of several comes last.
         """
-        flat, at, stop = _as_tensor(vector), 0, start + vector.size
+        stop = start + vector.size
+        parameters = self._parameters()
         with torch.no_grad():
-            for number, tensor in enumerate(self._all):
-                if start <= at and at + tensor.numel() <= stop:
-                    part = flat[at - start : at - start + tensor.numel()].reshape(tensor.shape)
-                    if number >= len(self._trained):
-                        tensor.copy_(part if tensor.is_floating_point() else part.round())
-                    else:
-                        if tensor.grad is None:
-                            tensor.grad = torch.empty_like(tensor)
-                        tensor.grad.copy_(part)
-                at += tensor.numel()
+            for number, (slot, at) in enumerate(self.layout.places()):
+                if not (start <= at.start and at.stop <= stop):
+                    continue
+                part = vector[at.start - start : at.stop - start]
+                if number >= len(parameters):
+                    self._put(number, part)
+                    continue
+                parameter, merged = parameters[number], _as_tensor(part).reshape(slot.shape)
+                if parameter.grad is None or parameter.grad.is_sparse:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(merged)
+            if stop >= self.layout.gradient_size:
+                given = vector[self.layout.size - start :]
+                for number, parameter in enumerate(parameters):
+                    if not given[number] > 0:
+                        parameter.grad = None
+                    elif number in self._sparse and parameter.grad is not None:
+                        parameter.grad = _rows_of(parameter.grad)
+
+    def _parameters(self) -> Sequence[torch.Tensor]:
+        for place, bound in zip(self._trained, self._bound, strict=True):
+            if place.tensor() is not bound:
+                raise _refused(place, "was replaced by another one, which no optimiser trains")
+        return self._bound
+
+    def _dense_gradient(self, number: int, parameter: torch.Tensor) -> torch.Tensor | None:
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            self._sparse.add(number)
+            return parameter.grad.to_dense()
+        return parameter.grad
+
+    # Between tensors and coordinates
+
+    def _copy_out(self, out: Vector, first: int, last: int, at: int) -> None:
+        for number in range(first, last):
+            slot, tensor = self.layout.slots[number], self._tensor(number)
+            if self._plain[number]:
+                torch.from_numpy(out[at : at + slot.size]).copy_(tensor.reshape(-1))
+            else:
+                out[at : at + slot.size] = slot.encode(_as_array(tensor))
+            at += slot.size
+
+    def _copy_in(self, vector: Vector, first: int, at: int) -> None:
+        with torch.no_grad():
+            for number in range(first, len(self._places)):
+                size = self.layout.slots[number].size
+                self._put(number, vector[at : at + size])
+                at += size
+
+    def _put(self, number: int, coordinates: Vector) -> None:
+        slot = self.layout.slots[number]
+        if self._plain[number]:
+            self._write(number, _as_tensor(coordinates).reshape(slot.shape))
+        else:
+            self._write(number, _from_array(slot.decode(coordinates)))
+
+    def _tensor(self, number: int) -> torch.Tensor:
+        place, slot = self._places[number], self.layout.slots[number]
+        tensor = place.tensor()
+        if tuple(tensor.shape) != slot.shape or tensor.dtype != getattr(torch, slot.dtype):
+            text = f"is {_told(tensor)} now; model(config) returned it as {slot.dtype} {list(slot.shape)}"
+            raise _refused(place, text, "let model(config) make it with the type and shape that it will have")
+        return tensor
+
+    def _write(self, number: int, value: torch.Tensor) -> None:
+        place = self._places[number]
+        tensor = place.tensor()
+        if place.kind == "extra state":
+            place.replace(value.to(tensor.device, tensor.dtype))
+        elif self._writable(tensor) or place.kind == "parameter":
+            tensor.copy_(value)
+        else:
+            place.replace(value.to(tensor.device, tensor.dtype, copy=True))
 
     @staticmethod
-    def _copy_out(flat: torch.Tensor, at: int, tensors: list[torch.Tensor]) -> None:
-        for tensor in tensors:
-            if _beyond_float32(tensor):
-                raise GeofedError("TASK_INVALID", "an integer of the model's state is beyond 2^24 and cannot travel")
-            flat[at : at + tensor.numel()].copy_(tensor.reshape(-1))
-            at += tensor.numel()
+    def _writable(tensor: torch.Tensor) -> bool:
+        return tensor.is_contiguous() or not (tensor.is_inference() or _overlaps(tensor))
 
-    @staticmethod
-    def _copy_in(vector: Vector, at: int, tensors: list[torch.Tensor]) -> None:
-        flat = _as_tensor(vector)
-        with torch.no_grad():
-            for tensor in tensors:
-                part = flat[at : at + tensor.numel()].reshape(tensor.shape)
-                tensor.copy_(part if tensor.is_floating_point() else part.round())
-                at += tensor.numel()
+    @_of_the_module
+    def check_names(self) -> None:
+        """What came after the model was made would be in nobody's vector; raises where there is something."""
+        known = {place.name for place in self._places} | {alias for alias, _ in self.layout.aliases}
+        for place, _, _ in _tensors_of(self.module):
+            if place.name not in known:
+                text = "was not there when model(config) returned the model"
+                raise _refused(place, text, "register it in model(config), with the type and shape that it will have")
+
+    def _unchanged(self, name: str, tensor: torch.Tensor) -> bool:
+        """Of a buffer that is not part of the state: it is the one that was there, and nothing was written to it."""
+        before, version = self._unlisted.get(name, (None, 0))
+        return before is tensor and version == _version(tensor)
+
+
+def layout_of(shell: torch.nn.Module) -> Layout:
+    """Of a model that was made without values."""
+    return _layout(shell, _tensors_of(shell), marks=False)[0]
+
+
+_Found = tuple[_Place, torch.Tensor, bool]
+"""A place, what it holds, and whether gradients train it."""
+
+
+def _tensors_of(module: torch.nn.Module) -> list[_Found]:
+    """Parameters, persistent buffers and extra state, each parameter once."""
+    kept = set(module.state_dict(keep_vars=True))
+    found: list[_Found] = []
+    seen: set[int] = set()
+    for prefix, owner in module.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for attribute, parameter in owner._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                place = _Place(dot + attribute, owner, attribute, "parameter")
+                found.append((place, parameter, parameter.requires_grad))
+    for place, buffer in _buffers_of(module):
+        if place.name in kept:
+            found.append((place, buffer, False))
+    for name in sorted(kept):
+        if name.rsplit(".", 1)[-1] == _EXTRA:
+            owner = module.get_submodule(name.rpartition(".")[0])
+            place = _Place(name, owner, _EXTRA, "extra state")
+            found.append((place, _extra_state(place), False))
+    return found
+
+
+def _buffers_of(module: torch.nn.Module) -> Iterator[tuple[_Place, torch.Tensor]]:
+    for prefix, owner in module.named_modules():
+        for attribute, buffer in owner._buffers.items():
+            if buffer is not None:
+                yield _Place(f"{prefix}.{attribute}" if prefix else attribute, owner, attribute, "buffer"), buffer
+
+
+def _unlisted_buffers(module: torch.nn.Module) -> list[tuple[_Place, torch.Tensor]]:
+    kept = set(module.state_dict(keep_vars=True))
+    return [(place, buffer) for place, buffer in _buffers_of(module) if place.name not in kept]
+
+
+def _extra_state(place: _Place) -> torch.Tensor:
+    state: Any = place.owner.get_extra_state()
+    if not isinstance(state, torch.Tensor) or state.dtype in _BYTES:
+        kind = "bytes" if isinstance(state, torch.Tensor) else f"a {type(state).__name__}"
+        text = f"is {kind}: it can be neither merged nor exported"
+        raise _refused(place, text, "keep it in buffers, or return a tensor of numbers from get_extra_state()")
+    return state
+
+
+def _layout(module: torch.nn.Module, found: list[_Found], *, marks: bool) -> tuple[Layout, list[int]]:
+    """``marks``: values that are not finite may travel; otherwise they are refused."""
+    order = sorted(range(len(found)), key=lambda at: (not found[at][2], _KINDS.index(found[at][0].kind)))
+    slots: list[Slot] = []
+    for at in order:
+        place, tensor, trained = found[at]
+        if trained and tensor.is_complex():
+            raise _refused(place, "is complex", "keep its two parts as real tensors")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        coding = coding_of(dtype, trained=trained, marked=marks and not trained and not _finite(tensor))
+        if coding is None:
+            raise _refused(place, f"is {dtype}, which cannot travel")
+        slots.append(Slot(place.name, tuple(tensor.shape), dtype, coding))
+        if coding.parts > 1 and tensor.device.type != "meta":
+            _check_exact(place, tensor, slots[-1])
+    aliases = _aliases(module, {found[at][0].name: found[at][1] for at in order})
+    return Layout(tuple(slots), sum(trained for _, _, trained in found), aliases), order
+
+
+def _aliases(module: torch.nn.Module, slots: dict[str, torch.Tensor]) -> tuple[tuple[str, str], ...]:
+    """Further names in the state dict."""
+    names = {id(tensor): name for name, tensor in slots.items()}
+    found = []
+    for alias, tensor in module.state_dict(keep_vars=True).items():
+        if alias in slots:
+            continue
+        if id(tensor) not in names:
+            text = f"{alias} of the model's state_dict() is neither a parameter nor a buffer, and cannot travel"
+            raise GeofedError("TASK_INVALID", text, hint="register it as a parameter or a buffer")
+        found.append((alias, names[id(tensor)]))
+    return tuple(found)
+
+
+def _check_values(place: _Place, tensor: torch.Tensor) -> None:
+    if torch.nn.parameter.is_lazy(tensor):
+        text = "has no shape before the model has seen an input"
+        raise _refused(place, text, "call the model once with an example in model(config), before it is returned")
+    if tensor.device.type == "meta":
+        text = "has no values: it is on the device `meta`"
+        raise _refused(place, text, "make it with values in model(config): to_empty(), and then reset_parameters()")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else "quantised" if tensor.is_quantized else str(tensor.layout)
+        raise _refused(place, f"is {kind}; only dense tensors can travel", "keep it in dense tensors")
+    if place.kind == "parameter" and _overlaps(tensor):
+        text = "has several elements in one place of memory, so that no optimiser can change it"
+        raise _refused(place, text, "make it with .clone() or .contiguous()")
+    if place.kind == "buffer" and not tensor.is_contiguous() and _overlaps(tensor):
+        # As a tensor of its own it has the same values, and can be written.
+        place.replace(tensor.contiguous())
+
+
+def _check_exact(place: _Place, tensor: torch.Tensor, slot: Slot) -> None:
+    values = _as_array(tensor)
+    with np.errstate(over="ignore", invalid="ignore"):
+        back = slot.decode(slot.encode(values))
+    if not np.array_equal(values, back, equal_nan=values.dtype.kind in "fc"):
+        raise _refused(place, f"holds values that cannot travel: {slot.dtype} beyond the range of float32")
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    if tensor.device.type == "meta" or not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    with torch.no_grad():
+        real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        real = real.float() if real.itemsize < 2 else real
+        least, most = torch.aminmax(real)
+        return bool(torch.isfinite(least) & torch.isfinite(most))
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements may lie in one place of memory."""
+    if tensor.is_contiguous():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Grows with each write; 0 where torch does not count them."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _rows_of(gradient: torch.Tensor) -> torch.Tensor:
+    """The rows that are not zero, as an embedding with ``sparse=True`` gives its gradient."""
+    rows = gradient.reshape(gradient.shape[0], -1).ne(0).any(1).nonzero().reshape(1, -1)
+    return torch.sparse_coo_tensor(rows, gradient[rows[0]], gradient.shape, is_coalesced=True)
 
 
 def _as_tensor(vector: Vector) -> torch.Tensor:
@@ -132,19 +484,16 @@ def _as_tensor(vector: Vector) -> torch.Tensor:
     return torch.from_numpy(vector)
 
 
-def _beyond_float32(tensor: torch.Tensor) -> bool:
-    if tensor.is_floating_point() or tensor.dtype is torch.bool or not tensor.numel():
-        return False
-    least, most = torch.aminmax(tensor)
-    return max(-int(least), int(most)) > _EXACT_INTEGERS
+def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.generic]]:
+    there = tensor.detach()
+    if there.is_floating_point() and there.dtype not in (torch.float64, torch.float32):
+        there = there.float()
+    return there.resolve_conj().resolve_neg().cpu().numpy()
 
 
-def _aliases(module: torch.nn.Module, slots: dict[str, torch.Tensor]) -> list[tuple[str, str]]:
-    names = {id(tensor): name for name, tensor in slots.items()}
-    state = module.state_dict(keep_vars=True)
-    return [(alias, names[id(tensor)]) for alias, tensor in state.items() if alias not in slots and id(tensor) in names]
+def _from_array(array: np.ndarray[Any, np.dtype[np.generic]]) -> torch.Tensor:
+    return torch.from_numpy(np.array(array))
 
 
-def _persistent_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    kept = set(module.state_dict(keep_vars=True))
-    return [(name, buffer) for name, buffer in module.named_buffers() if name in kept]
+def _told(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -6,13 +6,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from geofed_pb.errors import GeofedError
 from sync.collective import Buckets, Collective, Merged
 from sync.flat import FlatModel
-from sync.layout import Vector
 
 __all__ = ["GradientMerge"]
 
@@ -43,14 +41,15 @@ class GradientMerge:
         """How often the pass that runs has given each parameter a gradient, by where it begins."""
         self._watched = False
         """A step has shown what the module does."""
-        self._places: dict[int, torch.nn.Parameter] = {}
+        self._places: dict[int, int] = {}
+        """Each trained parameter's number, by where it begins."""
+        trained = [parameter for parameter in flat.module.parameters() if parameter.requires_grad]
         at = 0
-        for parameter in flat.module.parameters():
-            if parameter.requires_grad:
-                self._places[at] = parameter
-                if overlap:
-                    parameter.register_post_accumulate_grad_hook(self._giver(at))  # type: ignore[no-untyped-call]
-                at += parameter.numel()
+        for number, parameter in enumerate(trained):
+            self._places[at] = number
+            if overlap:
+                parameter.register_post_accumulate_grad_hook(self._giver(at, number))  # type: ignore[no-untyped-call]
+            at += parameter.numel()
 
     def arm(self, step: int, weight: float) -> None:
         """The next backward pass is the last of the step, after all of its forward passes. ``weight``: samples."""
@@ -68,11 +67,11 @@ class GradientMerge:
         buckets, self._buckets, self._armed = self._buckets, None, False
         if buckets is None:
             return self._collective.merge(step, self._flat.gradient(), weight)
-        for at, parameter in self._places.items():
+        for at, number in self._places.items():
             if not self._given[at]:
-                buckets.give(at, _gradient_of(parameter))
-        if self._flat.layout.size > self._flat.layout.trainable_size:
-            buckets.give(self._flat.layout.trainable_size, self._flat.rest())
+                buckets.give(at, self._flat.gradient_of(number))
+        if self._flat.layout.gradient_size > self._flat.layout.trainable_size:
+            buckets.give(self._flat.layout.trainable_size, self._flat.gradient_tail())
         return buckets.result()
 
     def _look_back(self) -> None:
@@ -88,20 +87,12 @@ class GradientMerge:
         collective: _InParts = self._collective  # type: ignore[assignment]  # of means, as the caller has promised
         return collective
 
-    def _giver(self, at: int) -> Callable[[torch.Tensor], None]:
+    def _giver(self, at: int, number: int) -> Callable[[torch.Tensor], None]:
         def give(parameter: torch.Tensor) -> None:
             if not self._armed:
                 return
             self._given[at] += 1
             if self._buckets is not None and self._given[at] == 1:
-                self._buckets.give(at, _gradient_of(parameter))
+                self._buckets.give(at, self._flat.gradient_of(number))
 
         return give
-
-
-def _gradient_of(parameter: torch.Tensor) -> Vector:
-    """Shape (n,): zeros where no sample's loss depends on it."""
-    if parameter.grad is None:
-        return np.zeros(parameter.numel(), np.float32)
-    gradient: Vector = parameter.grad.detach().reshape(-1).to("cpu", torch.float32).numpy()
-    return gradient

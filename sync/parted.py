@@ -125,7 +125,7 @@ def read_state(channel: Channel, key: str, parameters: range | None = None) -> f
         numbers = range(int(frame.facts[_PARTS]))
         if parameters is not None and _OWNERS in frame.tensors:
             table = np.asarray(frame.tensors[_OWNERS], np.int64)
-            numbers = sorted({int(part) for owner, part in table if int(owner) in parameters})
+            numbers = sorted({int(part) for owner, part in table if _wanted(int(owner), parameters)})
     tensors: dict[str, framing.Array] = {}
     facts: dict[str, float] = {}
     for number in numbers:
@@ -134,9 +134,11 @@ def read_state(channel: Channel, key: str, parameters: range | None = None) -> f
             if value is None:
                 return None
             frame = framing.decode(value)
-        mine = parameters
-        tensors |= {name: one for name, one in frame.tensors.items() if mine is None or _owner(name) in mine}
-        facts |= {name: one for name, one in frame.facts.items() if mine is None or _owner(name) in mine}
+        if parameters is None:
+            tensors, facts = tensors | frame.tensors, facts | frame.facts
+            continue
+        tensors |= {name: one for name, one in frame.tensors.items() if _wanted(_owner(name), parameters)}
+        facts |= {name: one for name, one in frame.facts.items() if _wanted(_owner(name), parameters)}
     return framing.Frame(tensors, facts)
 
 
@@ -176,6 +178,11 @@ def _meets(where: slice, start: int, stop: int) -> bool:
 
 def _spans(frame: framing.Frame) -> list[Span]:
     return [(int(part), int(start), int(stop)) for part, start, stop in frame.tensors[_SPANS]]
+
+
+def _wanted(owner: int, parameters: range) -> bool:
+    """What belongs to no parameter, with a number below 0, is everybody's."""
+    return owner < 0 or owner in parameters
 
 
 def _owner(name: str) -> int:

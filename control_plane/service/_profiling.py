@@ -122,6 +122,7 @@ def _command(
             dataset=spec.data.dataset,
         ),
         batch=spec.train.batch,
+        evaluation_batch=spec.train.eval_batch or 0,
         seed=spec.train.seed,
         memories_mb=sorted(set(request.memories_mb)) or [memory],
         limit_seconds=LIMIT_SECONDS,

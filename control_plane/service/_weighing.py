@@ -206,6 +206,7 @@ class Weighing:
                 dataset=spec.data.dataset,
             ),
             batch=spec.train.batch,
+            evaluation_batch=spec.train.eval_batch or 0,
             seed=spec.train.seed,
             memories_mb=[memory],
             limit_seconds=PROBE_SECONDS,

@@ -176,6 +176,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             shares=plan.shares,
             codec=plan.codec,
             evaluate_every=plan.evaluate_every,
+            evaluation_batch=plan.evaluation_batch,
             pipeline=_pipeline(part.pipeline) if part.pipeline is not None else None,
             shards=_shards(part, plan),
         ),

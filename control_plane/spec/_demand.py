@@ -46,6 +46,7 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
         codec=_fixed(spec.wan.codec),
         topology=_fixed(spec.wan.topology),
         evaluate_every=spec.train.evaluate_every,
+        evaluation_batch=spec.train.eval_batch or 0,
         minimise=_minimise(spec),
         deadline_seconds=_seconds_left(deadline or spec.objective.deadline, now),
         budget_usd=spec.objective.budget,

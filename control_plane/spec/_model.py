@@ -202,6 +202,8 @@ class Train(_Section):
     balance: Literal["data", "speed"] = "data"
     """What a region's steps in a round are in proportion to: `data`, so that all regions make the same epochs, or
     `speed`, so that all their rounds take equally long and none waits; together they make as many epochs."""
+    eval_batch: int | None = Field(default=None, ge=1)
+    """Samples that an evaluation takes at a time; none: as many as a worker's step, which its memory was chosen for."""
     evaluate_every: int = Field(default=0, ge=0)
     """Rounds between evaluations; 0: only at the end."""
 

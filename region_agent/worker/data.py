@@ -17,9 +17,7 @@ from geofed_pb.errors import GeofedError
 from region_agent.worker.batches import Batches
 from region_agent.worker.fetching import fetch_split
 
-__all__ = ["EVALUATION_BATCH", "BatchStream", "evaluation_batches", "fetch_split", "joined", "move", "share_of"]
-
-EVALUATION_BATCH = 256
+__all__ = ["BatchStream", "evaluation_batches", "fetch_split", "joined", "move", "share_of"]
 
 
 def joined(shards: Sequence[Any]) -> Any:
@@ -137,13 +135,11 @@ def share_of(worker: int, workers: int, region_batch: int) -> range:
     return range(worker * region_batch // workers, (worker + 1) * region_batch // workers)
 
 
-def evaluation_batches(
-    data: Any, worker: int, workers: int, batch: int = EVALUATION_BATCH
-) -> tuple[int, Iterator[Any]]:
-    """How many samples of the test split are this worker's, and them in batches of so many."""
+def evaluation_batches(data: Any, worker: int, workers: int, batch: int) -> tuple[list[int], Iterator[Any]]:
+    """This worker's samples of the test split in batches of so many: how many each has, and what."""
     mine = range(worker, len(data), workers)
-    starts = range(0, len(mine), batch)
-    return len(mine), (_collate(data, list(mine[start : start + batch])) for start in starts)
+    parts = [mine[start : start + batch] for start in range(0, len(mine), batch)]
+    return [len(part) for part in parts], (_collate(data, list(part)) for part in parts)
 
 
 def _collate(data: Any, indices: list[int]) -> Any:

@@ -21,7 +21,7 @@ from region_agent.worker.learning_rate import LearningRate
 from region_agent.worker.merging import merging_for
 from region_agent.worker.optimizer_state import State, dump_state, load_state
 from region_agent.worker.ps_client import PsClient
-from region_agent.worker.task import Task, task_errors
+from region_agent.worker.task import Task
 from sync import framing
 from sync.channel import Channel
 from sync.collective import State as CollectiveState
@@ -33,6 +33,8 @@ from sync.seeding import reseed, seed_all
 __all__ = ["Holding", "WholeModel", "checked_loss"]
 
 
+_SMALLER = 8
+"""By so much, where a worker was killed in an evaluation, the next try's batches are smaller."""
 _EVALUATION = 1
 """Sets what is drawn in an evaluation apart from what is drawn in a step."""
 
@@ -76,8 +78,9 @@ class Holding(Protocol):
     def may_not_measure(self) -> bool:
         """Nobody waits for what this worker does in an evaluation, so that it may fail in it."""
 
-    def evaluate(self, sequence: int) -> tuple[int, dict[str, float]]:
-        """Samples of the test data that were measured, and what was found, after a round."""
+    def evaluate(self, sequence: int, tries: int = 0) -> tuple[int, dict[str, float]]:
+        """Samples of the test data that were measured, and what was found, after a round. ``tries``: how often this
+        worker was killed in it before."""
 
     def offer(self, key: str) -> str:
         """Put the freshly made model under a key; what the server is told of it, "" where another worker tells it."""
@@ -155,14 +158,16 @@ class WholeModel:
         self._device = device(call.worker)
         # Seeded alike everywhere: all workers of the partition make the same model.
         seed_all(call.seed)
-        self._module = task.model(call.seed).to(self._device)
-        with task_errors(task.folder, "model"):
-            self.flat = FlatModel(self._module)
+        self._module = task.model(call.seed)
+        with task.calling("model"):
+            self.flat = FlatModel(self._module, calling=task.calling)
+            self._module.to(self._device)
         self.layout = self.flat.layout
         self._optimizer = task.optimizer(self._module.parameters())
         batches = Batches(call.region_batch, call.stretches)
-        self._rate = LearningRate(self._optimizer, call.schedule, call.rounds * call.steps_per_round, batches)
-        with task_errors(task.folder, "dataset"):
+        with task.calling("optimizer"):
+            self._rate = LearningRate(self._optimizer, call.schedule, call.rounds * call.steps_per_round, batches)
+        with task.calling("dataset"):
             self._stream = BatchStream(data["train"], call.seed, call.region, call.worker, call.workers, batches)
         self.counted = self.share(1)
         self._merging = merging_for(call, task, self._optimizer, self.flat, channel, begun)
@@ -178,12 +183,14 @@ class WholeModel:
         self.counted = self.share(step)
         # What a step does must follow from the step alone, not from the steps that this invocation made before.
         reseed(self._call.seed, zlib.crc32(self._call.region.encode()), self._call.worker, step)
-        self._module.train()
-        self._optimizer.zero_grad(set_to_none=True)
+        with self._task.calling("the model's train() and the optimiser's zero_grad()"):
+            self._module.train()
+            self._optimizer.zero_grad(set_to_none=True)
         value = self._pass(step)
         finish(self._device)
         seconds = time.monotonic() - begun
-        self._rate.set(step)
+        with self._task.calling("the optimiser's groups"):
+            self._rate.set(step)
         self._merging.step(server, step, self.counted, value)
         return value, seconds
 
@@ -196,18 +203,19 @@ class WholeModel:
         samples = self.counted
         parts = math.ceil(samples / (self._call.batch or samples))
         sizes = [len(share_of(part, parts, samples)) for part in range(parts)]
-        with task_errors(self._task.folder, "dataset"):
-            batches = self._stream.micro_batches(step, sizes)
+        with self._task.calling("dataset"):
+            batches = [move(batch, self._device) for batch in self._stream.micro_batches(step, sizes)]
         value = 0.0
         for left, (size, batch) in zip(reversed(range(len(sizes))), zip(sizes, batches, strict=True), strict=True):
-            loss = self._task.loss(self._module, move(batch, self._device))
-            if len(sizes) > 1:
-                loss = loss * (size / samples)
-            value += float(loss.detach())
+            loss = self._task.loss(self._module, batch)
+            with self._task.calling("the loss"):
+                if len(sizes) > 1:
+                    loss = loss * (size / samples)
+                value += float(loss.detach())
             if not left:
                 checked_loss(value, step)
                 self._merging.arm(step, samples)
-            with task_errors(self._task.folder, "the backward pass"):
+            with self._task.calling("the backward pass"):
                 loss.backward()  # type: ignore[no-untyped-call]
         return value
 
@@ -217,16 +225,20 @@ class WholeModel:
     def drain(self) -> None:
         """Nothing is sent beside the steps."""
 
-    def evaluate(self, sequence: int) -> tuple[int, dict[str, float]]:
+    def evaluate(self, sequence: int, tries: int = 0) -> tuple[int, dict[str, float]]:
         if "test" not in self._data:
             return 0, {}
-        samples, batches = evaluation_batches(self._data["test"], self._call.worker, self._call.workers)
+        with self._task.calling("dataset"):
+            at_once = self._call.evaluation_batch or self._call.batch or self.share(1)
+            at_once = max(1, at_once // _SMALLER**tries)
+            sizes, batches = evaluation_batches(self._data["test"], self._call.worker, self._call.workers, at_once)
         # What the data draw must follow from the round alone, too, wherever the slice began.
         reseed(self._call.seed, zlib.crc32(self._call.region.encode()), self._call.worker, sequence, _EVALUATION)
-        self._module.eval()
+        with self._task.calling("the model's eval()"):
+            self._module.eval()
         with torch.no_grad():
             moved = (move(batch, self._device) for batch in batches)
-            return samples, self._task.metrics(self._module, moved) if samples else {}
+            return sum(sizes), self._task.metrics(self._module, moved, sizes) if sizes else {}
 
     def offer(self, key: str) -> str:
         self.put(key, self.flat.vector())
@@ -246,10 +258,12 @@ class WholeModel:
         return np.asarray(self._require(key).tensors[name], np.float32)
 
     def dump_state(self) -> State:
-        return dump_state(self._optimizer)
+        with self._task.calling("the optimiser's state_dict()"):
+            return dump_state(self._optimizer)
 
     def load_state(self, state: State) -> None:
-        load_state(self._optimizer, *state)
+        with self._task.calling("the optimiser's load_state_dict()"):
+            load_state(self._optimizer, *state)
 
     def put_state(self, key: str, state: State) -> None:
         self._channel.put(key, framing.encode(*state))

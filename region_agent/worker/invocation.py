@@ -90,6 +90,8 @@ class Invocation(BaseModel):
     """Where that changes, in order."""
     batch: int = Field(default=0, ge=0)
     """Samples that go through the model at a time, at most: what the memory was chosen for. 0: any number."""
+    evaluation_batch: int = Field(default=0, ge=0)
+    """Samples that an evaluation takes at a time; 0: as many as a step."""
     steps_per_round: int = Field(ge=1)
     rounds: int = Field(ge=1)
     seed: int

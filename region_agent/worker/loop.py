@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import TypeVar
 
@@ -33,11 +33,16 @@ from sync.beside import steps_beside
 from sync.channel import Channel
 from sync.collective import State as CollectiveState
 from sync.layout import Vector
+from sync.tree import dump_tree, load_tree
 
 __all__ = ["WorkerLoop"]
 
 _BROKEN = ("FENCED", "CHANNEL_TIMEOUT")
 """Codes with which an attempt ends for a worker that is itself well: others can go on from where it is."""
+_NOT_MEASURED = ("TASK_FAILED", "TASK_INVALID", "FUNCTION_OUT_OF_MEMORY")
+"""Codes with which an evaluation may fail without the job."""
+_MOST_TRIES = 2
+"""Of an evaluation, in which the worker was killed."""
 _Value = TypeVar("_Value")
 _NEWS_SECONDS = 1.0
 """Between two news of steps."""
@@ -258,6 +263,7 @@ class WorkerLoop:
         return reply
 
     def _settle(self) -> None:
+        self._flat.check_names()
         if self._settled < self._step:
             self._holding.settle(self._step)
             self._settled = self._step
@@ -324,13 +330,35 @@ class WorkerLoop:
         self._steady = False
         samples, metrics, told = 0, dict[str, float](), ""
         try:
-            samples, metrics = self._holding.evaluate(self._completed)
-        except GeofedError as error:
-            if error.code != "TASK_FAILED" or not self._holding.may_not_measure:
+            with self._evaluation_tried() as tries:
+                samples, metrics = self._holding.evaluate(self._completed, tries)
+        except (GeofedError, MemoryError) as error:
+            code = error.code if isinstance(error, GeofedError) else "FUNCTION_OUT_OF_MEMORY"
+            if code not in _NOT_MEASURED or not self._holding.may_not_measure:
                 raise
-            told = error.message
+            told = error.message if isinstance(error, GeofedError) else "the evaluation ran out of memory"
         request = worker_pb2.EvaluatedRequest(round=self._completed, samples=samples, metrics=metrics, error=told)
         server.evaluated(request)
+
+    @contextmanager
+    def _evaluation_tried(self) -> Iterator[int]:
+        """How often this worker was killed in the evaluation of this round: over its memory, say. Too often, and the
+        job goes on without. A mark in the channel tells; only who is killed leaves it there."""
+        if self._holding.in_stages:
+            # All stages evaluate together, or none.
+            yield 0
+            return
+        key = f"e/{self._completed}/{self._call.worker}"
+        known = self._channel.get(key) if self._call.attempt > 1 else None
+        tries = 0 if known is None else int(bytes(known))
+        if tries >= _MOST_TRIES:
+            text = f"the worker was killed {tries} times while it evaluated: its memory or its time did not suffice"
+            raise GeofedError("FUNCTION_OUT_OF_MEMORY", text)
+        self._channel.put(key, [str(tries + 1).encode()])
+        try:
+            yield tries
+        finally:
+            self._channel.delete(key)
 
     # What passes from one invocation to the next
 
@@ -357,6 +385,7 @@ class WorkerLoop:
             # The slice ends in the wait for an answer, which the next one will ask for again.
             facts |= {"ended_step": self._ended.request.step, **self._ended.sums.facts("ended_")}
         prefixed = {f"o/{name}": array for name, array in tensors.items()}
+        prefixed |= dump_tree(self._flat.exact(), "x/") | dump_tree(self._flat.scratch(), "n/")
         facts |= {f"o/{name}": value for name, value in numbers.items()}
         if not for_others:
             # What was sent of a merge that broke off is not known: what is held back goes with the attempt.
@@ -377,10 +406,15 @@ class WorkerLoop:
         if key and not key.startswith(f"w/{self._call.attempt}/"):
             key = self._holding.taken_over(key)
         left = self._channel.get(key) if key else None
-        if left is None or start.boundary or start.finished:
+        if left is None or start.finished:
             return False
         frame = framing.decode(left)
         facts = frame.facts
+        if facts["attempt"] == self._call.attempt:
+            # They are this worker's own: no server knows of them.
+            self._flat.load_named(load_tree(frame.tensors, "n/"))
+        if start.boundary:
+            return False
         behind = start.round - int(facts["round"])
         # With background exchange the model is not the federation's; only the answer to the last end was missed.
         missed = self._background and behind == 1 and (facts.get("ended_step") or facts["step"]) == start.step
@@ -396,6 +430,7 @@ class WorkerLoop:
             # Of another worker, whose share of a step may have been another.
             self._round.rescale(self._holding.share(self._step) / facts["batch"])
         self._flat.load(np.asarray(frame.tensors["model"], np.float32))
+        self._flat.load_named(load_tree(frame.tensors, "x/"))
         self._holding.load_state((_under("o/", frame.tensors), _under("o/", facts)))
         if not other_attempt:
             self._settled = int(facts["settled"])

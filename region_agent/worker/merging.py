@@ -14,7 +14,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import worker_pb2
 from region_agent.worker.invocation import CALL_GRACE, Invocation
 from region_agent.worker.ps_client import PsClient
-from region_agent.worker.task import Task, task_errors
+from region_agent.worker.task import Task
 from sync import framing
 from sync.channel import Channel, fence_key
 from sync.collective import (
@@ -94,7 +94,7 @@ class Alone:
         self._make_step()
 
     def _make_step(self) -> None:
-        with task_errors(self._task.folder, "the optimiser's step"):
+        with self._task.calling("the optimiser's step"):
             self._optimizer.step()
 
     def settle(self, step: int) -> None:
@@ -275,7 +275,9 @@ def merging_for(
     settings = replace(settings, in_parts=in_parts)
     patience = Patience(begun + call.slice_seconds + CALL_GRACE.total_seconds() - _LEAVE_SECONDS)
     fenced: Any = Fenced(channel, call.attempt)
-    collective = open_collective(settings, member, fenced, _PLACE, flat.layout.size, patience)
+    # What is shared are changes of the model, or gradients.
+    size = flat.layout.size if settings.pattern == "isp" else flat.layout.gradient_size
+    collective = open_collective(settings, member, fenced, _PLACE, size, patience)
     name = settings.pattern if settings.chunks is None else f"{settings.pattern} with K = {settings.chunks}"
     name += f" in {settings.groups} groups" if settings.groups > 1 else ""
     return ThroughChannel(optimizer, task, flat, collective, name, patience)

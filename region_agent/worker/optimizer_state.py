@@ -1,56 +1,116 @@
-"""An optimiser's state as a tensor frame, so that it survives from one invocation to the next."""
+"""An optimiser's state as a tensor frame, so that it survives from one invocation to the next.
+
+The state of parameter n has the names ``n/...``; what belongs to no parameter, the groups' values among it, ``-1/...``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from geofed_pb.errors import GeofedError
 from sync import framing
+from sync.tree import Unsupported, dump_tree, load_tree
 
 __all__ = ["State", "dump_state", "load_state"]
 
 State = tuple[dict[str, framing.Array], dict[str, float]]
 """Tensors and numbers, by name."""
 
+_WHOLE = -1
+"""Stands for a parameter's number: of the optimiser as a whole."""
+_PARAMS = "params"
+
 
 def dump_state(optimizer: torch.optim.Optimizer) -> State:
-    """Tensors and numbers of the state, named ``index/key``; hyper-parameters are the task module's to set again."""
-    tensors: dict[str, framing.Array] = {}
-    numbers: dict[str, float] = {}
-    for index, entries in optimizer.state_dict()["state"].items():
-        for key, value in entries.items():
-            name = f"{index}/{key}"
-            if isinstance(value, torch.Tensor):
-                tensors[name] = _to_array(value)
-            elif isinstance(value, bool | int | float):
-                numbers[name] = float(value)
-            elif value is not None:
-                kind = type(value).__name__
-                raise GeofedError("TASK_INVALID", f"the optimiser keeps a {kind} ({key}); it cannot be carried over")
-    return tensors, numbers
+    """All that `state_dict` gives; raises ``GeofedError("TASK_INVALID")`` for what cannot be carried over."""
+    told = optimizer.state_dict()
+    state = told.get("state", {})
+    arrays: dict[str, framing.Array] = {}
+    for key, entry in state.items():
+        if _is_number(key):
+            arrays |= _dumped(entry, f"{key}/", "state of a parameter")
+    groups = [_kept(group) for group in told.get("param_groups", ())]
+    whole = {
+        "groups": groups,
+        "state": {key: entry for key, entry in state.items() if not _is_number(key)},
+        "more": {key: value for key, value in told.items() if key not in ("state", "param_groups")},
+    }
+    return {**arrays, **_dumped(whole, f"{_WHOLE}/", "state")}, {}
 
 
 def load_state(
     optimizer: torch.optim.Optimizer, tensors: Mapping[str, framing.Array], numbers: Mapping[str, float]
 ) -> None:
-    """Put a dumped state into a fresh optimiser over the same parameters."""
-    state: dict[int, dict[str, Any]] = {}
-    for name, array in tensors.items():
-        index, key = name.split("/", 1)
-        state.setdefault(int(index), {})[key] = torch.from_numpy(np.array(array))
-    for name, value in numbers.items():
-        index, key = name.split("/", 1)
-        state.setdefault(int(index), {})[key] = int(value) if value.is_integer() else value
-    fresh = optimizer.state_dict()
-    optimizer.load_state_dict({"state": state, "param_groups": fresh["param_groups"]})
+    """Put a dumped state into a fresh optimiser over the same parameters; nothing is rounded.
+
+    ``Optimizer.load_state_dict`` makes a parameter's type of what was kept in another one, so that of torch is not
+    called; an optimiser's own is, and what it has rounded is put right.
+    """
+    owners = sorted({int(name.split("/", 1)[0]) for name in tensors})
+    device = next((p.device for group in optimizer.param_groups for p in group[_PARAMS]), None)
+    state = {owner: load_tree(tensors, f"{owner}/", device) for owner in owners if owner != _WHOLE}
+    whole = load_tree(tensors, f"{_WHOLE}/", device) if _WHOLE in owners else {"groups": [], "state": {}, "more": {}}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group[_PARAMS]]
+    if _has_own_way(optimizer):
+        fresh = optimizer.state_dict()
+        groups = [
+            {**group, **(whole["groups"][at] if at < len(whole["groups"]) else {}), _PARAMS: group[_PARAMS]}
+            for at, group in enumerate(fresh.get("param_groups", ()))
+        ]
+        told = {"state": {**state, **whole["state"]}, "param_groups": groups}
+        optimizer.load_state_dict({**whole["more"], **told})
+        for number, entry in state.items():
+            _unround(optimizer.state.get(parameters[number]), entry)
+        return
+    for number, entry in state.items():
+        optimizer.state[parameters[number]] = entry
+    for key, entry in whole["state"].items():
+        optimizer.state[key] = entry
+    for group, values in zip(optimizer.param_groups, whole["groups"], strict=False):
+        group.update(values)
 
 
-def _to_array(tensor: torch.Tensor) -> framing.Array:
-    # NumPy has no bfloat16; float32 holds all of its values, and loading makes the parameter's type of it again.
-    kept = tensor.float() if tensor.dtype is torch.bfloat16 else tensor
-    array: framing.Array = kept.detach().cpu().numpy()
-    return array
+def _has_own_way(optimizer: torch.optim.Optimizer) -> bool:
+    hooked = optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks
+    return bool(hooked) or type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
+
+
+def _unround(held: Any, entry: Any) -> None:
+    if not (isinstance(held, dict) and isinstance(entry, dict)):
+        return
+    for key, value in entry.items():
+        now = held.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+            held[key] = value
+        else:
+            _unround(now, value)
+
+
+def _is_number(key: object) -> bool:
+    return isinstance(key, int) and not isinstance(key, bool)
+
+
+def _kept(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's values; those that cannot be written down, functions say, are the task's to set again."""
+    kept = {}
+    for key, value in group.items():
+        if key == _PARAMS:
+            continue
+        try:
+            dump_tree(value)
+        except Unsupported:
+            continue
+        kept[key] = value
+    return kept
+
+
+def _dumped(value: Any, prefix: str, what: str) -> dict[str, framing.Array]:
+    try:
+        return dump_tree(value, prefix)
+    except Unsupported as error:
+        text = f"the optimiser's {what} cannot be carried over from one invocation to the next: {error}"
+        hint = "keep tensors, numbers, strings, and lists, tuples and dicts of them in the optimiser's state"
+        raise GeofedError("TASK_INVALID", text, hint=hint) from None

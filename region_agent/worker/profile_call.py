@@ -44,6 +44,8 @@ class ProfileCall(_Body):
     """Of the training split, by the region's file. None: not told."""
     batch: int = Field(ge=1)
     """Of the job file."""
+    evaluation_batch: int = Field(default=0, ge=0)
+    """Samples that an evaluation takes at a time; 0: as many as a step."""
     seed: int
     limit_seconds: float = Field(gt=0)
     """After it no new measurement begins, beyond what must be known."""

@@ -19,9 +19,9 @@ import torch
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data import BatchStream, evaluation_batches, move
 from region_agent.worker.profile_call import LayerNumbers, NormNumbers, ProfileCall, Profiled, StepNumbers
-from region_agent.worker.task import Task, task_errors
+from region_agent.worker.task import Task
 from sync.device import device, finish
-from sync.flat import FlatModel
+from sync.flat import FlatModel, layout_of
 from sync.pipeline import Layers, measure_layers, model_input
 from sync.seeding import seed_all
 
@@ -62,18 +62,19 @@ class _Bench:
 
     def batch(self, size: int, step: int) -> Any:
         stream = BatchStream(self.data, self.call.seed, self.call.region, 0, 1, size)
-        with task_errors(self.task.folder, "dataset"):
+        with self.task.calling("dataset"):
             return move(stream.batch(step), self.device)
 
     def gradient(self, batch: Any) -> float:
         """Forward and backward pass; the loss."""
-        self.module.train()
-        self.optimizer.zero_grad(set_to_none=True)
+        with self.task.calling("the model's train() and the optimiser's zero_grad()"):
+            self.module.train()
+            self.optimizer.zero_grad(set_to_none=True)
         loss = self.task.loss(self.module, batch)
-        with task_errors(self.task.folder, "the backward pass"):
+        with self.task.calling("the backward pass"):
             loss.backward()  # type: ignore[no-untyped-call]
-        finish(self.device)
-        value = float(loss.detach())
+            finish(self.device)
+            value = float(loss.detach())
         if not np.isfinite(value):
             raise GeofedError("TASK_FAILED", f"the loss is {value}", hint="lower the learning rate")
         return value
@@ -85,10 +86,10 @@ def weigh(call: ProfileCall, task: Task) -> Profiled:
     shell = _without_values(call, task)
     seed_all(call.seed)
     whole = shell is None or not call.memory_mb or _peak_mb() + _held_mb(shell) < call.memory_mb
-    module = task.model(call.seed) if shell is None or whole else shell
-    with task_errors(task.folder, "model"):
-        flat = FlatModel(module)
-    size = 4 * flat.layout.size
+    made_whole = shell is None or whole
+    module = task.model(call.seed) if made_whole or shell is None else shell
+    with task.calling("model"):
+        size = 4 * (FlatModel(module).layout if made_whole else layout_of(module)).size
     made = time.monotonic() - begun
     return Profiled(status="done", parameters=_parameters(module), model_bytes=size, loaded_seconds=made)
 
@@ -124,9 +125,10 @@ def profile(call: ProfileCall, task: Task, data: dict[str, Any], begun: float) -
             raise GeofedError("FUNCTION_OUT_OF_MEMORY", text)
         return _in_layers(call, task, layers, data["train"], begun)
     where = device()
-    module = task.model(call.seed).to(where)
-    with task_errors(task.folder, "model"):
-        flat = FlatModel(module)
+    module = task.model(call.seed)
+    with task.calling("model"):
+        flat = FlatModel(module, calling=task.calling)
+        module.to(where)
     optimizer = task.optimizer(module.parameters())
     bench = _Bench(call, task, module, flat, optimizer, data["train"], where, begun + call.limit_seconds)
     loaded = time.monotonic() - begun
@@ -179,7 +181,7 @@ def _timed(bench: _Bench, size: int, until: float) -> StepNumbers:
     while more():
         begun = time.monotonic()
         bench.gradient(bench.batch(size, len(took) + 1))
-        with task_errors(bench.task.folder, "the optimiser's step"):
+        with bench.task.calling("the optimiser's step"):
             bench.optimizer.step()
         finish(bench.device)
         took.append(time.monotonic() - begun)
@@ -211,12 +213,12 @@ def _in_layers(call: ProfileCall, task: Task, layers: Layers, data: Any, begun: 
         return Profiled(status="done", samples=len(data), loaded_seconds=loaded)
     # No micro-batch is larger than a replica's batch.
     sizes = [size for size in _sizes(call, data) if size <= call.batch]
-    with task_errors(task.folder, "dataset"):
+    with task.calling("dataset"):
         batch = move(BatchStream(data, call.seed, call.region, 0, 1, sizes[-1]).batch(1), device())
     rounds = _LAYER_ROUNDS if len(layers) <= _MANY_LAYERS else _FEWER_ROUNDS
-    told = measure_layers(
-        layers, model_input(task.loss, batch), sizes, rounds=rounds, optimizer=task.optimizer
-    )  # fmt: skip
+    given = model_input(task.loss, batch)
+    with task.calling("layers"):
+        told = measure_layers(layers, given, sizes, rounds=rounds, optimizer=task.optimizer)
     held = sum(one.parameter_bytes + one.state_bytes for one in told)
 
     def step(size: int) -> StepNumbers:
@@ -267,7 +269,7 @@ def _update_seconds(bench: _Bench) -> float:
     took = []
     for _ in range(3):
         begun = time.monotonic()
-        with task_errors(bench.task.folder, "the optimiser's step"):
+        with bench.task.calling("the optimiser's step"):
             bench.optimizer.step()
         finish(bench.device)
         took.append(time.monotonic() - begun)
@@ -299,7 +301,7 @@ def _norms(bench: _Bench, quickest: StepNumbers) -> Iterator[NormNumbers]:
         vector = bench.flat.gradient()
         vector[:trained] = mean
         bench.flat.load_gradient(vector)
-        with task_errors(bench.task.folder, "the optimiser's step"):
+        with bench.task.calling("the optimiser's step"):
             bench.optimizer.step()
         if time.monotonic() > bench.ends:
             return
@@ -310,8 +312,10 @@ def _evaluation_peak_mb(bench: _Bench, data: dict[str, Any]) -> float:
     if "test" not in data or not len(data["test"]):
         return 0.0
     _forget_peak()
-    _, batches = evaluation_batches(data["test"], 0, 1)
-    bench.module.eval()
+    with bench.task.calling("dataset"):
+        _, batches = evaluation_batches(data["test"], 0, 1, bench.call.evaluation_batch or bench.call.batch)
+    with bench.task.calling("the model's eval()"):
+        bench.module.eval()
     with torch.no_grad():
         bench.task.metrics(bench.module, (move(batch, bench.device) for batch in itertools.islice(batches, 1)))
     return _peak_mb()

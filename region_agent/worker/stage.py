@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from geofed_pb.errors import GeofedError
-from region_agent.worker.data import EVALUATION_BATCH, BatchStream, evaluation_batches, move, share_of
+from region_agent.worker.data import BatchStream, evaluation_batches, move, share_of
 from region_agent.worker.holding import checked_loss
 from region_agent.worker.invocation import Invocation
 from region_agent.worker.keeping import Keeping, state_key
@@ -17,13 +18,13 @@ from region_agent.worker.learning_rate import LearningRate
 from region_agent.worker.merging import Fenced, group_settings
 from region_agent.worker.optimizer_state import State, dump_state, load_state
 from region_agent.worker.ps_client import PsClient
-from region_agent.worker.task import Task, task_errors
+from region_agent.worker.task import Task
 from sync import framing, parted
 from sync.channel import Channel
 from sync.collective import Member
 from sync.collective import State as CollectiveState
 from sync.device import device
-from sync.flat import FlatModel
+from sync.flat import FlatModel, layout_of
 from sync.layout import Layout, Vector
 from sync.pipeline import GroupMerge, Layers, Logged, Pipeline, StageRunner
 from sync.seeding import seed_all
@@ -61,11 +62,12 @@ class ModelStage:
         if not self._samples:
             text = f"{call.region_batch} samples a step are too few for {call.degree} replicas"
             raise GeofedError("CONFIG_INVALID", text)
-        with task_errors(task.folder, "layers"):
+        with task.calling("layers"):
             layers = task.layers(call.seed)
             self._cut(layers)
-            module = layers.stage(*self._shape.stages[stage]).to(self._device)
-        self.flat = FlatModel(module, part=True)
+            module = layers.stage(*self._shape.stages[stage])
+            self.flat = FlatModel(module, part=True, calling=task.calling)
+            module.to(self._device)
         # Optimisers refuse to have nothing to do: a stage of layers without parameters gets one that has no gradient.
         parameters = list(module.parameters()) or [torch.nn.Parameter(torch.zeros(1))]
         self._optimizer = task.optimizer(iter(parameters))
@@ -89,12 +91,12 @@ class ModelStage:
             seed=(call.seed, self._region),
             timeout_seconds=_TIMEOUT_SECONDS,
             logs=True,
-            computing=lambda doing: task_errors(task.folder, doing),
+            computing=task.calling,
         )
         self.counted = self._samples if self._runner.is_last else 0
         self._stream: BatchStream | None = None
         if self._runner.reads_data:
-            with task_errors(task.folder, "dataset"):
+            with task.calling("dataset"):
                 self._stream = self._stream_of(replica, call.degree)
         self.group, self.alone = stage, call.degree == 1
         self.leads, self.tells = replica == 0, replica == 0 and self._runner.is_last
@@ -113,7 +115,7 @@ class ModelStage:
             text = f"the stages have {self._shape.layers} layers, the model {len(layers)}"
             raise GeofedError("CONFIG_INVALID", text, hint="profile the task again: it has changed since")
         shell = layers.shell()
-        self.layout: Layout = FlatModel(shell).layout
+        self.layout: Layout = layout_of(shell)
         stage_of = {
             name: stage
             for stage, (first, last) in enumerate(self._shape.stages)
@@ -156,7 +158,7 @@ class ModelStage:
         # What is being stored is a view of what the optimiser is about to change.
         self._keeping.settle()
         self._rate.set(step)
-        with task_errors(self._task.folder, "the optimiser's step"):
+        with self._task.calling("the optimiser's step"):
             self._optimizer.step()
         self._made = step
         self._keeping.made(step, done.compute_seconds, self._runner.taken_bytes - taken)
@@ -168,7 +170,7 @@ class ModelStage:
             return []
         # The first stage takes the inputs of these samples and the last one their labels, so both draw the same.
         seed_all(self._call.seed, self._region, replica, step)
-        with task_errors(self._task.folder, "dataset"):
+        with self._task.calling("dataset"):
             drawn = stream.micro_batches(step, sizes)
         return [move(batch, self._device) for batch in drawn]
 
@@ -197,20 +199,23 @@ class ModelStage:
     def may_not_measure(self) -> bool:
         return self._runner.is_last
 
-    def evaluate(self, sequence: int) -> tuple[int, dict[str, float]]:
+    def evaluate(self, sequence: int, tries: int = 0) -> tuple[int, dict[str, float]]:
         if "test" not in self._call.splits:
             return 0, {}
         if self._found[0] != sequence:
-            samples, count = 0, 0
+            sizes: list[int] = []
             batches: Iterator[Any] = iter(())
             if self._runner.reads_data:
-                size = min(EVALUATION_BATCH, _EVALUATION_STRETCH * self._shape.micro_batch)
+                at_once = min(
+                    self._call.evaluation_batch or self._samples, _EVALUATION_STRETCH * self._shape.micro_batch
+                )
                 replica, degree = self._place.replica, self._shape.degree
-                samples, batches = evaluation_batches(self._data["test"], replica, degree, size)
-                count = -(-samples // size)
+                with self._task.calling("dataset"):
+                    sizes, batches = evaluation_batches(self._data["test"], replica, degree, at_once)
             moved = (move(batch, self._device) for batch in batches)
-            metrics = self._runner.evaluate(f"e{sequence}", moved, count, self._task.metrics)
-            self._found = (sequence, samples if self._runner.is_last else 0, metrics)
+            measure = partial(self._task.metrics, sizes=sizes)
+            metrics = self._runner.evaluate(f"e{sequence}", moved, len(sizes), measure)
+            self._found = (sequence, sum(sizes) if self._runner.is_last else 0, metrics)
         return self._found[1], self._found[2]
 
     # The model, of which this is a part
@@ -253,16 +258,15 @@ class ModelStage:
         return vector
 
     def dump_state(self) -> State:
-        tensors, numbers = dump_state(self._optimizer)
+        with self._task.calling("the optimiser's state_dict()"):
+            tensors, numbers = dump_state(self._optimizer)
         return _renumbered(tensors, self._parameters.start), _renumbered(numbers, self._parameters.start)
 
     def load_state(self, state: State) -> None:
         tensors, numbers = state
-        load_state(
-            self._optimizer,
-            _renumbered(tensors, -self._parameters.start),
-            _renumbered(numbers, -self._parameters.start),
-        )
+        by = -self._parameters.start
+        with self._task.calling("the optimiser's load_state_dict()"):
+            load_state(self._optimizer, _renumbered(tensors, by), _renumbered(numbers, by))
 
     def put_state(self, key: str, state: State) -> None:
         self._channel.put(parted.part_key(key, self.group), framing.encode(*state))
@@ -333,5 +337,6 @@ def _renumbered(named: Any, by: int) -> dict[str, Any]:
     out = {}
     for name, value in named.items():
         index, key = name.split("/", 1)
-        out[f"{int(index) + by}/{key}"] = value
+        # What belongs to no parameter has a number below 0.
+        out[f"{int(index) + by if int(index) >= 0 else index}/{key}"] = value
     return out

@@ -6,13 +6,15 @@ import gzip
 import hashlib
 import importlib.util
 import io
+import math
+import operator
 import shutil
 import sys
 import tarfile
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,7 +24,7 @@ import torch
 from geofed_pb.errors import GeofedError
 from sync.pipeline import Layers
 
-__all__ = ["Task", "load_task", "task_errors", "unpack"]
+__all__ = ["Task", "load_task", "task_errors", "task_fault", "unpack"]
 
 _LARGEST_BUNDLE_BYTES = 64 << 20
 _MOST_FILES = 10_000
@@ -38,14 +40,18 @@ class Task:
     config: dict[str, Any]
     _functions: Mapping[str, Callable[..., Any]]
 
+    def calling(self, doing: str) -> AbstractContextManager[None]:
+        """The boundary to the user's objects, around every call of one: see `task_errors`."""
+        return task_errors(self.folder, doing)
+
     def model(self, seed: int = 0) -> torch.nn.Module:
         """The whole model. A task that declares layers has it made of them, with values that follow from the seed;
         otherwise they are drawn from the generators as they stand."""
         if "model" not in self._functions:
             layers = self.layers(seed)
-            with task_errors(self.folder, "layers"):
+            with self.calling("layers"):
                 return layers.stage(0, len(layers) - 1)
-        with task_errors(self.folder, "model"):
+        with self.calling("model"):
             module = self._functions["model"](dict(self.config))
         if not isinstance(module, torch.nn.Module):
             raise GeofedError("TASK_INVALID", f"model(config) returned {type(module).__name__}, not a torch.nn.Module")
@@ -54,20 +60,20 @@ class Task:
     def layers(self, seed: int) -> Layers:
         """The model as layers that are made one by one; raises ``GeofedError("TASK_INVALID")`` where it cannot be."""
         if "layers" not in self._functions:
-            with task_errors(self.folder, "model"):
+            with self.calling("model"):
                 return Layers.of(lambda: self._functions["model"](dict(self.config)), seed)
-        with task_errors(self.folder, "layers"):
+        with self.calling("layers"):
             return Layers.declared(self._functions["layers"](dict(self.config)), seed)
 
     def dataset(self, path: str, split: str) -> Any:
-        with task_errors(self.folder, "dataset"):
+        with self.calling("dataset"):
             data = self._functions["dataset"](path, split, dict(self.config))
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise GeofedError("TASK_INVALID", "dataset(...) must return something with a length and items")
         return data
 
     def loss(self, module: torch.nn.Module, batch: Any) -> torch.Tensor:
-        with task_errors(self.folder, "loss"):
+        with self.calling("loss"):
             value = self._functions["loss"](module, batch)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             text = f"loss(model, batch) returned {_kind_of(value)}, not a tensor of one element"
@@ -76,20 +82,25 @@ class Task:
 
     def optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         if "optimizer" not in self._functions:
-            rate = float(self.config.get("lr", _DEFAULT_LEARNING_RATE))
+            rate = self.config.get("lr", _DEFAULT_LEARNING_RATE)
+            if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate >= 0:
+                text = f"task.config.lr is {rate!r}, not a learning rate"
+                raise GeofedError("TASK_INVALID", text, hint="state a number, or define optimizer(parameters, config)")
             return torch.optim.SGD(parameters, lr=rate)
-        with task_errors(self.folder, "optimizer"):
+        with self.calling("optimizer"):
             made = self._functions["optimizer"](parameters, dict(self.config))
         if not isinstance(made, torch.optim.Optimizer):
             raise GeofedError("TASK_INVALID", "optimizer(parameters, config) must return a torch.optim.Optimizer")
         return made
 
-    def metrics(self, module: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
-        """Of one part of the test data, each a mean over its samples."""
+    def metrics(self, module: torch.nn.Module, batches: Iterable[Any], sizes: Sequence[int] = ()) -> dict[str, float]:
+        """Of one part of the test data, each a mean over its samples. ``sizes``: how many each batch has; empty: all
+        the same."""
         if "metrics" not in self._functions:
             losses = [float(self.loss(module, batch)) for batch in batches]
-            return {"loss": sum(losses) / len(losses)} if losses else {}
-        with task_errors(self.folder, "metrics"):
+            weights = sizes[: len(losses)] or [1] * len(losses)
+            return {"loss": math.fsum(map(operator.mul, losses, weights)) / sum(weights)} if losses else {}
+        with self.calling("metrics"):
             return {str(name): float(value) for name, value in self._functions["metrics"](module, batches).items()}
 
 
@@ -173,10 +184,18 @@ def task_errors(folder: Path, doing: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         text = f"the GPU ran out of memory in {doing}{_place(error, folder)}"
         raise GeofedError("FUNCTION_OUT_OF_MEMORY", text, hint=_GPU_TOO_SMALL) from None
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the edge to the user's code: anything may come
-        traceback.print_exc(file=sys.stderr)
-        text = f"{doing} raised {type(error).__name__}: {error}{_place(error, folder)}"
-        raise GeofedError("TASK_FAILED", text) from None
+    except BaseException as error:  # noqa: BLE001 - the edge to the user's code: anything may come
+        raise task_fault(error, folder, doing) from None
+
+
+def task_fault(error: BaseException, folder: Path, doing: str) -> GeofedError:
+    """TASK_FAILED of what the user's code has raised, whose traceback goes to the log."""
+    try:
+        traceback.print_exception(error, file=sys.stderr)
+        told = str(error)
+    except Exception:  # noqa: BLE001 - of a user's class, which may fail in telling what it is
+        told = "(its text cannot be told)"
+    return GeofedError("TASK_FAILED", f"{doing} raised {type(error).__name__}: {told}{_place(error, folder)}")
 
 
 def _place(error: BaseException, folder: Path) -> str:

@@ -94,7 +94,8 @@ class GroupMerge:
         self._merge: GradientMerge | None = None
         if member.workers > 1:
             last = _comes_last(flat, member.workers) if overlap and _leaves_apart(settings) else 0
-            ends = sorted({0, last, flat.layout.size}) if last else [0, flat.layout.size]
+            whole = flat.layout.gradient_size
+            ends = sorted({0, last, whole}) if last else [0, whole]
             each = [
                 open_collective(_clipped(settings, start, stop), member, channel, f"{place}/{start}", stop - start)
                 for start, stop in itertools.pairwise(ends)

@@ -63,8 +63,9 @@ class Attached:
     call: int
     worker: int
     attempt: int
-    layout_digest: str
     initial_key: str
+    differs: str = ""
+    """In what its model is another one than the first region's, or than an earlier worker's; "": in nothing."""
 
 
 @dataclass(frozen=True)

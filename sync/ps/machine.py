@@ -83,6 +83,13 @@ class Setup:
     """Updates may be summed up for a region that has been away: with background exchange, where it makes no difference
     how old an update is."""
 
+    def another_model(self, differs: str) -> str:
+        """What is told where this region's workers make another model than the job began with."""
+        return (
+            f"model(config) makes another model in {self.region} than the job began with in {self.regions[0]}: "
+            f"{differs}; it must not depend on a region's data, nor on how often it has been called"
+        )
+
     def contributors(self, sequence: int) -> tuple[str, ...]:
         """The regions that make an update of a round."""
         return self.regions[:1] if sequence == 0 else self.regions
@@ -115,7 +122,6 @@ class Recovered:
     model_key: str = ""
     """Where the workers find the model that the open round begins with."""
     state_key: str = ""
-    layout_digest: str = ""
     inbox: tuple[Manifest, ...] = ()
     outbox: tuple[Manifest, ...] = ()
     metrics: Keep | None = None
@@ -160,7 +166,6 @@ class Machine(abc.ABC):
         self._applied = recovered.applied
         self._model_digest, self._model_key = recovered.model_digest, recovered.model_key
         self._state_key = recovered.state_key
-        self._layout_digest = recovered.layout_digest
         marks = dict.fromkeys(setup.regions, recovered.sequence) | dict(recovered.marks)
         kept = [*recovered.inbox, *recovered.outbox]
         self.ledger = Ledger(setup.region, setup.regions, kept, marks, rerouted=setup.rerouted)
@@ -455,10 +460,8 @@ class Machine(abc.ABC):
         if (refusal := self._fenced(event.call, event.attempt)) is not None:
             return refusal
         actions = self._begin_attempt(event.attempt)
-        if self._layout_digest and event.layout_digest != self._layout_digest:
-            text = "the task module makes a model of another shape than before"
-            return [*actions, Refuse(event.call, "TASK_FAILED", text)]
-        self._layout_digest = event.layout_digest
+        if event.differs:
+            return [*actions, Refuse(event.call, "TASK_INVALID", self.setup.another_model(event.differs))]
         self._attaching[event.call] = event
         if self._sequence > NO_MODEL:
             return actions + self._answer_attached()

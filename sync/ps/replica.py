@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from sync.codec import Codec, ErrorFeedback, Sparse, Tensors, codec_named, with_state
+from sync.codec import Codec, ErrorFeedback, Float32, Sparse, Tensors, codec_named, with_state
 from sync.layout import Vector
 from sync.wan import Contribution, ExchangeSettings, Guard, Policy, StateAveraged, significant
 
@@ -48,6 +48,8 @@ class Made:
     """The coordinates that it covers."""
     sent: Vector
     """What the tensors decode to, shape (part,)."""
+    whole: bool = False
+    """That is the model itself, not a change of it."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class Replica:
         """Own rounds merged since then."""
         self._present = np.float32(present)
         """Of their weight, what has been merged."""
+        self.alone = False
+        """There is no other region: nothing is sent, so nothing has to be a change, which float32 would round."""
         self.trained = numbers.model.size
         """How many coordinates, from the first, gradients train; the state behind them is averaged, uncorrected."""
 
@@ -140,6 +144,10 @@ class Replica:
         """What is held back stays, whichever codec sends it."""
         self._feedback.codec = codec
 
+    @property
+    def _keeps_own(self) -> bool:
+        return self.alone and self._policy.keeps_own
+
     # Our own changes
 
     def own(self, end: Vector, sequence: int, *, last: bool = False, room: Vector | None = None) -> Made:
@@ -148,6 +156,10 @@ class Replica:
         ``room``: memory for what it says, of its size.
         """
         exchange, codec = self._exchange, self._feedback.codec
+        if self._keeps_own:
+            sent = np.empty_like(end) if room is None else room
+            sent[...] = end
+            return Made(Float32().encode(sent), Float32(), slice(None), sent, whole=True)
         part = slice(None) if last else fragment(sequence, int(exchange.fragments), end.size)
         keep = None
         if exchange.significance and not last:
@@ -171,7 +183,7 @@ class Replica:
 
         What was held back of a lost model is lost with it: the round counts as if exactly the sent had been changed.
         """
-        if end is not None:
+        if end is not None and not self._keeps_own:
             self._feedback.settle(end - self._start, sent, part)
 
     def go_on(self, end: Vector, correction: Vector | None) -> None:
@@ -186,7 +198,7 @@ class Replica:
 
     def restart(self) -> None:
         """The workers begin the round from the view."""
-        if self._exchange.background and self.trained < self._model.size:
+        if self._exchange.background and self.trained < self._model.size and not self._keeps_own:
             # Their statistics jump to the mean; the sum of this region's changes must still say where they are.
             jump = np.zeros_like(self._model)
             jump[self.trained :] = (self._model - self._start)[self.trained :]
@@ -228,6 +240,11 @@ class Replica:
         on from what they changed in any case.
         """
         before = self._model
+        if contributions and contributions[-1].whole:
+            self._model = self._model_room()
+            self._model[...] = contributions[-1].delta
+            self._count(before, rounds, lacking)
+            return ()
         passed: list[Contribution] = []
         refused: list[tuple[str, str]] = []
         judged: dict[str, Vector] = {}

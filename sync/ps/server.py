@@ -58,8 +58,10 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
         layout = Layout.from_json(request.layout_json)
         if self._engine.storage.layout is None and who.attempt >= self._engine.machine.attempt:
             await self._engine.keep_layout(layout)
+        known = self._engine.storage.layout
+        differs = "" if known is None else layout.difference(known)
         answer = await self._engine.ask(
-            lambda call: Attached(call, who.worker, who.attempt, layout.digest, request.initial_key), PATIENCE_SECONDS
+            lambda call: Attached(call, who.worker, who.attempt, request.initial_key, differs), PATIENCE_SECONDS
         )
         if not isinstance(answer, AttachAnswer):
             return worker_pb2.AttachReply(pending=True)

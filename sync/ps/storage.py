@@ -106,9 +106,7 @@ class Storage:
         metrics = None
         with contextlib.suppress(FileNotFoundError):
             metrics = Keep(**json.loads((self._folder / "metrics.json").read_text()))
-        base = Recovered(
-            layout_digest=self.layout.digest if self.layout else "", inbox=inbox, outbox=outbox, metrics=metrics
-        )
+        base = Recovered(inbox=inbox, outbox=outbox, metrics=metrics)
         damaged: list[int] = []
         numbers: Numbers | None = None
         for version, path in sorted(self._checkpoints(), reverse=True):

@@ -20,7 +20,7 @@ from sync import framing, parted
 from sync.channel import Channel
 from sync.codec import Codec, Exact, Float32, Tensors, codec_of, decoded
 from sync.collective import weighted_mean
-from sync.layout import Vector
+from sync.layout import Layout, Vector
 from sync.ps.actions import Action, Apply, Forget, Keep, Log, Merge, Prepare, Reproduce, Restart, SumUp
 from sync.ps.events import Applied, Event, Kept, Logged, Merged, Prepared, Restarted, Summed
 from sync.ps.export import from_safetensors
@@ -41,6 +41,7 @@ _HELD_BYTES, _HELD_SHARE, _LEAST_HELD = 1 << 28, 1 / 16, 3
 bytes, or more than this share of what the channel can hold, and as many models, the next one is due."""
 _HISTORY = 8
 """Models that are remembered for delay compensation."""
+_LAYOUT, _WHOLE = "layout", "whole"
 _NICE = 10
 """Of threads that code, merge and store: training on the same machine goes first."""
 
@@ -86,8 +87,9 @@ class Works:
         equal = 1.0 / len(setup.regions)
         self._shares = shares or dict.fromkeys(setup.regions, equal)
         self.replica: Replica | None = None
-        self._made: tuple[str, Vector, slice] | None = None
-        """Digest, decoded values and place of the update that was made last; the values' memory is used again."""
+        self._made: tuple[str, Vector, slice, bool] | None = None
+        """Digest, decoded values and place of the update that was made last, and whether it is a whole model; the
+        values' memory is used again."""
         self._rooms: dict[int, Vector] = {}
         """Memory that updates are decoded into, again and again; as many as there are regions."""
         self._ended: Log | None = None
@@ -201,7 +203,7 @@ class Works:
 
     def _account(self, entry: Log, manifest: Manifest, end: Vector | None) -> None:
         """A round of ours whose update was durable already."""
-        delta, part = self._decoded(manifest)
+        delta, part, _ = self._decoded(manifest)
         replica = self._replica()
         replica.made_before(end, delta, part)
         if end is None:
@@ -228,9 +230,38 @@ class Works:
             raise GeofedError("INTERNAL", f"{key} has gone from the channel")
         return vector
 
+    def _told_layout(self) -> Tensors:
+        """Goes with the model that all begin with, so that each region can tell in what its own differs."""
+        layout = self.storage.layout
+        return {} if layout is None else {_LAYOUT: np.frombuffer(layout.to_json().encode(), np.uint8)}
+
+    def _check_layout(self, first: Manifest) -> None:
+        """Raise TASK_INVALID where our workers make another model than the one that all begin with."""
+        told = framing.decode(self.storage.update(first)).tensors.get(_LAYOUT)
+        if told is None:
+            return
+        theirs = Layout.from_json(np.asarray(told, np.uint8).tobytes().decode(errors="replace"))
+        if self.storage.layout is None:
+            self.storage.keep_layout(theirs)
+        elif differs := self.storage.layout.difference(theirs):
+            raise GeofedError("TASK_INVALID", self.setup.another_model(differs))
+
+    def _check_finite(self, model: Vector, sequence: int) -> None:
+        """Raise TASK_INVALID or TASK_FAILED with the tensor's name."""
+        if _finite(model):
+            return
+        layout = self.storage.layout
+        name = "the model" if layout is None else layout.slot_at(int(np.argmin(np.isfinite(model)))).name
+        if sequence == 0:
+            text = f"{name} holds values that are not finite before the first step"
+            raise GeofedError("TASK_INVALID", text, hint="what is trained begins with finite values")
+        text = f"{name} is not finite after round {sequence}"
+        raise GeofedError("TASK_FAILED", text, hint="training diverged: lower the learning rate")
+
     def _replica(self) -> Replica:
         if self.replica is None:
             raise GeofedError("INTERNAL", "there is no model yet")
+        self.replica.alone = len(self.setup.regions) == 1
         if self.storage.layout is not None:
             # The first model may be here before the first worker has said what it looks like.
             self.replica.trained = self.storage.layout.trainable_size
@@ -258,7 +289,8 @@ class Works:
         if begin is None or not _finite(begin):
             return None
         codec = Float32()
-        return _framed(codec.encode(begin), {"sequence": 0, "weight": FIRST_WEIGHT, "codec": codec.mark})
+        facts = {"sequence": 0, "weight": FIRST_WEIGHT, "codec": codec.mark}
+        return _framed({**codec.encode(begin), **self._told_layout()}, facts)
 
     def _prepare(self, action: Prepare) -> Prepared:
         """Workers wait for it: the optimiser's state is stored while the update is made."""
@@ -269,23 +301,24 @@ class Works:
         begun = time.monotonic()
         end = self._first_model() if action.sequence == 0 else None
         end = self._vector(action.model_key, "model") if end is None else end
-        if not _finite(end):
-            text = f"the model is not finite after round {action.sequence}"
-            raise GeofedError("TASK_FAILED", text, hint="training diverged: lower the learning rate")
+        self._check_finite(end, action.sequence)
         facts = {"sequence": action.sequence, "weight": action.weight}
         if self.replica is None:
             # The model that all begin with travels whole.
             codec: Codec = Float32()
-            tensors, sent = codec.encode(end), (end, slice(None))
+            tensors: Tensors
+            tensors, sent = {**codec.encode(end), **self._told_layout()}, (end, slice(None), True)
         else:
             self._settle_checkpoint(written=True)
             self.replica.codec = self.codec_wanted
             room, self._made = self._made[1] if self._made is not None else None, None
             made = self._replica().own(end, action.sequence, last=action.last, room=room)
             tensors, codec = made.tensors, made.codec
-            sent = made.sent, made.part
+            sent = made.sent, made.part, made.whole
             if made.part != slice(None):
                 facts |= {"from": made.part.start, "to": made.part.stop}
+            if made.whole:
+                facts[_WHOLE] = 1
             residual = self.replica.numbers.residual
             if residual is not None and not self.setup.background:
                 self.storage.keep_residual(action.sequence, residual)
@@ -319,7 +352,11 @@ class Works:
         if self.replica is None:
             made, self._made = self._made, None
             first = action.manifests[0]
-            delta = made[1] if made is not None and made[0] == first.digest else self._decoded(first)[0]
+            if made is not None and made[0] == first.digest:
+                delta = made[1]
+            else:
+                self._check_layout(first)
+                delta = self._decoded(first)[0]
             if not np.isfinite(delta).all():
                 raise GeofedError("FRAME_INVALID", "the model that the job begins with is not finite")
             self.replica = Replica(self._policy, self._exchange, self._codec, Numbers(delta, delta))
@@ -373,9 +410,9 @@ class Works:
     def _contribution(self, manifest: Manifest, staleness: int, number: int) -> Contribution:
         """``number``: of those that are merged together; no two of them share their memory."""
         if self._made is not None and self._made[0] == manifest.digest:
-            _, delta, part = self._made
+            _, delta, part, is_whole = self._made
         else:
-            delta, part = self._decoded(manifest, self._rooms.get(number))
+            delta, part, is_whole = self._decoded(manifest, self._rooms.get(number))
             if number < len(self.setup.regions) and delta.flags.owndata:
                 self._rooms[number] = delta
         replica = self._replica()
@@ -386,7 +423,7 @@ class Works:
         if self._exchange.compensation and manifest.region != self.setup.region:
             then = self._history.get(manifest.saw.get(self.setup.region, 0))
             drift = None if then is None else replica.model - then
-        return Contribution(manifest.region, weight, whole, staleness, drift, manifest.rounds)
+        return Contribution(manifest.region, weight, whole, staleness, drift, manifest.rounds, is_whole)
 
     def _sum_up(self, action: SumUp) -> Summed | None:
         if not self._room_for_sums:
@@ -395,7 +432,7 @@ class Works:
         total = np.zeros_like(self._replica().model)
         for manifest in action.manifests:
             try:
-                delta, part = self._decoded(manifest)
+                delta, part, _ = self._decoded(manifest)
             except FileNotFoundError:
                 # It has become known meanwhile that whoever this is for has it.
                 return Summed(action.peer, None)
@@ -415,8 +452,8 @@ class Works:
             return None
         return Summed(action.peer, made)
 
-    def _decoded(self, manifest: Manifest, room: Vector | None = None) -> tuple[Vector, slice]:
-        """What an update says, in ``room`` where that fits, and for which coordinates."""
+    def _decoded(self, manifest: Manifest, room: Vector | None = None) -> tuple[Vector, slice, bool]:
+        """What an update says, in ``room`` where that fits, for which coordinates, and whether it is a whole model."""
         frame = framing.decode(self.storage.update(manifest))
         facts = frame.facts
         # The first model may arrive before the first worker has said what it looks like.
@@ -429,7 +466,7 @@ class Works:
             size = part.stop - part.start
         trained = self.storage.layout.trainable_size if self.storage.layout else None
         codec = codec_of(int(facts.get("codec", -1)), None if trained is None else trained - (part.start or 0))
-        return decoded(codec, frame.tensors, size, room), part
+        return decoded(codec, frame.tensors, size, room), part, _WHOLE in facts
 
     def _checkpoint(self, action: Apply) -> str:
         """Make the numbers durable; returns the model's digest, "" if the log is enough for now.

@@ -26,6 +26,8 @@ class Contribution:
     """How far the receiving region's model has moved in that time, shape (n,); None where nobody asks for it."""
     rounds: int = 1
     """Rounds whose changes it sums up."""
+    whole: bool = False
+    """The delta is the model itself: of a region that trains alone."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,10 @@ class Policy(Protocol):
     @property
     def averages(self) -> bool:
         """Whether the weights of a round's updates add up to one."""
+
+    @property
+    def keeps_own(self) -> bool:
+        """Whether a region that trains alone goes on from where it has ended each round."""
 
     def merge(
         self,

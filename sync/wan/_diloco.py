@@ -25,6 +25,7 @@ class DiLoCo:
     """
 
     averages = True
+    keeps_own = False
 
     def __init__(self, lr: float = 0.7, momentum: float = 0.9) -> None:
         if not 0 < lr <= 10 or not 0 <= momentum < 1:

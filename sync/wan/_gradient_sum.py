@@ -21,6 +21,7 @@ class GradientSum:
     """
 
     averages = False
+    keeps_own = True
 
     def merge(
         self,

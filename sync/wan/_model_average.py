@@ -29,6 +29,7 @@ class ModelAverage:
     """base + mean of the deltas. Since all regions start a round from the same base, this is the mean of the models."""
 
     averages = True
+    keeps_own = True
 
     def merge(
         self,

@@ -26,7 +26,7 @@ class Damped:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self.averages = policy.averages
+        self.averages, self.keeps_own = policy.averages, policy.keeps_own
 
     def merge(
         self,
@@ -50,7 +50,7 @@ class DelayCompensated:
 
     def __init__(self, policy: Policy, strength: float = 0.04) -> None:
         self._policy, self._strength = policy, np.float32(strength)
-        self.averages = policy.averages
+        self.averages, self.keeps_own = policy.averages, policy.keeps_own
 
     def merge(
         self,

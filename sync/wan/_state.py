@@ -22,7 +22,7 @@ class StateAveraged:
 
     def __init__(self, policy: Policy, trainable: int) -> None:
         self._policy, self._trainable, self._mean = policy, trainable, ModelAverage()
-        self.averages = policy.averages
+        self.averages, self.keeps_own = policy.averages, policy.keeps_own
 
     def merge(
         self,

@@ -441,10 +441,12 @@ def test_setbacks_with_progress_between_them_do_not() -> None:
     assert region.machine.state == "training"
 
 
-def test_a_worker_that_runs_out_of_memory_twice_ends_the_partition() -> None:
+def test_a_worker_that_runs_out_of_memory_three_times_ends_the_partition() -> None:
+    """Twice is what an evaluation takes that does not fit: once as a whole, and once in smaller batches."""
     region = _training()
-    _fail_a_worker(region, "FUNCTION_OUT_OF_MEMORY")
-    assert region.machine.state == "training"
+    for _ in range(2):
+        _fail_a_worker(region, "FUNCTION_OUT_OF_MEMORY")
+        assert region.machine.state == "training"
     _fail_a_worker(region, "FUNCTION_OUT_OF_MEMORY")
     assert region.machine.state == "failed"
 
@@ -460,7 +462,7 @@ def test_what_somebody_else_must_mend_is_waited_for(code: str) -> None:
     assert region.machine.state == "training"
 
 
-def test_task_code_that_hangs_is_told_and_ended_the_second_time() -> None:
+def test_task_code_that_hangs_is_told_and_ended_the_third_time() -> None:
     region = _training()
     region.feed(Progress(5.0, 150.0))
     assert region.machine.condition == ""
@@ -478,6 +480,8 @@ def test_task_code_that_hangs_is_told_and_ended_the_second_time() -> None:
     idle, tries = region.machine.condition.split("; ")
     assert idle.startswith("no step for 40 s")
     assert tries == "a failure without a round in between, the last: FUNCTION_TIMEOUT: x"
+    _fail_a_worker(region, "FUNCTION_TIMEOUT")
+    assert region.machine.state == "training"
     _fail_a_worker(region, "FUNCTION_TIMEOUT")
     assert region.machine.state == "failed"
 

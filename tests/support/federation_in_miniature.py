@@ -473,7 +473,7 @@ class Site:
         place = f"{attempt}/{target}"
         match worker.doing:
             case "attach":
-                return Attached(call, index, attempt, "layout", f"init/{attempt}")
+                return Attached(call, index, attempt, f"init/{attempt}")
             case "step":
                 key = f"g/{attempt}/{worker.step + 1}/{index}"
                 return ReduceArrived(call, index, attempt, worker.step + 1, key, 1.0, 0.5)

@@ -106,7 +106,7 @@ def trained(
         module = modules[worker]
         flat = FlatModel(module)
         settings = replace(way, in_parts=True, trained=flat.layout.trainable_size, timeout_seconds=20.0)
-        collective = Reducing(settings, Member(worker, workers, 1), memory.another(), "c", flat.layout.size)
+        collective = Reducing(settings, Member(worker, workers, 1), memory.another(), "c", flat.layout.gradient_size)
         merge = GradientMerge(flat, collective, overlap=overlap and collective.in_parts)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         for step in range(1, steps + 1):
@@ -155,7 +155,7 @@ def test_who_gets_a_gradient_in_parts_hands_it_in_whole() -> None:
 def one_of_three(module: nn.Module, channel: MemoryChannel, **more: Any) -> tuple[GradientMerge, Reducing]:
     flat = FlatModel(module)
     settings = Settings("k-reduce", in_parts=True, **more)
-    collective = Reducing(settings, Member(0, 3, 1), channel, "c", flat.layout.size)
+    collective = Reducing(settings, Member(0, 3, 1), channel, "c", flat.layout.gradient_size)
     return GradientMerge(flat, collective, overlap=collective.in_parts), collective
 
 

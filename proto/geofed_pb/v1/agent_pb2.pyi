@@ -158,7 +158,7 @@ class LearningRate(_message.Message):
     def __init__(self, schedule: _Optional[str] = ..., warmup: _Optional[float] = ..., floor: _Optional[float] = ..., begin: _Optional[float] = ...) -> None: ...
 
 class PartitionPlan(_message.Message):
-    __slots__ = ("workers", "batch", "steps_per_round", "rounds", "seed", "memory_mb", "slice_seconds", "collective", "channel", "wan_policy", "codec", "evaluate_every", "wan_settings", "topology", "neighbours", "shares", "merging", "merging_codec", "pipeline", "shards")
+    __slots__ = ("workers", "batch", "steps_per_round", "rounds", "seed", "memory_mb", "slice_seconds", "collective", "channel", "wan_policy", "codec", "evaluate_every", "wan_settings", "topology", "neighbours", "shares", "merging", "merging_codec", "pipeline", "shards", "evaluation_batch")
     class WanSettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +200,7 @@ class PartitionPlan(_message.Message):
     MERGING_CODEC_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_BATCH_FIELD_NUMBER: _ClassVar[int]
     workers: int
     batch: int
     steps_per_round: int
@@ -220,7 +221,8 @@ class PartitionPlan(_message.Message):
     merging_codec: str
     pipeline: Pipeline
     shards: _containers.RepeatedCompositeFieldContainer[ShardRef]
-    def __init__(self, workers: _Optional[int] = ..., batch: _Optional[int] = ..., steps_per_round: _Optional[int] = ..., rounds: _Optional[int] = ..., seed: _Optional[int] = ..., memory_mb: _Optional[int] = ..., slice_seconds: _Optional[float] = ..., collective: _Optional[str] = ..., channel: _Optional[str] = ..., wan_policy: _Optional[str] = ..., codec: _Optional[str] = ..., evaluate_every: _Optional[int] = ..., wan_settings: _Optional[_Mapping[str, float]] = ..., topology: _Optional[str] = ..., neighbours: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., shares: _Optional[_Mapping[str, float]] = ..., merging: _Optional[_Mapping[str, float]] = ..., merging_codec: _Optional[str] = ..., pipeline: _Optional[_Union[Pipeline, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[ShardRef, _Mapping]]] = ...) -> None: ...
+    evaluation_batch: int
+    def __init__(self, workers: _Optional[int] = ..., batch: _Optional[int] = ..., steps_per_round: _Optional[int] = ..., rounds: _Optional[int] = ..., seed: _Optional[int] = ..., memory_mb: _Optional[int] = ..., slice_seconds: _Optional[float] = ..., collective: _Optional[str] = ..., channel: _Optional[str] = ..., wan_policy: _Optional[str] = ..., codec: _Optional[str] = ..., evaluate_every: _Optional[int] = ..., wan_settings: _Optional[_Mapping[str, float]] = ..., topology: _Optional[str] = ..., neighbours: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., shares: _Optional[_Mapping[str, float]] = ..., merging: _Optional[_Mapping[str, float]] = ..., merging_codec: _Optional[str] = ..., pipeline: _Optional[_Union[Pipeline, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[ShardRef, _Mapping]]] = ..., evaluation_batch: _Optional[int] = ...) -> None: ...
 
 class ShardRef(_message.Message):
     __slots__ = ("region", "bytes")
@@ -339,7 +341,7 @@ class ScalePartition(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., workers: _Optional[int] = ..., reason: _Optional[str] = ..., batch: _Optional[int] = ..., preemptible: bool = ..., learning_rate: _Optional[float] = ..., order: _Optional[int] = ...) -> None: ...
 
 class ProfileTask(_message.Message):
-    __slots__ = ("id", "region", "task", "batch", "seed", "memories_mb", "limit_seconds", "wait_seconds")
+    __slots__ = ("id", "region", "task", "batch", "seed", "memories_mb", "limit_seconds", "wait_seconds", "evaluation_batch")
     ID_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
@@ -348,6 +350,7 @@ class ProfileTask(_message.Message):
     MEMORIES_MB_FIELD_NUMBER: _ClassVar[int]
     LIMIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_BATCH_FIELD_NUMBER: _ClassVar[int]
     id: str
     region: str
     task: TaskRef
@@ -356,7 +359,8 @@ class ProfileTask(_message.Message):
     memories_mb: _containers.RepeatedScalarFieldContainer[int]
     limit_seconds: float
     wait_seconds: float
-    def __init__(self, id: _Optional[str] = ..., region: _Optional[str] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., batch: _Optional[int] = ..., seed: _Optional[int] = ..., memories_mb: _Optional[_Iterable[int]] = ..., limit_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+    evaluation_batch: int
+    def __init__(self, id: _Optional[str] = ..., region: _Optional[str] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., batch: _Optional[int] = ..., seed: _Optional[int] = ..., memories_mb: _Optional[_Iterable[int]] = ..., limit_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., evaluation_batch: _Optional[int] = ...) -> None: ...
 
 class PublishModel(_message.Message):
     __slots__ = ("job", "epoch")

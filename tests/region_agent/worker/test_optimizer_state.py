@@ -57,16 +57,18 @@ def test_it_goes_on_bit_for_bit(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(one, other)
 
 
-def test_a_fresh_optimizer_has_nothing_to_carry() -> None:
+def test_a_fresh_optimizer_has_its_groups_to_carry() -> None:
     optimizer = OPTIMIZERS["adam"](nn.Linear(1, 1))
-    assert dump_state(optimizer) == ({}, {})
-    load_state(optimizer, {}, {})
-    assert optimizer.state_dict()["state"] == {}
+    optimizer.param_groups[0]["lr"] = 0.5
+    fresh = OPTIMIZERS["adam"](nn.Linear(1, 1))
+    load_state(fresh, *dump_state(optimizer))
+    assert fresh.state_dict() == optimizer.state_dict()
+    load_state(fresh, {}, {})
+    assert fresh.state_dict() == optimizer.state_dict(), "nothing was carried over"
 
 
-def test_state_that_cannot_be_carried_is_told() -> None:
+def test_lists_of_tensors_are_carried() -> None:
     module = nn.Linear(4, 1)
-    optimizer = torch.optim.LBFGS(module.parameters(), max_iter=2)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -74,7 +76,19 @@ def test_state_that_cannot_be_carried_is_told() -> None:
         loss.backward()
         return loss
 
+    optimizer = torch.optim.LBFGS(module.parameters(), max_iter=2)
     optimizer.step(closure)
-    with pytest.raises(GeofedError, match="keeps a list") as raised:
+    again = torch.optim.LBFGS(module.parameters(), max_iter=2)
+    load_state(again, *dump_state(optimizer))
+    one, other = (made.state[module.weight] for made in (optimizer, again))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(a, b) for a, b in zip(one["old_dirs"], other["old_dirs"], strict=True))
+    assert one["func_evals"] == other["func_evals"]
+
+
+def test_state_that_cannot_be_carried_is_told() -> None:
+    optimizer = OPTIMIZERS["sgd"](module := nn.Linear(4, 1))
+    optimizer.state[module.bias] = {"history": {"seen": {1, 2}}}
+    with pytest.raises(GeofedError, match=r"\['history'\]\['seen'\] is a set") as raised:
         dump_state(optimizer)
     assert raised.value.code == "TASK_INVALID"

@@ -309,7 +309,7 @@ class Site:
     def _question(self, call: int) -> Event:
         worker, attempt = self.worker, self.worker.attempt
         if worker.doing == "attach":
-            return Attached(call, 0, attempt, LAYOUT.digest, "init")
+            return Attached(call, 0, attempt, "init")
         if worker.doing == "measure":
             return Evaluated(call, 0, attempt, worker.sequence, 1.0, {"loss": 0.5})
         digest, key = ("", "") if worker.known else ("alone", self._key("model"))

@@ -71,7 +71,7 @@ def test_only_those_whose_model_does_not_count_look_and_they_look_once(kind: Cal
         machine = kind(replace(SETUP, region=region, workers=2))
         actions = machine.handle(Configured(1, 1, ()))
         for call, key in ((1, ""), (2, "init/1/0"), (3, "init/1/0")):
-            actions += machine.handle(Attached(call, call % 2, 1, "sha256:layout", key))
+            actions += machine.handle(Attached(call, call % 2, 1, key))
         assert sum(isinstance(action, Reproduce) for action in actions) == looks
         assert sum(isinstance(action, Prepare) for action in actions) == 1 - looks
 

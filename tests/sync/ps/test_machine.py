@@ -170,9 +170,9 @@ def test_a_wait_for_an_update_that_was_lost_is_refused() -> None:
 def test_who_comes_when_its_round_has_ended_is_told_of_no_state_that_others_clear_away(ended: bool) -> None:
     """They do as soon as they hear that the round is over, however slow this one is to read."""
     outbox = (_manifest("a", 2),) if ended else ()
-    there = Recovered(1, outbox=outbox, model_key="model/1", state_key="b/1/1/state", layout_digest="one")
+    there = Recovered(1, outbox=outbox, model_key="model/1", state_key="b/1/1/state")
     machine = Synchronous(Setup("a", ("a", "b"), 2, 3, 1, 0), there)
-    (reply,) = machine.handle(Attached(1, 0, 1, "one", "init"))
+    (reply,) = machine.handle(Attached(1, 0, 1, "init"))
     assert isinstance(reply, Reply)
     assert isinstance(reply.answer, AttachAnswer)
     assert (reply.answer.boundary, reply.answer.state_key) == (ended, "" if ended else "b/1/1/state")
@@ -192,15 +192,16 @@ def test_workers_with_different_models_fail_the_partition() -> None:
     actions = machine.handle(BoundaryArrived(2, 1, 1, 1, 1, "other", "", "", 1.0, 0.0))
     assert [type(action) for action in actions] == [Failed, Refuse, Refuse]
     assert machine.progress.phase == "failed"
-    (refused,) = machine.handle(Attached(3, 0, 2, "layout", "init"))
+    (refused,) = machine.handle(Attached(3, 0, 2, "init"))
     assert isinstance(refused, Refuse)
 
 
 def test_a_model_of_another_shape_is_refused() -> None:
-    machine = _alone(sequence=0, layout_digest="one")
-    (refused,) = machine.handle(Attached(1, 0, 1, "other", "init"))
+    machine = _alone(sequence=0)
+    (refused,) = machine.handle(Attached(1, 0, 1, "init", "w is float32 [2] here and float32 [3] there"))
     assert isinstance(refused, Refuse)
-    assert refused.code == "TASK_FAILED"
+    assert refused.code == "TASK_INVALID"
+    assert "w is float32 [2] here and float32 [3] there" in refused.message
 
 
 def test_metrics_count_only_once_they_are_durable() -> None:

@@ -1,0 +1,154 @@
+"""A tensor's values as float32 coordinates that can be averaged and added, and back.
+
+What float32 holds exactly, and everything that gradients train, is one coordinate an element. Wider integers and
+floating-point numbers are the sum of several: averaging is linear, so the mean of the parts is the parts of the mean,
+and values that are the same everywhere come back bit for bit. Where a tensor that no gradient trains holds infinite
+values or NaN, two more coordinates an element say which: differences of such values would be NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["PLAIN", "Coding", "array_dtype", "coding_of", "decode", "encode"]
+
+_Array = npt.NDArray[Any]
+_Vector = npt.NDArray[np.float32]
+
+_NARROW_FLOATS = (
+    "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"
+)  # fmt: skip
+_INTEGER_BITS = {
+    "bool": 1, "int8": 8, "uint8": 8, "int16": 16, "uint16": 16, "int32": 32, "uint32": 32, "int64": 64, "uint64": 64
+}  # fmt: skip
+_COMPLEX = {"complex64": "float32"}
+# Of complex128 and what else is missing here, a safetensors file knows nothing.
+_PARTS = {
+    **dict.fromkeys(_NARROW_FLOATS, 1),
+    **{name: 1 if bits <= 16 else 2 if bits == 32 else 3 for name, bits in _INTEGER_BITS.items()},
+    "float64": 3,
+    "complex64": 2,
+}
+_SOME = 1e-3
+"""A region or worker with less than this share of the weight cannot make a value infinite."""
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How many coordinates an element has."""
+
+    parts: int = 1
+    """Whose sum it is; of a complex number first those of the real part."""
+    marked: bool = False
+    """Two more say whether it is +infinity or -infinity; both: it is not a number."""
+
+    @property
+    def coordinates(self) -> int:
+        """Of an element."""
+        return self.parts + 2 * self.marked
+
+
+PLAIN = Coding()
+"""The coordinates are the values."""
+
+
+def coding_of(dtype: str, *, trained: bool = False, marked: bool = False) -> Coding | None:
+    """Of a tensor, whose ``dtype`` is as torch calls it; None: values of this type cannot travel.
+
+    What gradients train has one coordinate an element, as its gradient has: float64 is then rounded to float32.
+    """
+    if trained:
+        return PLAIN if dtype in _NARROW_FLOATS or dtype == "float64" else None
+    parts = _PARTS.get(dtype)
+    return None if parts is None else Coding(parts, marked and dtype not in _INTEGER_BITS)
+
+
+def array_dtype(dtype: str) -> np.dtype[np.generic]:
+    """NumPy's type for what torch calls ``dtype``."""
+    return np.dtype(getattr(ml_dtypes, dtype) if hasattr(ml_dtypes, dtype) else dtype)
+
+
+def encode(values: _Array, coding: Coding) -> _Vector:
+    """Shape (n * coordinates,): all first coordinates, then all second ones. ``values``: any shape, n elements."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    marks: list[_Array] = []
+    if coding.marked:
+        wrong = np.isnan(flat)
+        real = np.real(flat)
+        marks = [(real == np.inf) | wrong, (real == -np.inf) | wrong]
+        flat = np.where(np.isfinite(flat), flat, np.zeros((), flat.dtype))
+    out = [part.astype(np.float32) for part in (*_parts(flat, coding.parts), *marks)]
+    return out[0] if len(out) == 1 else np.concatenate(out)
+
+
+def decode(vector: _Vector, dtype: str, coding: Coding) -> _Array:
+    """Shape (n,): what `encode` was given, or the nearest value of the type where coordinates have been averaged.
+
+    Narrow floating-point types come as float32, not rounded yet.
+    """
+    parts = vector.reshape(coding.coordinates, -1)
+    values = _whole(parts[: coding.parts], dtype)
+    if coding.marked:
+        above, below = parts[-2] > _SOME, parts[-1] > _SOME
+        if above.any() or below.any():
+            values = values.copy()
+            values[above] = np.inf
+            values[below] = -np.inf
+            values[above & below] = np.nan
+    return values
+
+
+def _parts(flat: _Array, parts: int) -> list[_Array]:
+    if np.iscomplexobj(flat):
+        return [*_parts(np.real(flat), parts // 2), *_parts(np.imag(flat), parts // 2)]
+    if parts == 1:
+        return [flat]
+    if flat.dtype.kind == "f":
+        left, found = flat.astype(np.float64), list[_Array]()
+        for _ in range(parts):
+            with np.errstate(over="ignore"):
+                found.append(left.astype(np.float32))
+            left = left - found[-1]
+        return found
+    wide = np.uint64 if flat.dtype.kind == "u" else np.int64
+    shift = wide(16 if parts == 2 else 24)
+    whole, mask = flat.astype(wide), wide((1 << int(shift)) - 1)
+    found = []
+    for number in range(parts):
+        by = wide(int(shift) * (parts - 1 - number))
+        digits = whole >> by
+        # All but the first are without a sign, so that their sum is the number.
+        found.append((digits if number == 0 else digits & mask) << by)
+    return found
+
+
+def _whole(parts: npt.NDArray[np.float32], dtype: str) -> _Array:
+    if dtype in _COMPLEX:
+        half = len(parts) // 2
+        out = np.empty(parts.shape[1], np.dtype(dtype))
+        out.real, out.imag = (_whole(one, _COMPLEX[dtype]) for one in (parts[:half], parts[half:]))
+        return out
+    if dtype == "bool":
+        return np.asarray(np.rint(parts[0]) > 0)
+    if dtype not in _INTEGER_BITS:
+        if len(parts) == 1:
+            return np.asarray(parts[0], np.float64 if dtype == "float64" else np.float32)
+        return np.asarray(parts[::-1].sum(0, dtype=np.float64))
+    target = np.dtype(dtype)
+    limits = np.iinfo(target)
+    rounded = np.rint(parts.astype(np.float64))
+    if _INTEGER_BITS[dtype] < 64:
+        if len(parts) > 1:
+            rounded = np.rint(parts.astype(np.float64).sum(0, keepdims=True))
+        return np.asarray(np.clip(rounded[0], limits.min, limits.max), target)
+    # float64 does not hold every sum: the parts are added as integers modulo 2^64, the first kept away from the ends.
+    rounded[0] = np.clip(rounded[0], limits.min, limits.max - (1 << 48))
+    if target.kind == "u":
+        rounded[:, rounded.sum(0) < 0] = 0
+    sizes = np.abs(rounded).astype(np.uint64)
+    return np.asarray(np.where(rounded < 0, np.uint64(0) - sizes, sizes).sum(0, dtype=np.uint64).astype(target))
