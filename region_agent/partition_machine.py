@@ -81,8 +81,8 @@ _OUTSIDE = frozenset({"DISK_FULL", "GATEWAY_UNAVAILABLE"})
 _SETBACKS_WITHOUT_PROGRESS = 8
 """After this many in a row, with no round in between, the partition has failed."""
 _OUT_OF_MEMORY_SETBACKS = 2
-"""The same for a worker that was ended over its memory. Who was killed in an evaluation tries it in smaller batches, and
-then goes on without: nothing that is trained is lost over it."""
+"""The same for a worker that was ended over its memory. Who was killed in an evaluation tries it in smaller batches,
+and then goes on without: nothing that is trained is lost over it."""
 _PORT_SETBACKS = 4
 """The same for a parameter server without ports: a server before it may not have let go of them yet, for seconds. While
 others hold them, the job's workers in all regions would cost money for nothing."""

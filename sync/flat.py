@@ -476,7 +476,7 @@ def _version(tensor: torch.Tensor) -> int:
 def _rows_of(gradient: torch.Tensor) -> torch.Tensor:
     """The rows that are not zero, as an embedding with ``sparse=True`` gives its gradient."""
     rows = gradient.reshape(gradient.shape[0], -1).ne(0).any(1).nonzero().reshape(1, -1)
-    return torch.sparse_coo_tensor(rows, gradient[rows[0]], gradient.shape, is_coalesced=True)
+    return torch.sparse_coo_tensor(rows, gradient[rows[0]], gradient.shape, check_invariants=False, is_coalesced=True)
 
 
 def _as_tensor(vector: Vector) -> torch.Tensor:

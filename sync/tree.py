@@ -1,7 +1,7 @@
 """Nested Python values with torch tensors in them as the tensors of a frame, and back, without pickle.
 
-None, booleans, integers, floats, strings, tensors (dense ones, and sparse ones by coordinates), and lists, tuples and dicts of these come back as they were, tensors
-bit for bit in their own type.
+None, booleans, integers, floats, strings, tensors (dense ones, and sparse ones by coordinates), and lists, tuples and
+dicts of these come back as they were, tensors bit for bit in their own type.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _load(tree: Any, prefix: str, arrays: Mapping[str, Array], device: torch.dev
         return tensor if on_cpu or device is None else tensor.to(device)
     if kind == "s":
         indices, values = (_load(one, prefix, arrays, device) for one in rest[:2])
-        return torch.sparse_coo_tensor(indices, values, rest[2], is_coalesced=bool(rest[3]))
+        return torch.sparse_coo_tensor(indices, values, rest[2], check_invariants=True, is_coalesced=bool(rest[3]))
     if kind in ("l", "u"):
         parts = [_load(one, prefix, arrays, device) for one in rest]
         return parts if kind == "l" else tuple(parts)

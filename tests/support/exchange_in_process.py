@@ -63,7 +63,8 @@ class _Region:
         state = f"state/{self.round}" if self.round in self.state else ""
         over = self.round >= rounds
         return {
-            "round": self.round, "model_key": f"model/{self.round}", "state_key": state, "until_step": (self.round + 1) * each,
+            "round": self.round, "model_key": f"model/{self.round}", "state_key": state,
+            "until_step": (self.round + 1) * each,
             "finished": over, "evaluate": over and not self.evaluated,
         }  # fmt: skip
 
@@ -98,7 +99,9 @@ class _Region:
         return worker_pb2.BoundaryReply(**self.facts)
 
     def evaluated_as(self, request: worker_pb2.EvaluatedRequest) -> None:
-        assert not request.error, request.error
+        if request.error:
+            assert self.federation.takes_errors, request.error
+            self.federation.errors[self.place.region] = request.error
         self.evaluated = True
         self.federation.metrics[self.place.region] = dict(request.metrics)
 
@@ -119,6 +122,10 @@ class Federation:
             for name in regions
         }
         self.metrics: dict[str, dict[str, float]] = {}
+        self.takes_errors = False
+        """An evaluation may fail."""
+        self.errors: dict[str, str] = {}
+        """Of evaluations, by region."""
         self._first: Vector | None = None
 
     def client(self, call: Invocation, slice_ends: float) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -415,7 +415,7 @@ def _hooked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 class _Simple(torch.optim.Optimizer):
     """Calls `update` for each parameter that has a gradient."""
 
-    group: dict[str, Any] = {}
+    group: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, parameters: Parameters) -> None:
         super().__init__(parameters, {"lr": _RATE, **copy.deepcopy(self.group)})
@@ -444,7 +444,7 @@ def _optimizer(name: str) -> Callable[[Any], Any]:
 
 @_optimizer("a counter in the group")
 class _Harmonic(_Simple):
-    group = {"k": 0}
+    group: ClassVar[dict[str, Any]] = {"k": 0}
 
     def begin(self, group: dict[str, Any]) -> None:
         group["k"] += 1
@@ -457,7 +457,7 @@ class _Harmonic(_Simple):
 class _ScheduleFree(_Simple):
     """Defazio et al. 2024: the weights' sum is in the group, z in the state."""
 
-    group = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True}
+    group: ClassVar[dict[str, Any]] = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True}
 
     def begin(self, group: dict[str, Any]) -> None:
         group["k"] += 1
@@ -477,7 +477,7 @@ class _ScheduleFree(_Simple):
 class _Distance(_Simple):
     """As D-Adaptation and Prodigy keep theirs: numbers, tensors and lists in the group."""
 
-    group = {"d": 1e-2, "numerator": torch.tensor(0.0), "history": []}
+    group: ClassVar[dict[str, Any]] = {"d": 1e-2, "numerator": torch.tensor(0.0), "history": []}
 
     def begin(self, group: dict[str, Any]) -> None:
         norm = sum(float(p.grad.square().sum()) for p in group["params"] if p.grad is not None)
@@ -555,7 +555,7 @@ class _Lamb(_Simple):
 
 @_optimizer("lookahead")
 class _Lookahead(_Simple):
-    group = {"since": 0}
+    group: ClassVar[dict[str, Any]] = {"since": 0}
 
     def begin(self, group: dict[str, Any]) -> None:
         group["since"] = (group["since"] + 1) % 3
