@@ -277,3 +277,17 @@ def test_a_wrong_task_module_is_told_with_its_line(tmp_path: Path, text: str, to
 
 def test_a_good_task_module_passes(job_file: Path) -> None:
     check_task(job_file.parent, "task.py")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from parts import *\n",
+        "from .parts import model, dataset, loss\n",
+        "try:\n  from parts import model\nexcept ImportError:\n  def model(config): ...\ndataset, loss = object(), object()\n",
+        "if True:\n  def model(c): ...\n  loss: object = model\nwith open('x') as dataset: ...\n",
+    ],
+)
+def test_functions_may_come_from_anywhere(tmp_path: Path, text: str) -> None:
+    (tmp_path / "task.py").write_text(text)
+    check_task(tmp_path, "task.py")
