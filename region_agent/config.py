@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -86,6 +87,16 @@ class SplitConfig(_Section):
     uri: str
     """A path (relative to this file), `file://`, or `s3://bucket/key`; one that ends in `/` is a folder."""
     samples: Annotated[int, Field(ge=0)]
+
+    @field_validator("uri")
+    @classmethod
+    def _can_be_read(cls, value: str) -> str:
+        scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", value)
+        if scheme and scheme[1] not in ("s3", "file"):
+            raise ValueError(f"{scheme[0]} cannot be read; COS and others are read as s3://, with a store of their own")
+        if scheme and scheme[1] == "s3" and not re.fullmatch(r"s3://[^/]+/.*", value, re.DOTALL):
+            raise ValueError("write it like s3://bucket/key, or s3://bucket/folder/")
+        return value
 
 
 class DatasetConfig(_Section):

@@ -284,7 +284,7 @@ def test_a_good_task_module_passes(job_file: Path) -> None:
     [
         "from parts import *\n",
         "from .parts import model, dataset, loss\n",
-        "try:\n  from parts import model\nexcept ImportError:\n  def model(config): ...\ndataset, loss = object(), object()\n",
+        "try:\n  from parts import model\nexcept ImportError:\n  def model(c): ...\ndataset, loss = print, print\n",
         "if True:\n  def model(c): ...\n  loss: object = model\nwith open('x') as dataset: ...\n",
     ],
 )
