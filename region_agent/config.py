@@ -15,6 +15,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.constructor import RoundTripConstructor
 from ruamel.yaml.error import YAMLError
 
+from geofed_pb.address import bracketed
 from geofed_pb.errors import GeofedError
 
 __all__ = [
@@ -220,12 +221,16 @@ class PolicyConfig(_Section):
     """Whether other regions' shards may be processed here, where their own residency allows it."""
 
 
+Host = Annotated[str, AfterValidator(bracketed)]
+"""As it stands before a port."""
+
+
 class ServerConfig(_Section):
     """Where parameter servers listen."""
 
-    exchange_host: str = "0.0.0.0"
+    exchange_host: Host = "0.0.0.0"
     """For other regions' parameter servers, and this agent."""
-    worker_host: str = "127.0.0.1"
+    worker_host: Host = "127.0.0.1"
     """For this region's workers."""
     ports: Annotated[tuple[Port, Port], AfterValidator(_two_or_more)] | None = None
     """First and last port for parameter servers, each of which takes three, or two if need be; default: any."""
@@ -238,7 +243,7 @@ class RegionConfig(_Section):
     kind: Literal["Region"]
     metadata: Metadata
     cloud: Annotated[str, Field(min_length=1)]
-    advertise: str = "127.0.0.1"
+    advertise: Host = "127.0.0.1"
     """Host or address under which other regions reach this one's parameter servers."""
     capacity: CapacityConfig
     prices: PricesConfig | None = None

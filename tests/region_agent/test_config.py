@@ -163,6 +163,14 @@ def test_addresses_of_shards_are_looked_at(uri: str, ok: bool) -> None:
             SplitConfig.model_validate(told)
 
 
+def test_hosts_may_be_ipv6_addresses(tmp_path: Path) -> None:
+    hosts = "advertise: '::1'\nserver: {exchangeHost: '::', workerHost: '[::1]'}\n"
+    config = _load(tmp_path, WHOLE + hosts)
+    assert (config.advertise, config.server.exchange_host, config.server.worker_host) == ("[::1]", "[::]", "[::1]")
+    with pytest.raises(GeofedError, match=r"advertise: Value error, '10\.0\.0\.1:70' is neither a name nor an address"):
+        _load(tmp_path, WHOLE + "advertise: 10.0.0.1:70\n")
+
+
 def test_processes_of_one_machine_share_its_cores(tmp_path: Path) -> None:
     def cores(text: str) -> float:
         told: float = _load(tmp_path, text).catalogue()["capacity"]["cores"]

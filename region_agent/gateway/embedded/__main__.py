@@ -115,6 +115,8 @@ def _bind(config: Config) -> tuple[socket.socket, str]:
         return listener, f"unix://{path}"
     host, _, port = config.listen.rpartition(":")
     bare = host.strip("[]")
+    if ":" in bare:
+        host = f"[{bare}]"
     try:
         family = socket.getaddrinfo(bare, int(port), type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((bare, int(port)), family=family)

@@ -451,6 +451,15 @@ async def test_unix_socket(launch, tmp_path: Path) -> None:
         assert (tmp_path / "g.sock").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize("listen", ["[::1]:0", "::1:0"])
+async def test_ipv6(launch, listen: str) -> None:
+    embedded = launch("--listen", listen)
+    assert embedded.url.startswith("http://[::1]:")
+    async with open_target(embedded) as target:
+        probe = await target.deploy()
+        assert (await probe("echo", b"x")).body == b"x"
+
+
 async def test_follower_of_logs_ends_with_the_function(shared) -> None:
     async with open_target(shared) as target:
         probe = await target.deploy()
