@@ -42,6 +42,7 @@ from control_plane.service import (
     Weighing,
 )
 from control_plane.store import Store, open_store
+from geofed_pb.address import joined
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import server_options
 from geofed_pb.v1 import agent_pb2_grpc, control_pb2_grpc
@@ -260,7 +261,7 @@ def _own_names(config: ServeConfig) -> list[str]:
 def _tell_where(config: ServeConfig, state: _State, ports: Ports) -> None:
     """Write what the command line finds this control plane with, and the ready file."""
     host = split_address(config.listen)[0]
-    local = f"{'127.0.0.1' if host in _WILDCARDS else host}:{ports.control}"
+    local = joined({"::": "::1", "0.0.0.0": "127.0.0.1", "": "127.0.0.1"}.get(host, host), ports.control)
     context = {
         "address": _reached_at(config, ports.control) if config.advertise else local,
         "ca_file": str(state.authority.ca_file.resolve()),
@@ -277,7 +278,7 @@ def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredent
     host, port = split_address(address)
     bound_socket(host, port).close()  # grpc's own message does not say why it could not bind
     try:
-        return server.add_secure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", credentials)
+        return server.add_secure_port(joined(host, port), credentials)
     except RuntimeError:
         raise GeofedError("PORT_IN_USE", f"cannot listen on {address}") from None
 
@@ -286,9 +287,11 @@ def _reached_at(config: ServeConfig, port: int) -> str:
     """host:port that goes into invitations."""
     if not config.advertise:
         host = split_address(config.listen)[0]
-        return f"{socket.gethostname() if host in ('0.0.0.0', '::', '') else host}:{port}"
+        return joined(socket.gethostname() if host in _WILDCARDS else host, port)
     first = config.advertise[0]
-    return first if advertised_host(first) != first else f"{first}:{port}"
+    host = advertised_host(first)
+    # As it is where it names a port.
+    return joined(host, port) if host in (first, first.strip("[]")) else first
 
 
 def _as_geofed(error: OSError) -> GeofedError:

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geofed_pb.errors import Exit, GeofedError
+from geofed_pb.output import written_out
 
 __all__ = ["Labelled", "Source", "deal_evenly", "deal_unevenly", "read_digits", "read_idx", "write_shards"]
 
@@ -172,13 +173,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         source = read_digits(given.seed) if given.source == "digits" else read_idx(Path(given.source))
         written = write_shards(source, regions, given.out, alpha=given.alpha, seed=given.seed)
+        with written_out():
+            print(json.dumps(written, indent=2))
     except GeofedError as error:
         print(f"error[{error.code}]: {error.message}\nhint: {error.hint}", file=sys.stderr)
         raise SystemExit(int(error.exit)) from None
     except OSError as error:
         print(f"error[DISK_FULL]: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
         raise SystemExit(int(Exit.UNAVAILABLE)) from None
-    print(json.dumps(written, indent=2))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from geofed_pb.errors import Exit, GeofedError
+from geofed_pb.output import written_out
 
 __all__ = ["app", "main"]
 
@@ -207,7 +208,8 @@ def _say(text: str) -> None:
 def main() -> None:
     """Entry point: every failure ends with one sentence, a hint and its exit status."""
     try:
-        app(standalone_mode=True)
+        with written_out():
+            app(standalone_mode=True)
     except GeofedError as error:
         if _debug:
             raise

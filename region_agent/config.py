@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 from ruamel.yaml import YAML
+from ruamel.yaml.constructor import RoundTripConstructor
 from ruamel.yaml.error import YAMLError
 
+from geofed_pb.address import bracketed
 from geofed_pb.errors import GeofedError
 
 __all__ = [
@@ -66,11 +70,23 @@ class CapacityConfig(_Section):
     functions, else 0."""
 
 
+def _date(text: str) -> str:
+    try:
+        date.fromisoformat(text if len(text) > len("2026-01") else f"{text}-01")
+    except ValueError:
+        raise ValueError(f"{text!r} is no date") from None
+    return text
+
+
+DateText = Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}(-[0-9]{2})?$"), AfterValidator(_date)]
+"""A day, or a month."""
+
+
 class PricesConfig(_Section):
     """What the region costs; all must be stated, and where they come from."""
 
     source: Annotated[str, Field(min_length=1)]
-    as_of: Annotated[str, Field(pattern=r"^\d{4}-\d{2}(-\d{2})?$")]
+    as_of: DateText
     function_usd_per_gb_second: NotNegative
     function_usd_per_request: NotNegative
     server_usd_per_hour: NotNegative
@@ -86,6 +102,16 @@ class SplitConfig(_Section):
     uri: str
     """A path (relative to this file), `file://`, or `s3://bucket/key`; one that ends in `/` is a folder."""
     samples: Annotated[int, Field(ge=0)]
+
+    @field_validator("uri")
+    @classmethod
+    def _can_be_read(cls, value: str) -> str:
+        scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", value)
+        if scheme and scheme[1] not in ("s3", "file"):
+            raise ValueError(f"{scheme[0]} cannot be read; COS and others are read as s3://, with a store of their own")
+        if scheme and scheme[1] == "s3" and not re.fullmatch(r"s3://[^/]+/.*", value, re.DOTALL):
+            raise ValueError("write it like s3://bucket/key, or s3://bucket/folder/")
+        return value
 
 
 class DatasetConfig(_Section):
@@ -140,7 +166,7 @@ class ChannelPricesConfig(_Section):
     """What the channel costs: its server by the hour, requests by kind. What is not billed is 0, and said to be."""
 
     source: Annotated[str, Field(min_length=1)]
-    as_of: Annotated[str, Field(pattern=r"^\d{4}-\d{2}(-\d{2})?$")]
+    as_of: DateText
     usd_per_hour: NotNegative = 0.0
     usd_per_put: NotNegative = 0.0
     """Also of a request that lists."""
@@ -195,12 +221,16 @@ class PolicyConfig(_Section):
     """Whether other regions' shards may be processed here, where their own residency allows it."""
 
 
+Host = Annotated[str, AfterValidator(bracketed)]
+"""As it stands before a port."""
+
+
 class ServerConfig(_Section):
     """Where parameter servers listen."""
 
-    exchange_host: str = "0.0.0.0"
+    exchange_host: Host = "0.0.0.0"
     """For other regions' parameter servers, and this agent."""
-    worker_host: str = "127.0.0.1"
+    worker_host: Host = "127.0.0.1"
     """For this region's workers."""
     ports: Annotated[tuple[Port, Port], AfterValidator(_two_or_more)] | None = None
     """First and last port for parameter servers, each of which takes three, or two if need be; default: any."""
@@ -213,7 +243,7 @@ class RegionConfig(_Section):
     kind: Literal["Region"]
     metadata: Metadata
     cloud: Annotated[str, Field(min_length=1)]
-    advertise: str = "127.0.0.1"
+    advertise: Host = "127.0.0.1"
     """Host or address under which other regions reach this one's parameter servers."""
     capacity: CapacityConfig
     prices: PricesConfig | None = None
@@ -309,7 +339,7 @@ def load_config(path: Path) -> RegionConfig:
     Raises ``GeofedError("CONFIG_INVALID")`` with every wrong key and its line.
     """
     try:
-        raw = YAML(typ="rt").load(path.read_text())
+        raw = _yaml().load(path.read_text())
     except FileNotFoundError:
         raise GeofedError("CONFIG_INVALID", f"there is no {path}", hint="give the file with --config") from None
     except (OSError, UnicodeDecodeError, YAMLError) as error:
@@ -320,11 +350,31 @@ def load_config(path: Path) -> RegionConfig:
         config = RegionConfig.model_validate(raw)
     except ValidationError as error:
         problems = [
-            f"{path}:{_line(raw, e['loc'])}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()
+            f"{path}:{_line(raw, e['loc'])}: {'.'.join(map(str, e['loc']))}: {_told(e)}" for e in error.errors()
         ]
         raise GeofedError("CONFIG_INVALID", "\n".join(problems)) from None
     _check_stores(config, raw, path)
     return _resolved(config, path.parent.resolve())
+
+
+def _told(error: Any) -> str:
+    if error["type"] == "string_type" and isinstance(error["input"], int | float):
+        return f"{error['msg']}: put {error['input']} in quotes"
+    return str(error["msg"])
+
+
+def _yaml() -> YAML:
+    """Where a date stands without quotes it is text as any, as in YAML 1.2."""
+    yaml = YAML(typ="rt")
+    yaml.Constructor = _Constructor
+    return yaml
+
+
+class _Constructor(RoundTripConstructor):
+    pass
+
+
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", RoundTripConstructor.construct_yaml_str)
 
 
 def _check_stores(config: RegionConfig, raw: Any, path: Path) -> None:

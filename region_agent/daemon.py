@@ -78,6 +78,8 @@ class Agent:
     """One region's daemon."""
 
     def __init__(self, config: RegionConfig, state_dir: Path) -> None:
+        # Others work elsewhere, and are told of folders in it.
+        state_dir = state_dir.resolve()
         self._config, self._state_dir = config, state_dir
         self._identity = Identity(state_dir)
         self._store = AgentStore(state_dir / "agent.db")
@@ -181,7 +183,7 @@ class Agent:
         shared = Path("/dev/shm")
         if not os.access(shared, os.W_OK):
             return self._state_dir / "channel"
-        mark = hashlib.sha256(str(self._state_dir.resolve()).encode()).hexdigest()[:12]
+        mark = hashlib.sha256(str(self._state_dir).encode()).hexdigest()[:12]
         return shared / f"geofed-{os.getuid()}-{mark}"
 
     async def _open_gateway(self) -> GatewayClient:
@@ -202,9 +204,9 @@ class Agent:
             self._state_dir,
             profile=gateway.profile,
             keep_paths=folders,
-            hide_paths=[str(self._state_dir.resolve())],
+            hide_paths=[str(self._state_dir)],
             # A worker reads what came for its own job.
-            share_dir=(self._state_dir / SHARDS).resolve(),
+            share_dir=self._state_dir / SHARDS,
         )
         return await self._gateway.start()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import time
@@ -10,8 +11,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc.aio
+
 from geofed_pb.errors import GeofedError
-from geofed_pb.rpc import CONTROL_PLANE_NAME, channel
+from geofed_pb.rpc import CONTROL_PLANE_NAME, channel, clock_of, error_of
+from geofed_pb.v1 import agent_pb2_grpc, common_pb2
 from region_agent.config import FileChannelConfig, OpenFaasGateway, RegionConfig
 from region_agent.gateway import BasicAuth, GatewayClient
 from region_agent.identity import Identity
@@ -23,6 +27,8 @@ __all__ = ["Finding", "examine"]
 
 _LEAST_FREE_BYTES = 1 << 30
 _CONNECT_SECONDS = 10.0
+_MOST_SKEW_SECONDS = 60.0
+"""Certificates begin five minutes before they are made; deadlines and records are by the clock."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ async def examine(config: RegionConfig, state_dir: Path) -> list[Finding]:
     checks: list[tuple[str, Callable[[], Awaitable[str]]]] = [
         ("identity", lambda: _identity(identity, config)),
         ("control plane", lambda: _control_plane(identity)),
+        ("clock", lambda: _clock(identity)),
         ("gateway", lambda: _gateway(config)),
         ("prices", lambda: _prices(config)),
         ("channel", lambda: _channel(config, state_dir)),
@@ -76,6 +83,23 @@ async def _identity(identity: Identity, config: RegionConfig) -> str:
 
 
 async def _control_plane(identity: Identity) -> str:
+    took, _ = await _asked(identity)
+    return f"{identity.federation.address} answers in {took * 1e3:.0f} ms"
+
+
+async def _clock(identity: Identity) -> str:
+    identity.check()
+    _, ahead = await _asked(identity)
+    if ahead is None:
+        return "the control plane is of an older version, which does not tell its own"
+    if abs(ahead) > _MOST_SKEW_SECONDS:
+        text = f"this machine's clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the control plane's"
+        raise GeofedError("CERTIFICATE_INVALID", text, hint="set the clock of the one that is wrong, best by NTP")
+    return f"within {max(1.0, math.ceil(abs(ahead))):.0f} s of the control plane's"
+
+
+async def _asked(identity: Identity) -> tuple[float, float | None]:
+    """Seconds until the control plane has answered over TLS, and by how many our clock is ahead of its."""
     federation = identity.federation
     line = channel(
         federation.address,
@@ -84,14 +108,18 @@ async def _control_plane(identity: Identity) -> str:
         certificate_pem=identity.certificate_file.read_bytes(),
         key_pem=identity.key_file.read_bytes(),
     )
-    begun = time.monotonic()
     async with line:
+        begun, at = time.monotonic(), time.time()
+        # Of no blob that there is: what counts is that it is answered.
+        question = common_pb2.BlobRequest(digest=f"sha256:{'0' * 64}")
+        call = agent_pb2_grpc.AgentHubStub(line).StatBlob(question, timeout=_CONNECT_SECONDS)
         try:
-            async with asyncio.timeout(_CONNECT_SECONDS):
-                await line.channel_ready()
-        except TimeoutError:
-            raise GeofedError("UNAVAILABLE", f"no TLS connection to {federation.address}") from None
-    return f"{federation.address} answers in {(time.monotonic() - begun) * 1e3:.0f} ms"
+            await call
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from None
+        took = time.monotonic() - begun
+        told = clock_of(await call.trailing_metadata())
+    return took, None if told is None else at + took / 2 - told
 
 
 async def _gateway(config: RegionConfig) -> str:

@@ -7,13 +7,12 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
 from region_agent.gateway import BasicAuth, GatewayClient
+from region_agent.gateway.short_folders import remove_short_folder, short_folder
 from sync.ps.storage import write_durably
 
 __all__ = ["WORKER_IMAGE", "EmbeddedGatewayProcess"]
@@ -35,8 +34,7 @@ class EmbeddedGatewayProcess:
         share_dir: Path | None = None,
     ) -> None:
         self._folder = state_dir / "gateway"
-        # Socket paths are limited to some hundred characters; a state directory may be deeper than that.
-        self._socket_folder = Path(tempfile.mkdtemp(prefix="geofed-gw-"))
+        self._socket_record = self._folder / "socket-folder"
         self._profile, self._keep_paths, self._hide_paths = profile, keep_paths, hide_paths
         self._share_dir = share_dir
         self._process: asyncio.subprocess.Process | None = None
@@ -44,6 +42,7 @@ class EmbeddedGatewayProcess:
     async def start(self) -> GatewayClient:
         """Start it and wait until it serves; a client of it."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        sockets = short_folder(self._socket_record)
         ready = self._folder / "ready.json"
         ready.unlink(missing_ok=True)
         user, password = self._folder / "user", self._folder / "password"
@@ -52,7 +51,7 @@ class EmbeddedGatewayProcess:
             os.chmod(path, 0o600)
         config = {
             "state_dir": str(self._folder / "state"),
-            "listen": f"unix:{self._socket_folder / 'api'}",
+            "listen": f"unix:{sockets / 'api'}",
             "ready_file": str(ready),
             "auth_user_file": str(user),
             "auth_password_file": str(password),
@@ -101,4 +100,4 @@ class EmbeddedGatewayProcess:
             if self._process.returncode is None:
                 self._process.kill()
                 await self._process.wait()
-        shutil.rmtree(self._socket_folder, ignore_errors=True)
+        remove_short_folder(self._socket_record)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import grpc
 
+from geofed_pb.address import joined
+from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CONTROL_PLANE_NAME, channel, error_of
 from geofed_pb.v1 import control_pb2, control_pb2_grpc
 from region_agent.identity import Federation, Identity, make_request, read_invitation
@@ -21,7 +24,7 @@ async def join_federation(token: str, state_dir: Path, address: str | None = Non
     """
     invitation = read_invitation(token)
     key_pem, request = make_request(invitation.region)
-    target = address or invitation.address
+    target = _address(address or invitation.address)
     async with channel(target, ca_pem=invitation.ca_pem, name=CONTROL_PLANE_NAME) as line:
         stub = control_pb2_grpc.EnrolmentStub(line)
         try:
@@ -34,3 +37,12 @@ async def join_federation(token: str, state_dir: Path, address: str | None = Non
     federation = Federation(joined.region, f"{host}:{joined.agent_port}", joined.federation)
     Identity(state_dir).store(federation, key_pem, joined.certificate_pem, joined.ca_pem)
     return federation
+
+
+def _address(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    with contextlib.suppress(ValueError):
+        if colon and port.isdecimal():
+            return joined(host, int(port))
+    text = f"{text!r} is no address of a control plane"
+    raise GeofedError("CONFIG_INVALID", text, hint="write it like HOST:7443 or [::1]:7443")

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import CATALOGUE, GeofedError
 from sync.ps.storage import write_durably
 from sync.transport.sockets import Tls
 
@@ -119,11 +119,18 @@ class Identity:
         return x509.load_pem_x509_certificate(self.certificate_file.read_bytes())
 
     def check(self) -> None:
-        """Raises ``GeofedError("CERTIFICATE_EXPIRED")`` where the certificate is over."""
+        """Raises ``GeofedError``, by this machine's clock: CERTIFICATE_EXPIRED where the certificate is over,
+        CERTIFICATE_INVALID where it has not begun."""
         self.federation  # noqa: B018 - raises where there is none
-        ends = self.certificate.not_valid_after_utc
-        if ends.timestamp() < time.time():
-            raise GeofedError("CERTIFICATE_EXPIRED", f"the region's certificate ended {ends:%Y-%m-%d %H:%M} UTC")
+        begins, ends, now = self.certificate.not_valid_before_utc, self.certificate.not_valid_after_utc, time.time()
+        reads = f"this machine's clock says {time.strftime('%Y-%m-%d %H:%M', time.gmtime(now))} UTC"
+        if ends.timestamp() < now:
+            hint = f"{reads}; set it where that is wrong, else: {CATALOGUE['CERTIFICATE_EXPIRED'].hint}"
+            text = f"the region's certificate ended {ends:%Y-%m-%d %H:%M} UTC"
+            raise GeofedError("CERTIFICATE_EXPIRED", text, hint=hint)
+        if begins.timestamp() > now:
+            text = f"the region's certificate begins {begins:%Y-%m-%d %H:%M} UTC, and {reads}"
+            raise GeofedError("CERTIFICATE_INVALID", text, hint="set the clock, then try again")
 
     def renewal_request(self) -> bytes:
         """A signing request for the key that the region has."""

@@ -157,7 +157,7 @@ class Profiler:
             body = body.model_copy(update={"memory_mb": memory, "measure": "size"})
             name = await self._deployed(command, memory, limit)
             self._say(command, "counts the model")
-            size, _ = await self._call(name, body, memory, limit, meters)
+            size = await self._size(command, name, body, limit, meters)
             weight.parameters, weight.model_bytes = size.parameters, size.model_bytes
             self._tell(agent_pb2.ProfileReport(id=command.id, weight=weight))
             counted = time.monotonic() - begun
@@ -172,6 +172,21 @@ class Profiler:
                 weight.note = f"{error.code}: {error.message}"
         weight.usd, weight.last = self._usd(meters), True
         return agent_pb2.ProfileReport(weight=weight)
+
+    async def _size(
+        self, command: agent_pb2.ProfileTask, name: str, body: ProfileCall, limit: timedelta, meters: _Meters
+    ) -> Profiled:
+        """Without the data, unless the model cannot be made before `dataset` has been called."""
+        try:
+            return (await self._call(name, body, body.memory_mb, limit, meters))[0]
+        except GeofedError as error:
+            if error.code != "TASK_FAILED":
+                raise
+            try:
+                body = await self._with_data(command, body)
+            except GeofedError:
+                raise error from None
+            return (await self._call(name, body, body.memory_mb, limit, meters))[0]
 
     @contextlib.asynccontextmanager
     async def _ready(self, command: agent_pb2.ProfileTask, meters: _Meters) -> AsyncIterator[ProfileCall]:

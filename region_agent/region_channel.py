@@ -58,7 +58,7 @@ class RegionChannel:
                 given = {name: value for name, value in options.items() if value}
                 given |= {"path_style": "1"} if config.path_style else {}
                 path = "/".join(part for part in (config.prefix.strip("/"), self._region, job) if part)
-                return f"s3://{config.bucket}/{path}" + (f"?{urlencode(given)}" if given else "")
+                return f"s3://{config.bucket}/{quote(path)}" + (f"?{urlencode(given)}" if given else "")
 
     def worker_address(self, job: str) -> str:
         """For the job's workers, where job code runs: without the region's own credentials.

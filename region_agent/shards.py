@@ -9,7 +9,6 @@ import contextlib
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from geofed_pb.errors import GeofedError
 from region_agent.config import DatasetConfig, StoreConfig
@@ -41,14 +40,14 @@ def _local(path: Path, *, folder: bool) -> tuple[ShardFile, ...]:
 
 
 def _objects(uri: str, store: StoreConfig) -> tuple[ShardFile, ...]:
-    parts = urlsplit(uri)
-    bucket, prefix = parts.netloc, parts.path.lstrip("/")
+    # A key is what stands there, letter by letter: none of them means anything, as "#" and "?" do in a URL.
+    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     client, errors = _client(store)
     with contextlib.closing(client):
         try:
-            if not prefix.endswith("/"):
+            if not uri.endswith("/"):
                 size = int(client.head_object(Bucket=bucket, Key=prefix)["ContentLength"])
-                return (_signed(client, bucket, prefix, Path(prefix).name, size),)
+                return (_signed(client, bucket, prefix, prefix.rpartition("/")[2], size),)
             pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
             listed = [entry for page in pages for entry in page.get("Contents", ()) if not entry["Key"].endswith("/")]
         except errors as error:

@@ -5,15 +5,18 @@ In json and yaml a command writes exactly one envelope, also when it fails; in j
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from control_plane.cli._settings import Format, settings
-from geofed_pb.errors import Exit, GeofedError
+from geofed_pb.errors import GeofedError
+from geofed_pb.output import output_failure
 
 SCHEMA_VERSION = 1
 
@@ -46,13 +49,22 @@ def emit_error(error: GeofedError) -> None:
     if error.hint:
         print(f"hint: {error.hint}", file=sys.stderr)
     envelope = {"schema_version": SCHEMA_VERSION, "status": "error", "error": error.as_dict()}
-    match settings.format:
-        case Format.JSON:
-            _write(json.dumps(envelope, indent=2))
-        case Format.JSONL:
-            _write(json.dumps(envelope))
-        case Format.YAML:
-            _write(_yaml(envelope))
+    # Where stdout takes nothing, the command still ends with the error that it has told above.
+    with contextlib.suppress(GeofedError):
+        match settings.format:
+            case Format.JSON:
+                _write(json.dumps(envelope, indent=2))
+            case Format.JSONL:
+                _write(json.dumps(envelope))
+            case Format.YAML:
+                _write(_yaml(envelope))
+
+
+def unwritable(path: Path, error: OSError) -> GeofedError:
+    """A file that the user has named cannot be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return GeofedError("DISK_FULL", f"no space left for {path}", hint="free space, or name another place")
+    return GeofedError("USAGE", f"cannot write {path}: {error.strerror}", hint="name another place")
 
 
 def say(text: str) -> None:
@@ -121,7 +133,5 @@ def _write(text: str) -> None:
         return
     try:
         print(text, flush=True)
-    except BrokenPipeError:
-        # Nobody reads on: `| head` has what it wanted. Nor must the interpreter try again at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(int(Exit.CLOSED_PIPE)) from None
+    except OSError as error:
+        raise output_failure(error) from None

@@ -13,7 +13,7 @@ import typer
 from control_plane._view import ENDED, Data, job_view, standing_text
 from control_plane.cli._connect import ask_control_plane, confirm
 from control_plane.cli._options import ContextFile, Output, Yes
-from control_plane.cli._output import emit, fields
+from control_plane.cli._output import emit, fields, unwritable
 from control_plane.cli._settings import Format
 from control_plane.cli.jobs import JobArgument
 from geofed_pb.errors import GeofedError
@@ -42,7 +42,7 @@ def export(
         if not (view["result"] and view["result"]["model"]):
             raise _no_model(view)
         target = output_file or Path(f"{view['id']}.safetensors")
-        if target.exists() and not _holds(target, view["result"]["model"]["digest"]):
+        if target.is_file() and not _holds(target, view["result"]["model"]["digest"]):
             confirm(f"Write over {target}?", yes=yes)
         await _download(client, view, target)
         return _with_manifest(view, target)
@@ -74,7 +74,9 @@ async def _download(client: ControlClient, view: Data, target: Path) -> None:
     import hashlib
 
     expected, digest, have = view["result"]["model"], hashlib.sha256(), 0
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    plain = target.is_file() or not target.exists()
+    # A device cannot be replaced by a file.
+    draft = target.with_name(f".{target.name}.{os.getpid()}") if plain else target
     try:
         with draft.open("wb") as file:
             for attempt in range(1, _ATTEMPTS + 1):
@@ -89,16 +91,19 @@ async def _download(client: ControlClient, view: Data, target: Path) -> None:
                         raise
                     await asyncio.sleep(_RETRY_SECONDS)
             file.flush()
-            os.fsync(file.fileno())
+            if plain:
+                os.fsync(file.fileno())
         if f"sha256:{digest.hexdigest()}" != expected["digest"]:
             text = f"{have} bytes arrived as sha256:{digest.hexdigest()}, the job's model is {expected['digest']}"
             raise GeofedError("DIGEST_MISMATCH", text, hint="nothing was written; export again")
-        draft.replace(target)
+        if plain:
+            draft.replace(target)
     except OSError as error:
-        raise _unwritable(target, error) from None
+        raise unwritable(target, error) from None
     finally:
         with suppress(OSError):
-            draft.unlink()
+            if plain:
+                draft.unlink()
 
 
 def _with_manifest(view: Data, target: Path) -> Data:
@@ -123,14 +128,8 @@ def _with_manifest(view: Data, target: Path) -> Data:
     try:
         path.write_text(json.dumps(manifest, indent=2) + "\n")
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise unwritable(path, error) from None
     return {"job": view["id"], "file": str(target), "manifest": str(path), **result["model"]}
-
-
-def _unwritable(path: Path, error: OSError) -> GeofedError:
-    if error.errno in (28, 122):  # ENOSPC, EDQUOT
-        return GeofedError("DISK_FULL", f"no space left for {path}", hint="free space, or choose another --output-file")
-    return GeofedError("USAGE", f"cannot write {path}: {error.strerror}", hint="choose another --output-file")
 
 
 def _told(data: Data) -> str:

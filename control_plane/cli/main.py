@@ -24,6 +24,7 @@ from control_plane.cli import (
 from control_plane.cli._output import emit_error
 from control_plane.cli._settings import settings
 from geofed_pb.errors import Exit, GeofedError
+from geofed_pb.output import written_out
 
 app = typer.Typer(
     name="control-plane",
@@ -73,7 +74,8 @@ app.command("simulate")(simulate.simulate)
 def main() -> None:
     """Entry point of the console script: errors become one clear sentence and the right exit status."""
     try:
-        app()
+        with written_out():
+            app()
     except GeofedError as error:
         if settings.debug:
             traceback.print_exc()

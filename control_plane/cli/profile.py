@@ -13,7 +13,7 @@ from control_plane._view import Data, bytes_text, seconds_text, usd_text
 from control_plane.cli._connect import ask_control_plane
 from control_plane.cli._job_file import JobFile, read_job
 from control_plane.cli._options import ContextFile, Output, Overrides
-from control_plane.cli._output import columns, emit, fields, say
+from control_plane.cli._output import columns, emit, fields, say, unwritable
 from control_plane.cli._settings import Format
 from geofed_pb.errors import GeofedError
 
@@ -61,7 +61,7 @@ def profile(
         try:
             plot.write_text(front_picture({name: one["front"] for name, one in result["regions"].items()}))
         except OSError as error:
-            raise GeofedError("CONFIG_INVALID", f"cannot write {plot}: {error.strerror}") from None
+            raise unwritable(plot, error) from None
         say(f"drawn in {plot}")
 
 

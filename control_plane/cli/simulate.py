@@ -14,7 +14,7 @@ import typer
 
 from control_plane._view import Data
 from control_plane.cli._options import Output
-from control_plane.cli._output import columns, emit, say
+from control_plane.cli._output import columns, emit, say, unwritable
 from control_plane.cli._settings import Format, is_lively
 from geofed_pb.errors import GeofedError
 
@@ -164,7 +164,7 @@ def _write_csv(path: Path, runs: Sequence[Run]) -> None:
         with path.open("w", encoding="utf-8", newline="") as file:
             csv.writer(file).writerows(rows)
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise unwritable(path, error) from None
     say(f"wrote {path}")
 
 
@@ -174,14 +174,8 @@ def _write_plot(path: Path, runs: Sequence[Run]) -> None:
     try:
         path.write_text(chart(runs), encoding="utf-8")
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise unwritable(path, error) from None
     say(f"wrote {path}")
-
-
-def _unwritable(path: Path, error: OSError) -> GeofedError:
-    if error.errno in (28, 122):  # ENOSPC, EDQUOT
-        return GeofedError("DISK_FULL", f"no space left for {path}", hint="free space, or name another file")
-    return GeofedError("USAGE", f"cannot write {path}: {error.strerror}", hint="name another file")
 
 
 def _view(run: Run, most: float | None) -> Data:

@@ -13,7 +13,7 @@ from control_plane._view import Data, job_summary, job_view
 from control_plane.cli._connect import ask_control_plane
 from control_plane.cli._job_file import JobFile, read_job
 from control_plane.cli._options import ContextFile, Output, Overrides
-from control_plane.cli._output import emit, fields, say
+from control_plane.cli._output import emit, fields, say, unwritable
 from control_plane.cli._settings import Format
 from geofed_pb.errors import GeofedError
 
@@ -100,7 +100,7 @@ def explain(
         try:
             plot.write_text(plan_picture(plan))
         except OSError as error:
-            raise GeofedError("CONFIG_INVALID", f"cannot write {plot}: {error.strerror}") from None
+            raise unwritable(plot, error) from None
         say(f"drawn in {plot}")
 
 

@@ -12,7 +12,7 @@ import typer
 
 from control_plane._view import Data
 from control_plane.cli._options import Output
-from control_plane.cli._output import columns, emit, say
+from control_plane.cli._output import columns, emit, say, unwritable
 from control_plane.cli._settings import Format
 from geofed_pb.errors import GeofedError
 
@@ -51,9 +51,7 @@ def new(
         folder.mkdir(parents=True, exist_ok=True)
         written = [_write(file, folder / file.name, template, name) for file in _files(source)]
     except OSError as error:
-        raise GeofedError(
-            "USAGE", f"cannot write {error.filename or folder}: {error.strerror}", hint="name another folder"
-        ) from None
+        raise unwritable(Path(error.filename or folder), error) from None
     data = {"template": template, "name": name or template, "folder": str(folder), "files": written}
     emit(data, table=lambda shown: "\n".join(shown["files"]), name=lambda shown: str(shown["folder"]))
     say("next:")

@@ -130,11 +130,17 @@ def _sentence(path: _yaml.Path, found: Any) -> str:
         return f"`{dotted}` must be {found['ctx']['expected']}, not {found['input']!r}{suggestion}"
     if found["type"] == "string_pattern_mismatch":
         return f"`{dotted}` must be a DNS label (lower-case letters, digits, hyphens), not {found['input']!r}"
+    if found["type"] == "string_type" and isinstance(found["input"], int | float):
+        return f"`{dotted}` must be text, and {found['input']!r} is a {_kind(found['input'])}: put it in quotes"
     if found["type"] in ("model_type", "model_attributes_type", "dict_type") and dotted:
         keys = ", ".join(_keys_at(path))
         return f"`{dotted}` must be a mapping" + (f"; it takes {keys}" if keys else "")
     message = found["msg"].removeprefix("Value error, ")
     return f"`{dotted}`: {message[:1].lower()}{message[1:]}" if dotted else message
+
+
+def _kind(value: Any) -> str:
+    return "truth value" if isinstance(value, bool) else "number"
 
 
 def _words(expected: str) -> list[str]:

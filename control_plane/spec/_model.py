@@ -24,12 +24,16 @@ from pydantic.alias_generators import to_camel
 from control_plane._durations import format_duration, parse_duration
 
 LONGEST_SLICE = timedelta(minutes=10)
+_FIRST_YEAR, _LAST_YEAR = 2000, 2199
+"""Of a deadline: every system can write the date, in whatever time zone."""
+_BELOW = 1 << 31
+"""Whole numbers are smaller: what is counted with them must fit the messages that carry it."""
 
 
 def _auto_or_count(value: Any) -> int | Literal["auto"]:
     if value == "auto":
         return "auto"
-    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 1 << 31:
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value < _BELOW:
         return value
     raise ValueError("write `auto` or a whole number from 1 on")
 
@@ -47,7 +51,7 @@ def _workers(value: Any) -> Any:
     for count in counts:
         if count == "auto" and not isinstance(value, dict):
             continue
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count < _BELOW:
             raise ValueError("write `auto`, a whole number from 1 on, or such numbers by region, like {frankfurt: 4}")
     return value
 
@@ -64,6 +68,8 @@ def _deadline(value: Any) -> Any:
         raise ValueError(f"{value!r} is neither a duration like 2h nor a time like 2030-01-31T18:00:00Z") from None
     if moment.tzinfo is None:
         raise ValueError(f"{value!r} names no time zone; end it with Z or an offset")
+    if not _FIRST_YEAR <= moment.year <= _LAST_YEAR:
+        raise ValueError(f"{value!r} is not between the years {_FIRST_YEAR} and {_LAST_YEAR}")
     return value
 
 
@@ -97,7 +103,12 @@ Name = Annotated[str, Field(pattern=_LABEL, description="a DNS label: lower-case
 
 class _Section(BaseModel):
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, alias_generator=to_camel, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        alias_generator=to_camel,
+        use_attribute_docstrings=True,
     )
 
 
@@ -155,7 +166,7 @@ class GoodEnough(_Section):
 class End(_Section):
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the data."""
-    steps: int | None = Field(default=None, ge=1)
+    steps: int | None = Field(default=None, ge=1, lt=_BELOW)
     """Steps of the region that makes the most."""
     goal: GoodEnough | None = None
     """The job ends before that once this is measured."""
@@ -184,7 +195,7 @@ class InitialModel(_Section):
 
 
 class Train(_Section):
-    batch: int = Field(ge=1)
+    batch: int = Field(ge=1, lt=_BELOW)
     """Samples of one worker in one step."""
     learning_rate: LearningRate | None = None
     """How the learning rate of the task's optimiser goes over the job's planned steps; none: it stays."""
@@ -202,9 +213,9 @@ class Train(_Section):
     balance: Literal["data", "speed"] = "data"
     """What a region's steps in a round are in proportion to: `data`, so that all regions make the same epochs, or
     `speed`, so that all their rounds take equally long and none waits; together they make as many epochs."""
-    eval_batch: int | None = Field(default=None, ge=1)
+    eval_batch: int | None = Field(default=None, ge=1, lt=_BELOW)
     """Samples that an evaluation takes at a time; none: as many as a worker's step, which its memory was chosen for."""
-    evaluate_every: int = Field(default=0, ge=0)
+    evaluate_every: int = Field(default=0, ge=0, lt=_BELOW)
     """Rounds between evaluations; 0: only at the end."""
 
     @model_validator(mode="after")
@@ -285,12 +296,12 @@ class Wan(_Section):
     cheaper one that is as fast, give or take."""
     fragments: Annotated[int, Field(ge=1, le=1024)] = 1
     """Parts of the model of which one is sent in each round, in turn."""
-    quorum: Annotated[int, Field(ge=1)] | None = None
+    quorum: Annotated[int, Field(ge=1, lt=_BELOW)] | None = None
     """Regions, this one included, whose new updates a merge waits for within `grace`; in the background. None: all that
     keep up, each with the same round; `asgd`, `asgd-ga` and `asp` merge what there is."""
     grace: Duration | None = None
     """How long a merge waits for its quorum; none: it does not."""
-    lead: Annotated[int, Field(ge=0)] | None = None
+    lead: Annotated[int, Field(ge=0, lt=_BELOW)] | None = None
     """Rounds that a region may be ahead of the slowest one that keeps up, where there is a `quorum` or the policy
     merges what there is; 0: any number; none: 8."""
     staleness: Literal["none", "damping", "compensation"] = "none"

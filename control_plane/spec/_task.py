@@ -25,9 +25,9 @@ def check_task(folder: Path, module: str) -> None:
         line = getattr(error, "lineno", None) or 1
         raise GeofedError("TASK_INVALID", f"{module}:{line}: {getattr(error, 'msg', None) or error}") from None
     defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    there = {*defined, *_bound(tree)}
+    there = _bound(tree)
     missing = [names[0] for names in _REQUIRED if there.isdisjoint(names)]
-    if missing:
+    if missing and "*" not in there:
         last = max((node.end_lineno or 1 for node in tree.body), default=1)
         raise GeofedError("TASK_INVALID", f"{module}:{last}: defines no {', no '.join(missing)}")
     for name, count in _CALLED.items():
@@ -41,13 +41,19 @@ def check_task(folder: Path, module: str) -> None:
 
 
 def _bound(tree: ast.Module) -> set[str]:
-    """Names that come from assignments and imports."""
+    """Names that the module binds itself, also within ``if`` and ``try``; "*": others that are not known."""
     names = set()
-    for node in tree.body:
+    left: list[ast.AST] = list(tree.body)
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            continue
         if isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        left += ast.iter_child_nodes(node)
     return names
 
 

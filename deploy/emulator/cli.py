@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import typer
 
 from deploy.emulator import Emulator, load_profile, profile_names
 from geofed_pb.errors import Exit, GeofedError
+from geofed_pb.output import written_out
 
 SCHEMA_VERSION = 1
 
@@ -220,11 +222,13 @@ def main() -> None:
         pair in (("-o", "json"), ("--output", "json")) for pair in zip(sys.argv, sys.argv[1:], strict=False)
     )
     try:
-        app()
+        with written_out():
+            app()
     except GeofedError as error:
         if wants_json:
             envelope = {"schema_version": SCHEMA_VERSION, "status": "error", "error": error.as_dict()}
-            print(json.dumps(envelope, indent=2))
+            with contextlib.suppress(GeofedError), written_out():
+                print(json.dumps(envelope, indent=2))
         _complain(error)
         sys.exit(int(error.exit))
     except KeyboardInterrupt:

@@ -10,7 +10,9 @@ import asyncio
 import functools
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -28,6 +30,7 @@ __all__ = [
     "blocking_channel",
     "channel",
     "channel_options",
+    "clock_of",
     "error_of",
     "peer_common_name",
     "read_pem",
@@ -41,6 +44,8 @@ __all__ = [
 CHUNK_BYTES = 1 << 20
 CONTROL_PLANE_NAME = "control-plane.geofed"
 _ERROR_KEY = "geofed-error-bin"
+_CLOCK_KEY = "geofed-clock"
+"""In the trailing metadata of each answer: the server's clock."""
 _log = logging.getLogger("geofed.rpc")
 
 _STATUS = {
@@ -132,13 +137,37 @@ def error_of(error: grpc.RpcError | common_pb2.Error) -> GeofedError:
     details = _plain(raw)
     status = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
     if "CERTIFICATE_VERIFY_FAILED" in raw or "certificate" in raw.lower():
-        expired = "expired" in raw.lower()
-        return GeofedError("CERTIFICATE_EXPIRED" if expired else "CERTIFICATE_INVALID", raw)
+        return _certificate_error(raw)
     if status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         return GeofedError("UNAVAILABLE", details or str(status))
     if status is grpc.StatusCode.UNAUTHENTICATED:
         return GeofedError("UNAUTHENTICATED", details)
     return GeofedError("INTERNAL", details or str(status))
+
+
+def _certificate_error(raw: str) -> GeofedError:
+    """Of a certificate that is not taken; whether it is in force is seen by this machine's clock."""
+    now = f"this machine's clock says {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    if "not yet valid" in raw.lower():
+        hint = f"{now}, which is before the certificate begins: set the clock, then try again"
+        return GeofedError("CERTIFICATE_INVALID", raw, hint=hint)
+    if "expired" in raw.lower():
+        hint = f"{now}; set it where that is wrong, else: {CATALOGUE['CERTIFICATE_EXPIRED'].hint}"
+        return GeofedError("CERTIFICATE_EXPIRED", raw, hint=hint)
+    return GeofedError("CERTIFICATE_INVALID", raw)
+
+
+def clock_of(trailing: Iterable[tuple[str, str | bytes]] | None) -> float | None:
+    """The server's clock in Unix seconds, as its answer's trailing metadata tells it; None: it is an older one."""
+    told = next((value for key, value in trailing or () if key == _CLOCK_KEY), None)
+    try:
+        return float(told) if isinstance(told, str) else None
+    except ValueError:
+        return None
+
+
+def _clock() -> tuple[str, str]:
+    return _CLOCK_KEY, f"{time.time():.3f}"
 
 
 def _trailing(error: grpc.RpcError) -> Sequence[Any]:
@@ -166,7 +195,7 @@ _Servicer = TypeVar("_Servicer")
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: GeofedError) -> None:
     status = _STATUS.get(error.exit, grpc.StatusCode.INTERNAL)
-    await context.abort(status, error.message, ((_ERROR_KEY, to_proto(error).SerializeToString()),))
+    await context.abort(status, error.message, ((_ERROR_KEY, to_proto(error).SerializeToString()), _clock()))
 
 
 async def _abort_unforeseen(context: grpc.aio.ServicerContext[Any, Any], method: str, error: Exception) -> None:
@@ -184,7 +213,9 @@ def answering(
     @functools.wraps(method)
     async def call(self: _Servicer, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            return await method(self, request, context)
+            answer = await method(self, request, context)
+            context.set_trailing_metadata((_clock(),))
+            return answer
         except GeofedError as error:
             await _abort(context, error)
         except (asyncio.CancelledError, grpc.aio.AbortError):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import itertools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -164,13 +166,64 @@ def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """A batch on a device, whatever it is made of."""
+    """A batch on a device, whatever it is made of: containers keep their types where they can be made anew, as
+    ``DataLoader`` does it for pinned memory. What holds no tensor is given back as it is.
+
+    Raises ``GeofedError("TASK_FAILED")`` where an object cannot be moved.
+    """
     if device.type == "cpu":
         return batch
+    try:
+        return _moved(batch, device)
+    except Exception as error:
+        if isinstance(error, GeofedError | MemoryError | torch.OutOfMemoryError):
+            raise
+        text = f"moving a batch to {device} raised {type(error).__name__}: {error}"
+        raise GeofedError("TASK_FAILED", text) from error
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: move(value, device) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return type(batch)(move(value, device) for value in batch)
+    if isinstance(batch, str | bytes | type):
+        return batch
+    if callable(getattr(batch, "to", None)):
+        # In place, and then without a result, or as another object.
+        return batch if (moved := batch.to(device)) is None else moved
+    if isinstance(batch, Mapping):
+        return _with_values(batch, {key: _moved(value, device) for key, value in batch.items()})
+    if isinstance(batch, Sequence):
+        return _with_items(batch, [_moved(value, device) for value in batch])
+    if is_dataclass(batch):
+        clone = copy.copy(batch)
+        for field in fields(batch):
+            if hasattr(batch, field.name):
+                # Also where it is frozen.
+                object.__setattr__(clone, field.name, _moved(getattr(batch, field.name), device))
+        return clone
     return batch
+
+
+def _with_values(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
+    if all(batch[key] is value for key, value in moved.items()):
+        return batch
+    if isinstance(batch, MutableMapping):
+        # Else what it has beside its items, a default factory for one, would be lost.
+        clone = copy.copy(batch)
+        clone.update(moved)
+        return clone
+    try:
+        return type(batch)(moved)  # type: ignore[call-arg]
+    except TypeError:
+        return moved
+
+
+def _with_items(batch: Sequence[Any], moved: list[Any]) -> Any:
+    if all(one is other for one, other in zip(batch, moved, strict=True)):
+        return batch
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*moved)
+    try:
+        return type(batch)(moved)  # type: ignore[call-arg]
+    except TypeError:
+        return tuple(moved) if isinstance(batch, tuple) else moved

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import itertools
+import json
 import os
+import shutil
 import sys
 import tempfile
 import time
 import traceback
-from dataclasses import asdict
+import zlib
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,14 +26,16 @@ from region_agent.worker.heap import keep_pages
 from region_agent.worker.holding import Holding, WholeModel
 from region_agent.worker.invocation import Invocation, Outcome, read_invocation
 from region_agent.worker.loop import WorkerLoop
+from region_agent.worker.modules import drop_task_modules
 from region_agent.worker.profile_call import ProfileCall, Profiled, is_profile_call, read_profile_call
 from region_agent.worker.profiling import profile, weigh
 from region_agent.worker.scratch import scratch_folder
 from region_agent.worker.stage import ModelStage, pipeline_of
-from region_agent.worker.task import Task, load_task, unpack
+from region_agent.worker.task import Task, load_task, task_fault, unpack
 from sync.channel import Channel, open_channel
 from sync.device import device
 from sync.pipeline import measure_messages
+from sync.seeding import seed_all
 
 __all__ = ["handle"]
 
@@ -64,16 +71,26 @@ def handle(event: Event, context: object) -> dict[str, object]:
         text = "the worker ran out of memory"
         outcome = answer(status="failed", code="FUNCTION_OUT_OF_MEMORY", message=text, hint=_TOO_SMALL)
     except Exception as error:  # noqa: BLE001 - the edge of the function: the agent must be told, not the platform
-        traceback.print_exc(file=sys.stderr)
-        outcome = answer(status="failed", code="INTERNAL", message=f"{type(error).__name__}: {error}")
+        fault = _fault_of(error)
+        outcome = answer(status="failed", code=fault.code, message=fault.message)
     return {"statusCode": 200, "body": outcome.model_dump_json(), "headers": {"Content-Type": "application/json"}}
+
+
+def _fault_of(error: Exception) -> GeofedError:
+    """The task's, where its own files are on the way to the error; else ours."""
+    bundles = _scratch() / "bundles"
+    for frame in traceback.extract_tb(error.__traceback__):
+        if Path(frame.filename).is_relative_to(bundles):
+            return task_fault(error, bundles / Path(frame.filename).relative_to(bundles).parts[0], "the task")
+    traceback.print_exc(file=sys.stderr)
+    return GeofedError("INTERNAL", f"{type(error).__name__}: {error}")
 
 
 def _profile(call: ProfileCall, begun: float) -> Profiled:
     _make_ready()
     channel = open_channel(call.channel, call.channel_address)
-    task = _task(channel, call)
-    told = weigh(call, task) if call.measure == "size" else profile(call, task, _data(call, task), begun)
+    task, data = _task_and_data(channel, call)
+    told = weigh(call, task) if call.measure == "size" else profile(call, task, data, begun)
     if told.layers:
         told = told.model_copy(update=_messages(channel))
     return told.model_copy(update={"seconds": time.monotonic() - begun, "channel": asdict(channel.usage)})
@@ -100,45 +117,102 @@ def _run(invocation: Invocation, begun: float) -> Outcome:
     if where.type == "cuda":
         print(f"computing on {where}, {torch.cuda.get_device_name(where)}", flush=True)
     channel = open_channel(invocation.channel, invocation.channel_address)
-    task = _task(channel, invocation)
-    return WorkerLoop(invocation, _holding(invocation, task, channel, begun), channel, begun).run()
+    return WorkerLoop(invocation, _holding(invocation, channel, begun), channel, begun).run()
 
 
-def _holding(invocation: Invocation, task: Task, channel: Channel, begun: float) -> Holding:
+def _holding(invocation: Invocation, channel: Channel, begun: float) -> Holding:
     if not invocation.stages:
-        return WholeModel(invocation, task, _data(invocation, task), channel, begun)
+        return WholeModel(invocation, *_task_and_data(channel, invocation), channel, begun)
     stage = pipeline_of(invocation).position(invocation.worker).stage
     # Only the ends of a pipeline look at samples: the first stage at inputs, the last at labels.
     reads = stage in (0, len(invocation.stages) - 1)
-    return ModelStage(invocation, task, _data(invocation, task) if reads else {}, channel)
+    return ModelStage(invocation, *_task_and_data(channel, invocation, keep=reads), channel)
 
 
-def _task(channel: Channel, invocation: Invocation | ProfileCall) -> Task:
+@dataclass
+class _Loaded:
+    """A task's module with the data sets that its `dataset` has made, which may lean on each other: what `dataset`
+    sets in the module must be there whenever the data are. They are kept, and let go of, together."""
+
+    mark: str
+    """Of what they were made of."""
+    task: Task
+    samples: int
+    """Of the training split."""
+    data: dict[str, Any] | None
+    """By split; None: they were made, and nobody here looks at them."""
+
+
+_loaded: _Loaded | None = None
+"""Kept while the replica serves the same job with the same files."""
+
+
+def _task_and_data(
+    channel: Channel, invocation: Invocation | ProfileCall, *, keep: bool = True
+) -> tuple[Task, dict[str, Any]]:
+    """The task, of which `dataset` has been called for every split; ``keep``: what that gave is wanted."""
+    global _loaded
+    files = {
+        split: [(file.name, file.path, file.size, file.shard) for file in of_split]
+        for split, of_split in invocation.splits.items()
+    }
+    made_of = [invocation.job, invocation.bundle_key, invocation.module, invocation.config, files, invocation.seed]
+    mark = json.dumps(made_of, sort_keys=True)
+    if _loaded is None or _loaded.mark != mark or (keep and _loaded.data is None):
+        _drop_loaded()
+        _loaded = _load(channel, invocation, mark, keep=keep)
+    if not _looks_at_data(invocation):
+        return _loaded.task, {}
+    _check_samples(invocation, _loaded.samples)
+    return _loaded.task, _loaded.data or {}
+
+
+def _looks_at_data(invocation: Invocation | ProfileCall) -> bool:
+    return isinstance(invocation, Invocation) or invocation.measure != "size"
+
+
+def _drop_loaded() -> None:
+    global _loaded
+    if _loaded is None:
+        return
+    folder, _loaded = _loaded.task.folder, None
+    drop_task_modules()
+    # Modules and what they define refer to each other, and may hold data.
+    gc.collect()
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(_scratch() / "data", ignore_errors=True)
+
+
+def _load(channel: Channel, invocation: Invocation | ProfileCall, mark: str, *, keep: bool) -> _Loaded:
+    if _looks_at_data(invocation) and "train" not in invocation.splits:
+        raise GeofedError("SHARD_UNREADABLE", "the region holds no training split")
     bundle = channel.get(invocation.bundle_key)
     if bundle is None:
         raise GeofedError("TASK_INVALID", f"the task folder {invocation.bundle_key} is not in the channel")
-    return load_task(unpack(bundle, _scratch() / "bundles"), invocation.module, dict(invocation.config))
-
-
-_loaded: dict[str, tuple[Any, Any]] = {}
-"""Datasets by split, kept while the replica serves the same job with the same files."""
-
-
-def _data(invocation: Invocation | ProfileCall, task: Task) -> dict[str, Any]:
-    data = {}
-    for split, files in invocation.splits.items():
-        mark = (invocation.job, invocation.bundle_key, [(file.name, file.path, file.size) for file in files])
-        if _loaded.get(split, (None, None))[0] != mark:
+    folder = unpack(bundle, _scratch() / "bundles")
+    # What a try has fetched is there for the next one of the same.
+    fetched = _scratch() / "data" / hashlib.sha256(mark.encode()).hexdigest()[:16]
+    try:
+        # What is drawn here must not depend on the replica either.
+        seed_all(invocation.seed)
+        task = load_task(folder, invocation.module, dict(invocation.config))
+        data: dict[str, Any] = {}
+        # The training split first, whatever the order in the region's file.
+        for split in sorted(invocation.splits, key=lambda name: (name != "train", name)):
+            seed_all(invocation.seed, zlib.crc32(invocation.region.encode()), zlib.crc32(split.encode()))
+            files = invocation.splits[split]
             shards = [
-                task.dataset(fetch_split(tuple(of_one), _scratch() / "data" / split / shard), split)
+                task.dataset(fetch_split(tuple(of_one), fetched / split / shard), split)
                 for shard, of_one in itertools.groupby(files, lambda file: file.shard)
             ]
-            _loaded[split] = (mark, joined(shards))
-        data[split] = _loaded[split][1]
-    if "train" not in data:
-        raise GeofedError("SHARD_UNREADABLE", "the region holds no training split")
-    _check_samples(invocation, len(data["train"]))
-    return data
+            data[split] = joined(shards)
+            if not keep:
+                data[split] = range(len(data[split]))
+    except BaseException:
+        drop_task_modules()
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return _Loaded(mark, task, len(data.get("train", ())), data if keep else None)
 
 
 def _check_samples(invocation: Invocation | ProfileCall, found: int) -> None:

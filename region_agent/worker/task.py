@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
-import importlib.util
 import io
 import math
 import operator
 import shutil
 import sys
 import tarfile
+import tempfile
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from geofed_pb.errors import GeofedError
+from region_agent.worker.modules import import_task
 from sync.pipeline import Layers
 
 __all__ = ["Task", "load_task", "task_errors", "task_fault", "unpack"]
@@ -70,6 +70,8 @@ class Task:
             data = self._functions["dataset"](path, split, dict(self.config))
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise GeofedError("TASK_INVALID", "dataset(...) must return something with a length and items")
+        with self.calling("the length of what dataset(...) returned"):
+            len(data)
         return data
 
     def loss(self, module: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -110,19 +112,20 @@ def _kind_of(value: Any) -> str:
 
 
 def unpack(bundle: bytes | memoryview, into: Path) -> Path:
-    """Unpack a task folder under its digest, once; refuses links, absolute paths and bombs."""
-    folder = into / hashlib.sha256(bundle).hexdigest()[:16]
-    if folder.exists():
-        return folder
-    partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    """Unpack a task folder into a new folder: what a task writes there must not come before another job's eyes.
+
+    Refuses links, absolute paths and bombs, and then leaves nothing.
+    """
+    into.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="task-", dir=into))
     try:
         with tarfile.open(fileobj=io.BytesIO(bundle), mode="r:gz") as archive:
-            _extract(archive, partial)
-    except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise GeofedError("TASK_INVALID", f"the packed task folder cannot be read: {error}") from None
-    partial.rename(folder)
+            _extract(archive, folder)
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, tarfile.TarError | gzip.BadGzipFile | zlib.error | EOFError):
+            raise GeofedError("TASK_INVALID", f"the packed task folder cannot be read: {error}") from None
+        raise
     return folder
 
 
@@ -146,21 +149,17 @@ def _extract(archive: tarfile.TarFile, into: Path) -> None:
 
 
 def load_task(folder: Path, module: str, config: dict[str, Any]) -> Task:
-    """Import a task module from its folder.
+    """Import a task module, in place of the task that is loaded in this process, if one is.
 
-    The folder goes to the end of ``sys.path``, so that a file of the user's never hides a library's or ours.
+    The folder becomes the working directory. Files in it, and beside the module, are found by the task's own imports
+    before anything else, and never hide a library's or ours from other code (`region_agent.worker.modules`).
     """
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
     path = folder / module
-    spec = importlib.util.spec_from_file_location("geofed_task", path)
     inside = path.resolve().is_relative_to(folder.resolve())
-    if spec is None or spec.loader is None or not (inside and path.is_file()):
+    if not (inside and path.is_file() and path.suffix == ".py"):
         raise GeofedError("TASK_INVALID", f"there is no task module {module}")
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules["geofed_task"] = loaded
     with task_errors(folder, "import"):
-        spec.loader.exec_module(loaded)
+        loaded = import_task(folder, module)
     functions = {
         name: function
         for name in ("model", "layers", "dataset", "loss", "metrics", "optimizer")

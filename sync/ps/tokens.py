@@ -1,4 +1,8 @@
-"""The workers' tokens: signed by the region's agent, bound to (job, partition, worker, attempt), short-lived."""
+"""The workers' tokens: signed by the region's agent, bound to (job, partition, worker, attempt), short-lived.
+
+Who signs and who verifies run on one machine, and measure a token's life by its monotonic clock: the wall clock may be
+set meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,6 @@ __all__ = ["LONGEST_LIFE", "WorkerIdentity", "new_key", "sign", "verify"]
 
 LONGEST_LIFE = timedelta(minutes=15)
 _AUDIENCE = "geofed-worker"
-_SKEW_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,6 @@ def new_key() -> str:
 
 def sign(identity: WorkerIdentity, key: str, life: timedelta) -> str:
     """A token that is good for ``life``, at most ``LONGEST_LIFE``."""
-    now = int(time.time())
     claims = {
         "aud": _AUDIENCE,
         "job": identity.job,
@@ -46,8 +48,7 @@ def sign(identity: WorkerIdentity, key: str, life: timedelta) -> str:
         "worker": identity.worker,
         "attempt": identity.attempt,
         "workers": identity.workers,
-        "iat": now,
-        "exp": now + int(min(life, LONGEST_LIFE).total_seconds()),
+        "ends": time.monotonic() + min(life, LONGEST_LIFE).total_seconds(),
     }
     return jwt.encode(claims, key, algorithm="HS256")
 
@@ -58,13 +59,15 @@ def verify(metadata: Iterable[tuple[str, str | bytes]], key: str, job: str, regi
     if not bearer.startswith("Bearer "):
         raise GeofedError("UNAUTHENTICATED", "a worker's call carries no token")
     try:
-        claims = jwt.decode(
-            bearer.removeprefix("Bearer "), key, algorithms=["HS256"], audience=_AUDIENCE, leeway=_SKEW_SECONDS
-        )
+        claims = jwt.decode(bearer.removeprefix("Bearer "), key, algorithms=["HS256"], audience=_AUDIENCE)
+        left = float(claims["ends"]) - time.monotonic()
         numbers = (int(claims[name]) for name in ("worker", "attempt", "workers"))
         identity = WorkerIdentity(claims["job"], claims["region"], *numbers)
     except (jwt.InvalidTokenError, KeyError, ValueError) as error:
         raise GeofedError("UNAUTHENTICATED", f"a worker's token is not good: {error}") from None
+    if not 0 < left <= LONGEST_LIFE.total_seconds():
+        # The machine may have started again since.
+        raise GeofedError("UNAUTHENTICATED", "a worker's token is not good: it has expired")
     if (identity.job, identity.region) != (job, region):
         raise GeofedError("FORBIDDEN", f"a token of {identity.job}/{identity.region} is used for {job}/{region}")
     return identity

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 from control_plane.client import Context, ControlClient
 from control_plane.spec import load, pack
 from geofed_pb.errors import GeofedError
+from region_agent.enrolment import join_federation
 from tests.control_plane.fake_agent import FakeAgent, digest_of, join
 from tests.control_plane.test_life_of_a_job import finish, train
 
@@ -227,3 +229,34 @@ def test_a_port_that_is_taken_has_its_code() -> None:
             bound_socket("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(GeofedError, match="CONFIG_INVALID"):
         bound_socket("203.0.113.1", 0)
+
+
+@pytest.mark.parametrize("host", ["[::1]", "::1", "[::]"])
+def test_it_listens_on_ipv6_and_tells_an_address_that_serves(tmp_path: Path, host: str) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    server = Server(tmp_path / "state")
+    listen = [part for name in ("listen", "agent-listen", "metrics-listen") for part in (f"--{name}", f"{host}:0")]
+    ports = server.start(*listen)
+
+    async def look() -> str:
+        async with server.client() as client:
+            await client.version()
+            told = (await client.invite("east", timedelta(hours=1))).token
+        return (await join_federation(told, tmp_path / "agent", f"::1:{ports['control']}")).address
+
+    try:
+        assert json.loads((server.state / "context.json").read_text())["address"] == f"[::1]:{ports['control']}"
+        assert asyncio.run(look()) == f"[::1]:{ports['agent']}"
+    finally:
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize("listen", ["::1", "[::1]", "a:b:7443", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:70000"])
+def test_an_address_that_is_none_is_refused_at_the_start(tmp_path: Path, listen: str) -> None:
+    words = ["serve", "--state-dir", str(tmp_path / "state"), "--listen", listen]
+    ran = subprocess.run([*COMMAND, *words], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert ran.returncode == 2
+    assert "CONFIG_INVALID" in ran.stderr

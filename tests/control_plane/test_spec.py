@@ -144,6 +144,22 @@ def test_deadlines_are_durations_or_times(job_file: Path) -> None:
     assert "time zone" in errors_of(job_file, JOB, "objective.deadline=2030-01-01T02:00:00")[0]
 
 
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("metadata.name=2026", "`metadata.name` must be text, and 2026 is a number: put it in quotes"),
+        ("metadata.labels={version: 1.5}", "`metadata.labels.version` must be text, and 1.5 is a number"),
+        ("metadata.labels={on: true}", "`metadata.labels.on` must be text, and True is a truth value"),
+    ],
+)
+def test_what_is_no_text_is_told_to_be_put_in_quotes(job_file: Path, setting: str, says: str) -> None:
+    assert says in errors_of(job_file, JOB, setting)[0]
+
+
+def test_dates_are_text(job_file: Path) -> None:
+    assert load(job_file, ["metadata.labels={as: 2026-11-05}"]).spec.metadata.labels == {"as": "2026-11-05"}
+
+
 def test_workers_are_stated_once_or_by_region(job_file: Path) -> None:
     for told, expected in (("3", 3), ("{a: 2, b: 1}", {"a": 2, "b": 1}), ("auto", None)):
         assert to_demand(load(job_file, [f"train.workers={told}"]).spec, "j", NOW).workers == expected
@@ -277,3 +293,17 @@ def test_a_wrong_task_module_is_told_with_its_line(tmp_path: Path, text: str, to
 
 def test_a_good_task_module_passes(job_file: Path) -> None:
     check_task(job_file.parent, "task.py")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from parts import *\n",
+        "from .parts import model, dataset, loss\n",
+        "try:\n  from parts import model\nexcept ImportError:\n  def model(c): ...\ndataset, loss = print, print\n",
+        "if True:\n  def model(c): ...\n  loss: object = model\nwith open('x') as dataset: ...\n",
+    ],
+)
+def test_functions_may_come_from_anywhere(tmp_path: Path, text: str) -> None:
+    (tmp_path / "task.py").write_text(text)
+    check_task(tmp_path, "task.py")

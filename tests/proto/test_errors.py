@@ -140,12 +140,20 @@ def test_who_could_not_be_reached_is_told_in_plain_words(details: str, told: str
     assert (error.code, error.message) == ("UNAVAILABLE", told)
 
 
-def test_a_certificate_that_is_not_trusted_is_told_as_that() -> None:
+@pytest.mark.parametrize(
+    ("why", "code", "hint"),
+    [
+        ("self signed in chain", "CERTIFICATE_INVALID", "join again"),
+        ("certificate is not yet valid: OK", "CERTIFICATE_INVALID", "this machine's clock says 20"),
+        ("certificate has expired: OK", "CERTIFICATE_EXPIRED", "this machine's clock says 20"),
+    ],
+)
+def test_a_certificate_that_is_not_trusted_is_told_as_that(why: str, code: str, hint: str) -> None:
     details = (
         "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:7443: Ssl handshake failed "
-        "(TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: "
-        "self signed in chain"
+        f"(TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: {why}"
     )
     nothing = grpc.aio.Metadata()
     error = error_of(grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, details))
-    assert error.code == "CERTIFICATE_INVALID"
+    assert error.code == code
+    assert hint in error.hint

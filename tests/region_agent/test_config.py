@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from region_agent.capacity import preemptible_left, say_preemptible_left
-from region_agent.config import RegionConfig, load_config
+from region_agent.config import RegionConfig, SplitConfig, load_config
 from region_agent.policy import check_partition, most_workers
 
 WHOLE = """\
@@ -121,6 +122,53 @@ def test_preemptible_workers_have_a_price_and_a_place(tmp_path: Path) -> None:
     with pytest.raises(GeofedError, match="preemptibleConstraints` is missing"):
         _load(tmp_path, told + gateway % "")
     _load(tmp_path, told + gateway % ", preemptibleConstraints: ['life=spot']")
+
+
+@pytest.mark.parametrize("date", ["2026-11", "2026-11-05", "'2026-11-05'"])
+def test_a_date_needs_no_quotes(tmp_path: Path, date: str) -> None:
+    config = _load(tmp_path, WHOLE + (PRICES % "").replace("2026-11", date))
+    assert config.prices is not None
+    assert config.prices.as_of == date.strip("'")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("asOf: 2026-11", "asOf: 2026", "prices.asOf: Input should be a valid string: put 2026 in quotes"),
+        ("source: t", "source: 1.5", "prices.source: Input should be a valid string: put 1.5 in quotes"),
+        ("asOf: 2026-11", "asOf: 2026-11-05T10:00:00Z", "prices.asOf: String should match"),
+        ("asOf: 2026-11", "asOf: 2026-13-45", "prices.asOf: Value error, '2026-13-45' is no date"),
+    ],
+)
+def test_what_is_no_text_is_told_to_be_put_in_quotes(tmp_path: Path, old: str, new: str, says: str) -> None:
+    with pytest.raises(GeofedError) as raised:
+        _load(tmp_path, WHOLE + (PRICES % "").replace(old, new))
+    assert raised.value.code == "CONFIG_INVALID"
+    assert says in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("uri", "ok"),
+    [
+        ("s3://b/k#1/?x", True), ("s3://b/", True), ("file:///d/x", True), ("a://b", False), ("cos://b/k", False),
+        ("s3://b", False), ("s3:///k", False), ("data/a#b", True),
+    ],
+)  # fmt: skip
+def test_addresses_of_shards_are_looked_at(uri: str, ok: bool) -> None:
+    told = {"uri": uri, "samples": 1}
+    if ok:
+        assert SplitConfig.model_validate(told).uri == uri
+    else:
+        with pytest.raises(ValidationError):
+            SplitConfig.model_validate(told)
+
+
+def test_hosts_may_be_ipv6_addresses(tmp_path: Path) -> None:
+    hosts = "advertise: '::1'\nserver: {exchangeHost: '::', workerHost: '[::1]'}\n"
+    config = _load(tmp_path, WHOLE + hosts)
+    assert (config.advertise, config.server.exchange_host, config.server.worker_host) == ("[::1]", "[::]", "[::1]")
+    with pytest.raises(GeofedError, match=r"advertise: Value error, '10\.0\.0\.1:70' is neither a name nor an address"):
+        _load(tmp_path, WHOLE + "advertise: 10.0.0.1:70\n")
 
 
 def test_processes_of_one_machine_share_its_cores(tmp_path: Path) -> None:

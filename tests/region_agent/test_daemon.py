@@ -171,3 +171,21 @@ def test_an_order_for_a_shard_is_kept_until_the_job_ends_or_refused_at_once(tmp_
             ("sending", {}),
             ("stopped", {"west": 5}),
         ]
+
+
+def test_folders_in_the_state_directory_are_told_as_absolute_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameter servers and workers run in other directories; without shared memory the channel is there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "state").mkdir()
+    monkeypatch.setattr(daemon.os, "access", lambda path, mode: str(path) != "/dev/shm")
+    config = RegionConfig.model_validate(
+        {
+            "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
+            "capacity": {"workers": 1},
+        }
+    )  # fmt: skip
+    agent = Agent(config, Path("state"))
+    assert agent._channel_folder() == tmp_path / "state" / "channel"
+    assert agent._state_dir == tmp_path / "state"

@@ -129,6 +129,7 @@ def on_a_loop(test: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[P
                 await test(scene)
             finally:
                 await scene.profiler.close()
+                handler._drop_loaded()
 
         monkeypatch.setattr(handler, "_scratch", lambda: tmp_path / "scratch")
         monkeypatch.setattr(machine_rates, "_FRESH_SECONDS", 0.01)
@@ -202,6 +203,18 @@ async def test_a_model_that_cannot_be_made_has_no_weight(scene: Scene) -> None:
     assert not [one for one in scene.told if one.HasField("weight")]
     scene.weigh("w2", region="west")
     assert (await scene.answer(2)).error.code == "RESIDENCY_VIOLATION"
+
+
+@on_a_loop
+async def test_a_model_that_needs_what_dataset_sets_is_weighed_after_it(scene: Scene) -> None:
+    task = LINEAR_TASK.replace("nn.Linear(4, 2)", "nn.Linear(width, 2)").replace(
+        "    held = np.load(uri)\n", "    global width\n    held = np.load(uri)\n    width = held['x'].shape[1]\n"
+    )
+    scene.bundle = pack({"task.py": task})
+    scene.weigh()
+    told = (await scene.answer()).weight
+    assert (told.parameters, told.note) == (10, "")
+    assert told.steps
 
 
 @on_a_loop

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+import posixpath
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from geofed_pb.errors import GeofedError
 from region_agent.config import DatasetConfig, SplitConfig, StoreConfig
@@ -25,6 +30,74 @@ def test_an_object_is_fetched_by_the_address_alone(
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     assert Path(fetch_split((file,), tmp_path / "into")).read_bytes() == b"one"
+
+
+def _put(store: StoreConfig, objects: dict[str, bytes], **more: str) -> None:
+    import boto3
+
+    client = boto3.client("s3", endpoint_url=store.endpoint_url, region_name="us-east-1")
+    for key, content in objects.items():
+        client.put_object(Bucket="shards", Key=key, Body=content, **more)
+    client.close()
+
+
+_REFUSED = {"", ".", ".."}
+_KEYS = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=40).filter(
+    lambda key: not key.endswith("/") and key.rpartition("/")[2] not in _REFUSED and len(key.encode()) < 250
+)
+
+
+@given(key=_KEYS)
+@example(key="run#1/train.npz")
+@example(key="q?v=2/train.npz")
+@example(key="pct%41/train.npz")
+@example(key="a+b; &c=d/e f.npz")
+@example(key="a/./b/../c.npz")
+@example(key="/begins//twice")
+@example(key="https://x/y?z#w")
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_object_that_is_fetched_is_the_one_that_is_written(
+    store: StoreConfig, tmp_path_factory: pytest.TempPathFactory, key: str
+) -> None:
+    # What a key would be taken for where it was taken apart as a URL's path.
+    others = {key.partition("#")[0], key.partition("?")[0], unquote(key), key.lstrip("/"), posixpath.normpath(key)}
+    _put(store, {other: b"another" for other in others - {"", ".", key} if not other.startswith("..")})
+    _put(store, {key: b"the one"})
+    files = shard_files(_dataset(f"s3://shards/{key}"), {"minio": store})["train"]
+    fetched = Path(fetch_split(files, tmp_path_factory.mktemp("into")))
+    assert fetched.read_bytes() == b"the one"
+    assert fetched.name == key.rpartition("/")[2]
+
+
+@pytest.mark.parametrize("prefix", ["run#1/", "q?v=2/", "100%41 %/", "uml ü 上海/", "a/../b/", "./", "twice//"])
+def test_the_objects_of_a_folder_are_those_of_its_prefix(store: StoreConfig, tmp_path: Path, prefix: str) -> None:
+    prefix = f"folders/{prefix}"
+    objects = {f"{prefix}{name}": name.encode() for name in ("a#1.npy", "b?c/d%20.npy", "e+f g.npy")}
+    _put(store, {**objects, "folders/run": b"another", "folders/q": b"another"})
+    folder = Path(fetch_split(shard_files(_dataset(f"s3://shards/{prefix}"), {"minio": store})["train"], tmp_path))
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert found == {key.removeprefix(prefix): content for key, content in objects.items()}
+
+
+@pytest.mark.parametrize(
+    "keys", [["x/./a", "x/a"], ["x//a"], ["x/../a"], ["x/a", "x/a/b"], ["x/" + "n" * 300]], ids=lambda keys: keys[0][:9]
+)
+def test_keys_that_are_no_paths_of_files_are_refused(store: StoreConfig, tmp_path: Path, keys: list[str]) -> None:
+    folder = f"refused-{abs(hash(tuple(keys)))}/"
+    _put(store, {folder + key: key.encode() for key in keys})
+    files = shard_files(_dataset(f"s3://shards/{folder}x/"), {"minio": store})["train"]
+    with pytest.raises(GeofedError) as raised:
+        fetch_split(files, tmp_path / "into")
+    assert raised.value.code == "SHARD_UNREADABLE"
+    assert "rename the object" in raised.value.hint
+
+
+def test_an_object_comes_as_it_is_stored(store: StoreConfig, tmp_path: Path) -> None:
+    """Its encoding is the owner's: the size that the store tells is that of the bytes that it keeps."""
+    packed = gzip.compress(bytes(100_000))
+    _put(store, {"packed.bin": packed}, ContentEncoding="gzip")
+    (file,) = shard_files(_dataset("s3://shards/packed.bin"), {"minio": store})["train"]
+    assert Path(fetch_split((file,), tmp_path)).read_bytes() == packed
 
 
 def test_a_folder_of_objects_is_a_folder(store: StoreConfig, tmp_path: Path) -> None:

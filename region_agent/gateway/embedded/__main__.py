@@ -108,12 +108,15 @@ def _bind(config: Config) -> tuple[socket.socket, str]:
         try:
             listener.bind(path)
         except OSError as error:
-            raise GeofedError("CONFIG_INVALID", f"cannot listen on unix:{path}: {error}") from error
+            hint = "the path of a Unix socket has 107 bytes at most, and its folder must be there"
+            raise GeofedError("CONFIG_INVALID", f"cannot listen on unix:{path}: {error}", hint=hint) from error
         os.chmod(path, 0o600)
         listener.listen(1024)
         return listener, f"unix://{path}"
     host, _, port = config.listen.rpartition(":")
     bare = host.strip("[]")
+    if ":" in bare:
+        host = f"[{bare}]"
     try:
         family = socket.getaddrinfo(bare, int(port), type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((bare, int(port)), family=family)

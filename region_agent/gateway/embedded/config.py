@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from geofed_pb.address import bracketed
 from geofed_pb.errors import GeofedError
 from region_agent.gateway.client import is_loopback
 from region_agent.gateway.embedded.table import Limits
@@ -127,7 +128,11 @@ class Config:
         if self.listen.startswith("unix:"):
             return self
         host, _, port = self.listen.rpartition(":")
-        if not host or not port.isdigit():
+        try:
+            named = bracketed(host)
+        except ValueError:
+            named = ""
+        if not named or not port.isdecimal():
             raise GeofedError("CONFIG_INVALID", f"listen {self.listen!r} is neither host:port nor unix:/path")
         if not is_loopback(host.strip("[]")):
             if self.tls_cert is None:

@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Coroutine
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -39,6 +40,7 @@ from region_agent.gateway.embedded.table import (
 )
 from region_agent.gateway.embedded.zygote_link import ZygoteEvents, ZygoteLink
 from region_agent.gateway.functions import FunctionSpec, FunctionStatus
+from region_agent.gateway.short_folders import remove_short_folder, short_folder
 
 __all__ = ["Provider"]
 
@@ -56,6 +58,7 @@ class Provider:
             config.state_dir / "logs", lines_in_memory=config.log_lines, file_bytes=config.log_file_bytes
         )
         self._runtime_fd = -1
+        self._temporary = Path()
         self._running: dict[str, Running] = {}
         self._created: dict[str, datetime] = {}
         self._last_failure: dict[str, str] = {}
@@ -69,6 +72,7 @@ class Provider:
         runtime = self.config.state_dir / "r"
         shutil.rmtree(runtime, ignore_errors=True)
         runtime.mkdir(mode=0o700)
+        self._temporary = short_folder(self.config.state_dir / "temporary-folders")
         self._runtime_fd = os.open(runtime, os.O_PATH | os.O_CLOEXEC)
         await self._zygote.start()
         if self.config.isolate and not self._zygote.can_isolate:
@@ -88,6 +92,7 @@ class Provider:
         if self._runtime_fd >= 0:
             os.close(self._runtime_fd)
             shutil.rmtree(self.config.state_dir / "r", ignore_errors=True)
+        remove_short_folder(self.config.state_dir / "temporary-folders")
 
     # requests
 
@@ -187,7 +192,7 @@ class Provider:
                 self._after(wait.total_seconds(), self.apply, due)
 
     async def _start_replica(self, name: str, spec: FunctionSpec) -> None:
-        running = Running.create(name, spec, self._runtime_fd, self.config)
+        running = Running.create(name, spec, self._runtime_fd, self.config, self._temporary)
         self._running[name] = running
         try:
             self.secrets.copy(spec.secrets, running.directory / "secrets")

@@ -76,6 +76,8 @@ class Running:
     name: str
     spec: FunctionSpec
     directory: Path
+    temporary: Path
+    """The folder ``tmp`` there, by a path that is short enough for sockets."""
     http: httpx.AsyncClient
     exited: asyncio.Future[str]
     limits: FunctionLimits
@@ -88,11 +90,13 @@ class Running:
     created_at: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     @classmethod
-    def create(cls, name: str, spec: FunctionSpec, runtime_fd: int, config: Config) -> Running:
-        """A replica that has a directory and no process."""
+    def create(cls, name: str, spec: FunctionSpec, runtime_fd: int, config: Config, links: Path) -> Running:
+        """A replica that has a directory and no process. ``links``: a folder with a short path."""
         directory = config.state_dir / "r" / name
         directory.mkdir(mode=0o700)
         (directory / "tmp").mkdir(mode=0o700)
+        temporary = links / name.rpartition("-")[2]
+        temporary.symlink_to(directory / "tmp")
         # Through the descriptor the socket's path stays below AF_UNIX's 108 bytes wherever the state lies.
         path = f"/proc/self/fd/{runtime_fd}/{name}/{SOCKET_NAME}"
         transport = UnixTransport(path, httpx.Limits(max_connections=None))
@@ -100,6 +104,7 @@ class Running:
             name=name,
             spec=spec,
             directory=directory,
+            temporary=temporary,
             http=httpx.AsyncClient(transport=transport, base_url=f"http://{name}", timeout=None, trust_env=False),
             exited=asyncio.get_running_loop().create_future(),
             limits=FunctionLimits.of(spec, config),
@@ -142,6 +147,7 @@ class Running:
                 await asyncio.wait_for(asyncio.shield(self.output.ended), 1)
             self.output.transport.close()
         await self.http.aclose()
+        self.temporary.unlink(missing_ok=True)
         await asyncio.to_thread(shutil.rmtree, self.directory, ignore_errors=True)
 
 
@@ -152,12 +158,13 @@ def replica_spec(running: Running, handler: str, config: Config) -> ReplicaSpec:
         "PATH": os.environ.get("PATH", os.defpath),
         "LANG": os.environ.get("LANG", "C.UTF-8"),
         "HOME": home,
-        "TMPDIR": str(running.directory / "tmp"),
+        "TMPDIR": str(running.temporary),
         "OPENFAAS_SECRETS": str(running.directory / "secrets"),
         "OPENFAAS_NAME": running.spec.service,
         **running.spec.env_vars,
     }
-    hidden = [str(path) for path in (config.state_dir, config.share_dir, *config.hide_paths) if path is not None]
+    covered = (config.state_dir, config.share_dir, running.temporary.parent, *config.hide_paths)
+    hidden = [str(path) for path in covered if path is not None]
     share = running.spec.annotations.get(SHARE_ANNOTATION, "")
     return ReplicaSpec(
         name=running.name,
@@ -166,7 +173,7 @@ def replica_spec(running: Running, handler: str, config: Config) -> ReplicaSpec:
         env=env,
         python_path=list(config.python_path),
         hidden=hidden if config.isolate else [],
-        kept=list(config.keep_paths),
+        kept=[*config.keep_paths, str(running.temporary)],
         # Where a name leads elsewhere there is nothing to share.
         read_only=[str(config.share_dir / share)] if config.share_dir is not None and is_dns_label(share) else [],
         threads=running.limits.threads,

@@ -9,6 +9,7 @@ import json
 import os
 import select
 import signal
+import stat
 import subprocess
 import threading
 import time
@@ -179,6 +180,56 @@ def test_a_model_is_exported_with_its_manifest(live: Federation, run: Run, job_f
     assert target.read_text() == "something else"
     assert run("export", job, "--output-file", str(target), "--yes").status == 0
     assert sorted(os.listdir(tmp_path)) == ["job", "model.safetensors", "model.safetensors.manifest.json"]
+
+
+def test_a_file_that_finds_no_space_is_told(live: Federation, run: Run, job_file: str) -> None:
+    job = run("submit", job_file, "--wait", "-o", "json").data["id"]
+    ran = run("export", job, "--output-file", "/dev/full", "-o", "json")
+    assert (ran.status, ran.error["code"]) == (6, "DISK_FULL")
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
+    ran = run("explain", job_file, "--plot", "/dev/full", "-o", "jsonl")
+    assert ran.status == 6
+    assert "DISK_FULL" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("setting", "taken"),
+    [
+        ("objective.deadline=3650d", True),
+        ("objective.deadline=99999999d", False),
+        (f"objective.deadline={'9' * 400}h", False),
+        ("objective.deadline=0.01ms", False),
+        ("objective.deadline=-2h", False),
+        ("objective.deadline=2199-12-31T23:59:59+14:00", True),
+        ("objective.deadline=9999-12-31T23:59:59-12:00", False),
+        ("objective.deadline=275760-09-13T00:00:00Z", False),
+        ("objective.deadline=0001-01-01T00:00:00+14:00", False),
+        ("objective={deadline: 1h, soft: [{deadline: 3650d}]}", True),
+        ("objective={deadline: 1h, soft: [{deadline: 99999999d}]}", False),
+        ("limits.lostRegion=99999999d", False),
+        ("limits.lostRegion=3650d", True),
+        ("function.slice=99999999d", False),
+        ("objective.budget=.inf", False),
+        ("train.end.steps=99999999999999999999", False),
+        ("train.end={epochs: .inf}", False),
+        ("train.batch=4294967296", False),
+        ("train.evaluateEvery=99999999999", False),
+    ],
+)
+def test_what_validate_takes_submit_takes(live: Federation, run: Run, job_file: str, setting: str, taken: bool) -> None:
+    valid = run("validate", job_file, "--set", setting, "-o", "json")
+    asked = run("submit", job_file, "--set", setting, "-o", "json")
+    if taken:
+        assert (valid.status, asked.status) == (0, 0), asked.err
+        run("cancel", asked.data["id"], "--yes")
+    else:
+        assert (valid.status, valid.error["code"]) == (3, "SPEC_INVALID")
+        assert (asked.status, asked.error["code"]) == (3, "SPEC_INVALID")
+
+
+def test_a_deadline_that_is_over_cannot_be_kept(live: Federation, run: Run, job_file: str) -> None:
+    ran = run("submit", job_file, "--set", "objective.deadline=2001-01-01T00:00:00Z", "-o", "json")
+    assert (ran.status, ran.error["code"]) == (9, "INADMISSIBLE")
 
 
 def test_what_has_ended_is_not_planned_anew(live: Federation, run: Run, job_file: str) -> None:

@@ -166,3 +166,37 @@ def test_a_reader_who_has_enough_is_no_failed_job() -> None:
 
 def test_rounds_are_told_as_a_range_where_regions_differ() -> None:
     assert [rounds_text(rounds) for rounds in ([], [7, 7], [30, 37, 33])] == ["0", "7", "30-37"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "control_plane.cli.main schema",
+        "control_plane.cli.main --help",
+        "control_plane.cli.main completion bash",
+        "control_plane.cli.main template list -o yaml",
+        "control_plane.cli.main version -o json",
+        "region_agent.cli version",
+        "deploy.emulator.cli profiles -o json",
+    ],
+)
+def test_output_that_finds_no_space_is_told(command: str) -> None:
+    module, *arguments = command.split()
+    words = [sys.executable, "-c", f"from {module} import main; main()", *arguments]
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ran.returncode == 6
+    assert "DISK_FULL" in ran.stderr
+    assert "standard output" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert "Exception ignored" not in ran.stderr
+
+
+def test_an_error_is_told_although_its_envelope_finds_no_space() -> None:
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "control_plane.cli.main", "validate", "nowhere.yaml", "-o", "json"],
+            stdout=full, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert ran.returncode == 3
+    assert ran.stderr.startswith("error[SPEC_NOT_FOUND]")

@@ -36,6 +36,7 @@ from support.processes import running_as
 
 from region_agent.gateway import BasicAuth, FunctionSpec, GatewayClient, RetryPolicy, timeout_env
 from region_agent.gateway.functions import Response
+from region_agent.gateway.short_folders import remove_short_folder
 
 HANDLERS = Path(__file__).parent / "handlers"
 QUICK = RetryPolicy(deadline=timedelta(seconds=2))
@@ -102,6 +103,10 @@ class Embedded:
         assert self.process is not None
         self.process.kill()
         self.process.wait(15)
+
+    def clean(self) -> None:
+        """Remove what one that was killed has left outside of its directories."""
+        remove_short_folder(Path(self.config.get("state_dir", self.state_dir)) / "temporary-folders")
 
     def family(self) -> list[psutil.Process]:
         """The gateway's descendants: the warm parent, replicas, and what these started."""
@@ -198,6 +203,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Embedded]]:
     yield start
     for embedded in started:
         embedded.kill()
+        embedded.clean()
 
 
 @pytest.fixture(scope="session")
@@ -207,6 +213,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
     embedded.start()
     yield embedded
     embedded.kill()
+    embedded.clean()
 
 
 @pytest.fixture(scope="session")

@@ -317,10 +317,31 @@ async def test_temporary_files_end_with_their_replica(launch) -> None:
         probe = await target.deploy()
         scratch = Path((await probe("scratch")).body.decode())
         home = Path(json.loads((await probe("env")).body)["environ"]["HOME"])
-        assert scratch.parent == home / "tmp"
-        assert scratch.exists()
+        assert (home / "tmp" / scratch.name).exists()
         await target.client.delete(probe.name)
-        until(lambda: not home.exists())
+        until(lambda: not home.exists() and not scratch.parent.exists())
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+async def test_processes_of_a_function_find_each_other_wherever_the_state_lies(
+    launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolate: bool
+) -> None:
+    """A socket's path is short; the folders for temporary files of the gateway and of its functions need not be."""
+    deep = tmp_path / ("deep" * 30)
+    (deep / "tmp").mkdir(parents=True)
+    monkeypatch.setenv("TMPDIR", str(deep / "tmp"))
+    embedded = launch(state_dir=str(deep / "state"), isolate=isolate)
+    async with open_target(embedded) as target:
+        probe = await target.deploy()
+        assert (await probe("listen")).body == b"heard"
+        short = Path((await probe("scratch")).body.decode()).parent.parent
+        other = await target.deploy()
+        isolated = (await target.client.info())["provider"]["isolation"] != "none"
+        assert len(json.loads((await other(f"list?path={short}")).body)) == (1 if isolated else 2)
+    embedded.kill()
+    assert short.exists()
+    embedded.start()
+    assert not short.exists()
 
 
 async def test_hidden_paths_stay_hidden(launch, tmp_path: Path) -> None:
@@ -428,6 +449,15 @@ async def test_unix_socket(launch, tmp_path: Path) -> None:
     async with GatewayClient(embedded.url, retry=QUICK) as client:
         assert await client.health()
         assert (tmp_path / "g.sock").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("listen", ["[::1]:0", "::1:0"])
+async def test_ipv6(launch, listen: str) -> None:
+    embedded = launch("--listen", listen)
+    assert embedded.url.startswith("http://[::1]:")
+    async with open_target(embedded) as target:
+        probe = await target.deploy()
+        assert (await probe("echo", b"x")).body == b"x"
 
 
 async def test_follower_of_logs_ends_with_the_function(shared) -> None:

@@ -1,4 +1,4 @@
-"""Worker functions that run in this process put what they unpack where the test's own files are."""
+"""Worker functions that run in this process put what they unpack where the test's own files are, and leave nothing."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import pytest
 from support.warm_workers import WarmParent
 
 from region_agent.worker import handler
+from region_agent.worker.modules import drop_task_modules
 
 
 @pytest.fixture(autouse=True)
-def _scratch_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _worker_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(handler, "_scratch", lambda: tmp_path / "scratch")
+    yield
+    handler._drop_loaded()
+    drop_task_modules()
 
 
 @pytest.fixture(scope="module")

@@ -47,8 +47,10 @@ class Data(Dataset):
         return X[index], X[index, :2]
 """
 
-MODEL, DATA, OPTIMIZER = "def model(config):\n    ", "def dataset(uri, split, config):\n    ", (
-    "def optimizer(parameters, config):\n    "
+MODEL, DATA, OPTIMIZER = (
+    "def model(config):\n    ",
+    "def dataset(uri, split, config):\n    ",
+    ("def optimizer(parameters, config):\n    "),
 )
 IN_LOSS = "def loss(model, batch):\n    "
 BROKEN: dict[str, tuple[str, str]] = {
@@ -84,7 +86,7 @@ BROKEN: dict[str, tuple[str, str]] = {
     "a quantised buffer": (
         MODEL + "net = nn.Linear(4, 2)\n    net.register_buffer('packed', torch.quantize_per_tensor(torch.ones(2), 0.1, "
         "0, torch.qint8))\n    return net",
-        "packed",
+        "",
     ),
     "complex128": (
         MODEL + "net = nn.Linear(4, 2)\n    net.register_buffer('turn', torch.ones(2, dtype=torch.complex128))\n"
@@ -183,7 +185,7 @@ BROKEN: dict[str, tuple[str, str]] = {
     "loss raises": (IN_LOSS + "return undefined_name", "undefined_name"),
     "loss takes three": ("def loss(model, batch, more):\n    return model(batch[0]).sum()", "loss"),
     "loss is None": (IN_LOSS + "pass", "NoneType"),
-    "loss is a number": (IN_LOSS + "return float(model(batch[0]).sum())", "float"),
+    "loss is a number": (IN_LOSS + "return model(batch[0]).sum().item()", "float"),
     "loss has many elements": (IN_LOSS + "return model(batch[0])", "shape"),
     "loss without a gradient": (IN_LOSS + "return model(batch[0]).sum().detach()", "backward"),
     "loss is complex": (IN_LOSS + "return model(batch[0]).sum() * 1j", "loss"),

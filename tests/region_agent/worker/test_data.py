@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 from geofed_pb.errors import GeofedError
 from region_agent.worker import fetching as module
 from region_agent.worker.batches import Batches
-from region_agent.worker.data import BatchStream, evaluation_batches, fetch_split, joined
+from region_agent.worker.data import BatchStream, evaluation_batches, fetch_split, joined, move
 from region_agent.worker.invocation import ShardFile, Stretch
 
 _SIZES = st.tuples(st.integers(1, 60), st.integers(1, 4), st.integers(1, 9))
@@ -237,6 +241,7 @@ def test_a_store_in_trouble_is_asked_again(store: Store, tmp_path: Path, trouble
         ("a.bin", ["403"], "a.bin: status 403", 1),
         ("a.bin", ["503"] * 9, "a.bin: status 503", 4),
         ("a.bin", ["hang up"] * 9, "a.bin: RemoteProtocolError", 4),
+        ("b.bin", ["longer"] * 9, "b.bin: the store gave 4 bytes of 5", 4),
     ],
 )
 def test_what_cannot_be_had_is_told_without_the_signature(
@@ -244,7 +249,7 @@ def test_what_cannot_be_had_is_told_without_the_signature(
 ) -> None:
     store.troubles = troubles
     with pytest.raises(GeofedError) as raised:
-        fetch_split((store.file(name),), tmp_path)
+        fetch_split((store.file(name, size=5 if "longer" in troubles else None),), tmp_path)
     assert (raised.value.code, raised.value.message) == ("SHARD_UNREADABLE", says)
     assert len(store.asked) == asked
 
@@ -311,3 +316,89 @@ def _of(starts: list[int], sizes: list[int], index: int) -> int:
 def test_a_single_shard_is_as_it_is() -> None:
     only = [1, 2]
     assert joined([only]) is only
+
+
+# On another device
+
+Pair = collections.namedtuple("Pair", "x y")
+META = torch.device("meta")
+
+
+class Encoding(collections.UserDict):  # type: ignore[type-arg]
+    """As tokenisers give it: it knows how to be moved."""
+
+    def to(self, where: torch.device) -> Encoding:
+        self.data = {key: value.to(where) for key, value in self.data.items()}
+        return self
+
+
+class Frozen(Mapping):  # type: ignore[type-arg]
+    def __init__(self, held: Any) -> None:
+        self._held = held
+
+    def __getitem__(self, key: object) -> Any:
+        return self._held[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+@dataclass(frozen=True)
+class Sample:
+    x: torch.Tensor
+    name: str = "a"
+
+
+class Stubborn:
+    def to(self, where: object) -> None:
+        raise RuntimeError("not today")
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [torch.ones(2), torch.ones(1)],
+        (torch.ones(2), "text", 3),
+        default_collate([Pair(torch.ones(2), 1), Pair(torch.ones(2), 0)]),
+        {"a": torch.ones(1), "b": [Pair(torch.ones(2), {"c": torch.ones(1)})]},
+        collections.OrderedDict(a=torch.ones(1)),
+        collections.defaultdict(list, a=[torch.ones(1)]),
+        collections.UserDict(a=torch.ones(1)),
+        collections.deque([torch.ones(1)]),
+        Encoding(a=torch.ones(1)),
+        Frozen({"a": torch.ones(1)}),
+        Sample(torch.ones(1)),
+        nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)]),
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_a_batch_is_moved_whatever_it_is_made_of(batch: Any) -> None:
+    moved = move(batch, META)
+    assert type(moved) is type(batch)
+    assert _devices(moved) == {"meta"}
+
+
+def _devices(held: Any) -> set[str]:
+    if isinstance(held, torch.Tensor):
+        return {held.device.type}
+    if isinstance(held, nn.utils.rnn.PackedSequence):
+        return _devices(held.data)
+    if isinstance(held, Mapping):
+        return set().union(*map(_devices, held.values()))
+    if isinstance(held, list | tuple | collections.deque):
+        return set().union(*map(_devices, held))
+    return _devices(held.x) if isinstance(held, Sample) else set()
+
+
+def test_what_holds_no_tensor_stays_as_it_is() -> None:
+    for batch in ("text", b"bytes", 3, None, range(3), torch.Size([2, 3]), ["a"], {"a": 1}):
+        assert move(batch, META) is batch
+
+
+def test_an_object_that_cannot_be_moved_is_the_tasks_failure() -> None:
+    with pytest.raises(GeofedError, match="moving a batch to meta raised RuntimeError: not today") as raised:
+        move([Stubborn()], META)
+    assert raised.value.code == "TASK_FAILED"

@@ -340,14 +340,13 @@ def test_a_worker_never_holds_more_parameters_than_its_stage(tmp_path: Path, wor
     call = invocation(server, WIDE_TASK, write_samples(tmp_path / "data.npz", 20), worker, stages=stages, micro_batch=4)
     channel = FileChannel(server.channel_folder)
     before = _held()
-    task = handler._task(channel, call)
-    holding = handler._holding(call, task, channel, time.monotonic())
+    holding = handler._holding(call, channel, time.monotonic())
     try:
         own = sum(parameter.nbytes for parameter in holding.flat.module.parameters())
         whole = 4 * sum(slot.size for slot in holding.layout.slots)
         assert own < whole / 2
         # While layers were made, and now.
-        assert sys.modules["geofed_task"].most - before <= own
+        assert sys.modules["task"].most - before <= own
         assert _held() - before == own
     finally:
         holding.close()
@@ -364,7 +363,7 @@ def test_a_stage_that_was_answered_early_lets_nobody_wait(tmp_path: Path) -> Non
     data, pipeline = write_samples(tmp_path / "data.npz", 20), PIPELINES["two stages in the background"]
     channel = FileChannel(server.channel_folder)
     calls = [invocation(server, TASK, data, worker, region_batch=8, **pipeline) for worker in range(2)]
-    holdings = [handler._holding(call, handler._task(channel, call), channel, time.monotonic()) for call in calls]
+    holdings = [handler._holding(call, channel, time.monotonic()) for call in calls]
     try:
         assert holdings[1].offer("init/1/1") == ""
         holdings[1].withdraw("")

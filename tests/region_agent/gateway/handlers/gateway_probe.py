@@ -139,6 +139,19 @@ def do_scratch(event: Any, context: Any, given: Any) -> Any:
     return tempfile.mkdtemp(prefix="scratch-")
 
 
+def do_list(event: Any, context: Any, given: Any) -> Any:
+    return json.dumps(sorted(os.listdir(given["path"])))
+
+
+def do_listen(event: Any, context: Any, given: Any) -> Any:
+    """What processes do that pass each other values: listen on a socket in the folder for temporary files."""
+    from multiprocessing.connection import Client, Listener
+
+    with Listener(family="AF_UNIX") as listener, Client(listener.address) as sender, listener.accept() as receiver:
+        sender.send("heard")
+        return receiver.recv()
+
+
 def do_random(event: Any, context: Any, given: Any) -> Any:
     import numpy as np
 
