@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data import fetch_split, joined
 from region_agent.worker.heap import keep_pages
@@ -65,7 +66,7 @@ def handle(event: Event, context: object) -> dict[str, object]:
         outcome = answer(status="failed", code="FUNCTION_OUT_OF_MEMORY", message=text, hint=_TOO_SMALL)
     except Exception as error:  # noqa: BLE001 - the edge of the function: the agent must be told, not the platform
         traceback.print_exc(file=sys.stderr)
-        outcome = answer(status="failed", code="INTERNAL", message=f"{type(error).__name__}: {error}")
+        outcome = answer(status="failed", code="INTERNAL", message=clean(f"{type(error).__name__}: {error}"))
     return {"statusCode": 200, "body": outcome.model_dump_json(), "headers": {"Content-Type": "application/json"}}
 
 

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from geofed_pb.bounds import bounded_metrics
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import worker_pb2
 from region_agent.worker.holding import Holding
@@ -324,7 +325,8 @@ class WorkerLoop:
         self._steady = False
         samples, metrics, told = 0, dict[str, float](), ""
         try:
-            samples, metrics = self._holding.evaluate(self._completed)
+            samples, found = self._holding.evaluate(self._completed)
+            metrics, told = bounded_metrics(found)
         except GeofedError as error:
             if error.code != "TASK_FAILED" or not self._holding.may_not_measure:
                 raise

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from geofed_pb.bounds import TEXT_BYTES, clean
 from geofed_pb.errors import GeofedError
 from sync.pipeline import Layers
 
@@ -175,8 +176,9 @@ def task_errors(folder: Path, doing: str) -> Iterator[None]:
         raise GeofedError("FUNCTION_OUT_OF_MEMORY", text, hint=_GPU_TOO_SMALL) from None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the edge to the user's code: anything may come
         traceback.print_exc(file=sys.stderr)
-        text = f"{doing} raised {type(error).__name__}: {error}{_place(error, folder)}"
-        raise GeofedError("TASK_FAILED", text) from None
+        # Where it was raised stands behind a message of any length.
+        text = clean(f"{doing} raised {type(error).__name__}: {error}", TEXT_BYTES // 2)
+        raise GeofedError("TASK_FAILED", f"{text}{_place(error, folder)}") from None
 
 
 def _place(error: BaseException, folder: Path) -> str:
