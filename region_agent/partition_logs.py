@@ -13,7 +13,7 @@ from region_agent.gateway import GatewayClient
 __all__ = ["FunctionLogs"]
 
 _AGAIN_SECONDS = 1.0
-_LONGEST_CATCH_UP_SECONDS = 3.0
+_LONGEST_CATCH_UP_SECONDS = 10.0
 
 
 class FunctionLogs:

@@ -29,7 +29,7 @@ LARGEST_MESSAGE_BYTES = 16 << 20
 SESSION_MESSAGE_BYTES = 2 << 20
 """What an agent and the control plane send each other at most. Peers of earlier versions take 4 MiB, and sent more:
 what is larger than this still arrives, and is cut where it does."""
-TEXT_BYTES = 8 << 10
+TEXT_BYTES = 4 << 10
 """Of an error's message or hint, or of a condition."""
 LOG_LINE_BYTES = 4000
 NAME_BYTES = 200

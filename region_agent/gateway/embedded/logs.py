@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
-from typing import TextIO
 
 from region_agent.gateway.functions import LogLine
 from region_agent.line_buffer import LineBuffer, dropped_text
@@ -19,7 +19,7 @@ __all__ = ["LogQuery", "LogStore", "pipe_to_lines"]
 
 _MAX_LINE_BYTES = 16 * 1024
 _LINE_OVERHEAD_BYTES = 300
-_FOLLOWER_BYTES, _RING_BYTES = 4 << 20, 16 << 20
+_FOLLOWER_BYTES, _RING_BYTES = 2 << 20, 16 << 20
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class LogStore:
         self._file_bytes = file_bytes
         self._rings: dict[str, _Ring] = {}
         self._followers: set[_Follower] = set()
-        self._files: dict[str, TextIO] = {}
+        self._files: dict[str, tuple[FileIO, int]] = {}
+        """Open, with the bytes in each."""
 
     def append(self, function: str, instance: str, text: str) -> None:
         """Take a line."""
@@ -88,27 +89,23 @@ class LogStore:
                 follower.lines.add(line, _size(line))
                 follower.news.set()
 
-    async def read(self, query: LogQuery) -> AsyncIterator[LogLine]:
-        """Lines in order of arrival; where a reader is slow, the middle of what it lags behind is dropped."""
+    async def read(self, query: LogQuery) -> AsyncIterator[list[LogLine]]:
+        """Lines in order of arrival, as many at a time as there are; where a reader is slow, the middle of what it lags
+        behind is dropped."""
         ring = self._rings.get(query.name)
         past = [line for line in ring.lines if _matches(line, query)] if ring is not None else []
         follower = _Follower(query)
         if query.follow:
             self._followers.add(follower)
         try:
-            for line in past if query.tail is None else past[len(past) - min(query.tail, len(past)) :]:
-                yield line
+            yield past if query.tail is None else past[len(past) - min(query.tail, len(past)) :]
             while query.follow and (follower.lines or not follower.ended):
                 await follower.news.wait()
                 if not follower.ended:
                     follower.news.clear()
                 first, dropped, newest = follower.lines.take()
-                for line in first:
-                    yield line
-                if dropped:
-                    yield replace(newest[0], text=dropped_text(dropped))
-                for line in newest:
-                    yield line
+                gap = [replace(newest[0], text=dropped_text(dropped))] if dropped else []
+                yield [*first, *gap, *newest]
         finally:
             self._followers.discard(follower)
 
@@ -118,16 +115,20 @@ class LogStore:
             if function in (None, follower.query.name):
                 follower.end()
         for name in [name for name in self._files if function in (None, name)]:
-            self._files.pop(name).close()
+            self._files.pop(name)[0].close()
 
     def _write(self, line: LogLine) -> None:
         path = self._directory / f"{line.name}.log"
         record = {"instance": line.instance, "timestamp": line.timestamp.isoformat(), "text": line.text}
-        if (file := self._files.get(line.name)) is None:
-            file = self._files[line.name] = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - it is closed in `end`
-        file.write(json.dumps(record) + "\n")
-        if file.tell() > self._file_bytes:
-            self._files.pop(line.name).close()
+        if (held := self._files.get(line.name)) is None:
+            opened = FileIO(path, "a")
+            held = (opened, opened.tell())
+        written = json.dumps(record).encode() + b"\n"
+        file, size = held
+        file.write(written)
+        self._files[line.name] = (file, size + len(written))
+        if size + len(written) > self._file_bytes:
+            self._files.pop(line.name)[0].close()
             os.replace(path, path.with_suffix(".log.1"))
 
 
