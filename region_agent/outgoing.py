@@ -59,7 +59,7 @@ def _substitute(message: agent_pb2.FromAgent | None, error: GeofedError) -> agen
     kind = message.WhichOneof("body") if message is not None else None
     if message is None or kind not in ("partition", "happening", "profile"):
         text = f"{'log lines' if kind == 'logs' else 'a report'} could not be delivered: {error}"
-        told = agent_pb2.Happening(kind="report.undeliverable", text=text)
+        told = agent_pb2.Happening(kind="message.undeliverable", text=text)
         return agent_pb2.FromAgent(seq=message.seq if message is not None else 0, happening=told)
     if kind == "profile":
         news = agent_pb2.ProfileReport(id=message.profile.id, error=to_proto(error))
@@ -67,7 +67,7 @@ def _substitute(message: agent_pb2.FromAgent | None, error: GeofedError) -> agen
     if kind == "happening":
         text = f"an event of kind {clean(message.happening.kind, 64)} could not be delivered: {error}"
         told = agent_pb2.Happening(
-            job=message.happening.job, at=message.happening.at, kind="report.undeliverable", text=text
+            job=message.happening.job, at=message.happening.at, kind="message.undeliverable", text=text
         )
         return agent_pb2.FromAgent(seq=message.seq, happening=told)
     report = message.partition

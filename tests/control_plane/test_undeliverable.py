@@ -11,6 +11,7 @@ import pytest
 from control_plane.server import ServeConfig
 from control_plane.store import Change, CommandRow, open_store
 from geofed_pb.bounds import LARGEST_MESSAGE_BYTES, MOST_METRICS, SESSION_MESSAGE_BYTES, TRUNCATED
+from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, common_pb2
 from tests.control_plane.conftest import Stage, staged
 from tests.control_plane.fake_agent import FakeAgent
@@ -129,6 +130,18 @@ def test_a_stored_command_that_cannot_be_sent_fails_its_job_alone(
             assert (ended.state, ended.error.code) == ("failed", "FRAME_INVALID" if payload else "LIMIT_EXCEEDED")
             assert "of region a is set aside" in ended.error.message
             await _next_job_succeeds(stage, job_file, a, b, "r2")
+
+    run(scenario())
+
+
+def test_a_job_file_that_no_agent_could_be_told_is_refused(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            await bring_up(stage)
+            with pytest.raises(GeofedError) as raised:
+                await stage.submit(job_file, overrides=("task.config.words=" + "x" * (1 << 20),))
+            assert raised.value.code == "LIMIT_EXCEEDED"
+            assert await stage.client.jobs(ended=True) == []
 
     run(scenario())
 

@@ -25,9 +25,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 TINY = ("train.end.epochs=1", "train.evaluateEvery=0", "wan.interval=10")
 LONG_TEXT = "def loss(model, batch):\n    raise RuntimeError('unexpected keys: ' + 'größer, ' * 1_000_000)\n"
 UNFIT_TEXT = "def loss(model, batch):\n    raise RuntimeError('cannot read caf\\udce9\\0.txt')\n"
-NOISY = (
-    "def loss(model, batch):\n    for number in range(100_000):\n        print('line', number)\n    undefined_name()\n"
-)
+NOISY = "def loss(model, batch):\n    for n in range(100_000):\n        print('line', n)\n    undefined_name()\n"
 MANY_METRICS = (
     "def metrics(model, batches):\n"
     "    many = {f'recall of class number {n} of all the classes that there are': 0.5 for n in range(60_000)}\n"

@@ -335,7 +335,7 @@ def test_a_stored_report_that_cannot_be_read_is_set_aside(tmp_path: Path) -> Non
         session = await control.next_session()
         await session.welcome()
         told = await session.heard("happening")
-        assert (told.seq, told.happening.kind) == (1, "report.undeliverable")
+        assert (told.seq, told.happening.kind) == (1, "message.undeliverable")
         assert (await session.heard("partition")).seq == 2
         ((kind, seq, reason, raw),) = agent.store.set_aside()
         assert (kind, seq, raw) == ("report", 1, b"\xff" * 10)
