@@ -146,12 +146,12 @@ def _put_back(running: Running, region: str, copy: Path) -> None:
 def test_a_region_whose_state_is_put_back_from_a_copy_takes_part_again(
     alone: Running, tmp_path: Path, exchange: str
 ) -> None:
-    long = ("train.end.epochs=24", "train.evaluateEvery=0", "wan.interval=10", f"wan.exchange={exchange}")
+    long = ("train.end.epochs=16", "train.evaluateEvery=0", "wan.interval=10", f"wan.exchange={exchange}")
     job = alone.submit(*long)
     alone.wait_round(job, 2)
     shutil.copytree(_stop(alone, "oslo"), tmp_path / "copy", symlinks=True)
     alone.federation.start_agent("oslo")
-    alone.wait_round(job, 6)
+    alone.wait_round(job, 5)
     _put_back(alone, "oslo", tmp_path / "copy")
     described = alone.wait_end(job)
     if exchange == "synchronous":
