@@ -11,9 +11,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from control_plane.blobs import BlobStore
 from control_plane.server import ServeConfig
@@ -46,12 +47,13 @@ class Conversation(RuleBasedStateMachine):
         self._taken: list[str] = []
         self._owed_reports: set[str] = set()
         self._owed_commands: set[str] = set()
-        self._copies = {"agent": False, "control": False}
-        for end in self._copies:
+        for end in ("agent", "control"):
             (self._folder / end).mkdir()
         self._start_control()
         self._start_agent()
         self._loop.run_until_complete(self._invite())
+        for end in ("agent", "control"):
+            self.copy(end)
 
     def teardown(self) -> None:
         self._stop_control()
@@ -112,30 +114,17 @@ class Conversation(RuleBasedStateMachine):
         self._down(end)
         shutil.rmtree(self._folder / f"{end}-copy", ignore_errors=True)
         shutil.copytree(self._folder / end, self._folder / f"{end}-copy")
-        self._copies[end] = True
         self._up(end)
 
-    @precondition(lambda self: any(self._copies.values()))
     @rule(end=st.sampled_from(["agent", "control"]))
     def put_back(self, end: str) -> None:
-        if not self._copies[end]:
-            return
+        """The last copy; the first one of an agent is of an empty disk."""
         self._down(end)
         shutil.rmtree(self._folder / end)
         shutil.copytree(self._folder / f"{end}-copy", self._folder / end)
         self._up(end)
         self._restored = True
         # What was said before is told anew by the orders that follow; what is said from now on must arrive.
-        self._owed_reports.clear()
-        self._owed_commands.clear()
-
-    @rule()
-    def lose_the_agents_disk(self) -> None:
-        self._down("agent")
-        shutil.rmtree(self._folder / "agent")
-        (self._folder / "agent").mkdir()
-        self._up("agent")
-        self._restored = True
         self._owed_reports.clear()
         self._owed_commands.clear()
 
@@ -208,6 +197,34 @@ class Conversation(RuleBasedStateMachine):
         for message in messages:
             if acknowledged and message.HasField("report_ack"):
                 self._queue.acknowledged(message.report_ack.seq)
+
+
+@pytest.mark.parametrize("end", ["agent", "control"])
+@pytest.mark.parametrize("more", [0, 1, 2, 3])
+def test_what_is_said_after_a_copy_was_put_back_arrives_however_much_it_is(end: str, more: int) -> None:
+    """Also where it is as much as, or more than, what the other side has of before."""
+    talk = Conversation()
+    try:
+        talk.report()
+        talk.command()
+        talk.session()
+        talk.copy(end)
+        for _ in range(2):
+            talk.report()
+            talk.command()
+        talk.session()
+        talk.put_back(end)
+        for _ in range(more):
+            talk.report()
+            talk.command()
+        talk.restart(end)
+        talk.report()
+        talk.session()
+        talk.report()
+        talk.command()
+        talk.session()
+    finally:
+        talk.teardown()
 
 
 Conversation.TestCase.settings = settings(
