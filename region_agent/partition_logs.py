@@ -52,8 +52,10 @@ class FunctionLogs:
 
         What becomes of a call is told after what it has written.
         """
+        if not self._followed:
+            return
         with contextlib.suppress(GeofedError, TimeoutError):
-            async with asyncio.timeout(_LONGEST_CATCH_UP_SECONDS if self._followed else 0):
+            async with asyncio.timeout(_LONGEST_CATCH_UP_SECONDS):
                 async for newest in self._gateway.logs(self._function, tail=1):
                     while self._followed and self._read < newest.timestamp:
                         self._news.clear()

@@ -32,6 +32,8 @@ from geofed_pb.v1 import common_pb2, control_pb2, control_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _PAGE_BYTES, _PAGE_ITEMS = 1 << 20, 1000
+_WHOLE_BYTES = 3 << 20
+"""For a client that asks for no second page, and takes 4 MiB."""
 _Message = TypeVar("_Message", control_pb2.Job, control_pb2.Region)
 INVITATION_SECONDS = 24 * 3600
 _REGION_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
@@ -223,7 +225,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         """A page of regions, sorted by name."""
         self._admit(context)
         names = sorted(name for name in self._federation.regions if name > request.after)
-        regions, more = _page(self._federation.describe_region(self._federation.regions[name]) for name in names)
+        described = (self._federation.describe_region(self._federation.regions[name]) for name in names)
+        regions, more = _page(described, _PAGE_BYTES if request.paged else _WHOLE_BYTES)
         if more and not request.paged:
             hint = "use the command line of the control plane's version"
             raise GeofedError("LIMIT_EXCEEDED", f"{len(names)} regions do not fit into one answer", hint=hint)
@@ -299,13 +302,13 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return caller_of(shown, self.door.token_hash, self._federation.users.values())
 
 
-def _page(messages: Iterable[_Message]) -> tuple[list[_Message], bool]:
+def _page(messages: Iterable[_Message], most_bytes: int = _PAGE_BYTES) -> tuple[list[_Message], bool]:
     """As many as an answer should hold, and whether there are more."""
     found: list[_Message] = []
     total = 0
     for message in messages:
         total += message.ByteSize()
-        if found and (total > _PAGE_BYTES or len(found) >= _PAGE_ITEMS):
+        if found and (total > most_bytes or len(found) >= _PAGE_ITEMS):
             return found, True
         found.append(message)
     return found, False
