@@ -126,10 +126,16 @@ class ControlClient:
         return reply
 
     async def jobs(self, *, ended: bool = False, limit: int = 100) -> list[control_pb2.Job]:
-        """Jobs, newest first."""
+        """Jobs, newest first, page by page; without spec, plan and result."""
+        found: list[control_pb2.Job] = []
         with _mapped():
-            request = control_pb2.ListJobsRequest(all=ended, limit=limit)
-            return list((await self._stub.ListJobs(request, **self._options())).jobs)
+            while True:
+                after = found[-1].id if found else ""
+                request = control_pb2.ListJobsRequest(all=ended, limit=limit - len(found), after=after)
+                reply = await self._stub.ListJobs(request, **self._options())
+                found += reply.jobs
+                if not reply.more or not reply.jobs or len(found) >= limit:
+                    return found
 
     async def cancel(self, job: str, reason: str = "") -> control_pb2.Job:
         """Have a job end."""
@@ -164,9 +170,15 @@ class ControlClient:
         return reply
 
     async def regions(self) -> list[control_pb2.Region]:
-        """All regions, sorted by name."""
+        """All regions, sorted by name, page by page."""
+        found: list[control_pb2.Region] = []
         with _mapped():
-            return list((await self._stub.ListRegions(control_pb2.ListRegionsRequest(), **self._options())).regions)
+            while True:
+                request = control_pb2.ListRegionsRequest(after=found[-1].name if found else "", paged=True)
+                reply = await self._stub.ListRegions(request, **self._options())
+                found += reply.regions
+                if not reply.more or not reply.regions:
+                    return found
 
     async def invite(self, region: str, ttl: timedelta = timedelta(hours=24)) -> control_pb2.InviteReply:
         """A one-time token for a region."""

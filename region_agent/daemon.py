@@ -9,13 +9,14 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import to_proto
 from geofed_pb.v1 import agent_pb2
@@ -26,6 +27,7 @@ from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess
 from region_agent.gateway import BasicAuth, GatewayClient
 from region_agent.hub import Hub
 from region_agent.identity import Identity
+from region_agent.log_shipping import LogShipping
 from region_agent.offering import Offering
 from region_agent.partition import Partition, Surroundings
 from region_agent.partition_events import Happened, PublishAsked, Scaled, Stopped
@@ -46,9 +48,6 @@ __all__ = ["Agent", "run"]
 _log = logging.getLogger("geofed.agent")
 _TICK_SECONDS = 1.0
 _LOG_FLUSH_SECONDS = 0.3
-_LONGEST_LOG_LINE = 4000
-_LARGEST_LOG_BATCH_BYTES = 256 << 10
-_MOST_REPORTS_WAITING = 4096
 _RENEW_AGAIN_SECONDS = 30.0
 _CLOSING_SECONDS = 5.0
 _SENDING = "sending"
@@ -98,7 +97,7 @@ class Agent:
         self._gateway: EmbeddedGatewayProcess | None = None
         self._around: Surroundings | None = None
         self._profiler: Profiler | None = None
-        self._lines: list[agent_pb2.LogRecord] = []
+        self._logs = LogShipping(self._store, self._hub.send_durably)
         self._closing: set[asyncio.Task[None]] = set()
         self._full = False
         self.stopped = asyncio.Event()
@@ -170,9 +169,9 @@ class Agent:
             fetch_bundle=self._fetch_bundle,
             fetch_model=self._hub.fetch_file,
             publish_model=self._publish_model,
-            report=lambda message, durable: self._hub.report(message, durable=durable),
+            report=self._report,
             happened=self._happened,
-            log=self._log_line,
+            log=self._logs.add,
         )
 
     def _channel_folder(self) -> Path:
@@ -251,24 +250,20 @@ class Agent:
 
     def _happened(self, job: str, action: Happened) -> None:
         message = agent_pb2.Happening(
-            job=job, at=time.time(), kind=action.kind, text=action.text, data_json=json.dumps(action.data)
+            job=job, at=time.time(), kind=action.kind, text=clean(action.text), data_json=json.dumps(action.data)
         )
         self._hub.send_durably(agent_pb2.FromAgent(happening=message))
-
-    def _log_line(self, job: str, source: str, text: str) -> None:
-        record = agent_pb2.LogRecord(job=job, at=time.time(), source=source, text=text[:_LONGEST_LOG_LINE])
-        self._lines.append(record)
 
     async def _flush_logs(self) -> None:
         while True:
             await asyncio.sleep(_LOG_FLUSH_SECONDS)
-            lines, self._lines = self._lines, []
-            if lines and self._store.reports_waiting() > _MOST_REPORTS_WAITING:
-                # The control plane is away for long: what must not be lost still finds room.
-                _log.warning("%d lines of job logs were dropped", len(lines))
-                continue
-            for batch in _batches(lines):
-                self._hub.send_durably(agent_pb2.FromAgent(logs=agent_pb2.LogBatch(records=batch)))
+            self._logs.flush()
+
+    def _report(self, message: agent_pb2.PartitionReport, durable: bool) -> None:
+        if durable:
+            # Whoever reads why a job has failed looks into its log.
+            self._logs.flush_job(message.job)
+        self._hub.report(message, durable=durable)
 
     def _charge_interrupted(self) -> None:
         """Invocations that were open when an earlier life of the agent died ran at most until it was last seen."""
@@ -444,6 +439,24 @@ class Agent:
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
+    def state_restored(self) -> None:
+        """Parameter servers with an older state lack updates that others have forgotten: they begin without one, as
+        after the loss of a disk. A partition that trains alone goes on from what it has."""
+        for partition in list(self._partitions.values()):
+            if len(partition.start.regions) > 1:
+                beginning = asyncio.create_task(self._begin_anew(partition))
+                self._closing.add(beginning)
+                beginning.add_done_callback(self._closing.discard)
+
+    async def _begin_anew(self, partition: Partition) -> None:
+        await partition.close()
+        await partition.forget_state()
+        row = self._store.partition(partition.job)
+        if row is not None and self._partitions.get(partition.job) is partition:
+            start = agent_pb2.StartPartition.FromString(row.start)
+            start.resumed = True
+            self._take_up(start)
+
     def profile(self, command: agent_pb2.ProfileTask) -> None:
         if self._profiler is not None:
             self._profiler.ask(command)
@@ -478,20 +491,6 @@ class Agent:
         closing = asyncio.create_task(drain())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-
-
-def _batches(lines: list[agent_pb2.LogRecord]) -> Iterator[list[agent_pb2.LogRecord]]:
-    """Cut log lines so that each message stays well below what gRPC takes."""
-    batch: list[agent_pb2.LogRecord] = []
-    size = 0
-    for line in lines:
-        if batch and size + line.ByteSize() > _LARGEST_LOG_BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(line)
-        size += line.ByteSize()
-    if batch:
-        yield batch
 
 
 async def run(config: RegionConfig, state_dir: Path) -> None:

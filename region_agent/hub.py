@@ -17,10 +17,12 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
+from geofed_pb.bounds import SESSION_MESSAGE_BYTES
 from geofed_pb.errors import GeofedError
-from geofed_pb.rpc import CHUNK_BYTES, CONTROL_PLANE_NAME, channel, error_of
+from geofed_pb.rpc import CHUNK_BYTES, CONTROL_PLANE_NAME, channel, error_of, to_proto
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 from region_agent.identity import Identity
+from region_agent.outgoing import ReportQueue, fitted, is_passing, too_large
 from region_agent.store import AgentStore
 from sync.framing import digest_of
 from sync.ps.storage import disk_full_is_told
@@ -33,6 +35,16 @@ _BACKOFF_MOST_SECONDS = 3.0
 _SILENCE_LEASES = 1.0
 """A session that has brought nothing for this many leases is dead, whatever TCP says."""
 _DEFAULT_LEASE_SECONDS = 30.0
+
+
+_OF_A_JOB = (
+    agent_pb2.StartPartition,
+    agent_pb2.Peers,
+    agent_pb2.StopPartition,
+    agent_pb2.ScalePartition,
+    agent_pb2.PublishModel,
+    agent_pb2.SendShard,
+)
 
 
 class Commands(Protocol):
@@ -50,12 +62,16 @@ class Commands(Protocol):
     def weigh(self, command: agent_pb2.ProfileTask) -> None:
         """The same."""
 
+    def state_restored(self) -> None:
+        """What is kept here is older than what the control plane was told: it was put back from a copy."""
+
 
 class Hub:
     """One region's side of the session.
 
     Commands are stored before they are acknowledged, reports before they are sent; after a break, each side tells
-    the other how far it has come, and both go on from there.
+    the other how far it has come, and both go on from there. A message that can never be delivered, or never be carried
+    out, is set aside, and its job fails with the reason; what stands behind it goes on.
     """
 
     def __init__(self, identity: Identity, store: AgentStore, catalogue: Callable[[], str], version: str) -> None:
@@ -69,6 +85,7 @@ class Hub:
         self.connected = False
         self._turned = asyncio.Event()
         """A session has begun or ended."""
+        self._reports = ReportQueue(store)
         self.last_heard = 0.0
         """Unix seconds of the last message from the control plane."""
         self.skew_seconds = 0.0
@@ -81,17 +98,18 @@ class Hub:
     def report(self, message: agent_pb2.PartitionReport, *, durable: bool) -> None:
         """Tell how a partition stands; of those that may be lost only the newest is kept."""
         key = f"partition {message.job}"
+        whole = fitted(agent_pb2.FromAgent(partition=message))
         if durable:
-            stored = self._store.add_report(agent_pb2.FromAgent(partition=message).SerializeToString())
+            stored = self._store.add_report(whole.SerializeToString())
             # What waits to be sent is older than this, and would be taken for news behind it.
             self._passing.pop(key, None)
         if not durable or not stored:
-            self._passing[key] = agent_pb2.FromAgent(partition=message)
+            self._passing[key] = whole
         self._news.set()
 
     def tell_profile(self, report: agent_pb2.ProfileReport) -> None:
         """Tell how far a profile is; only its newest word is kept."""
-        self._passing[f"profile {report.id}"] = agent_pb2.FromAgent(profile=report)
+        self._passing[f"profile {report.id}"] = fitted(agent_pb2.FromAgent(profile=report))
         self._news.set()
 
     def tell_capacity(self, preemptible: int) -> None:
@@ -101,7 +119,7 @@ class Hub:
         self._news.set()
 
     def send_durably(self, message: agent_pb2.FromAgent) -> None:
-        self._store.add_report(message.SerializeToString())
+        self._store.add_report(fitted(message).SerializeToString())
         self._news.set()
 
     # The session
@@ -130,7 +148,9 @@ class Hub:
                 backoff = _BACKOFF_FIRST_SECONDS
             except grpc.RpcError as raised:
                 self._identity.check()
-                self._note(error_of(raised))
+                self._note(error := error_of(raised))
+                if self.connected and not is_passing(error):
+                    self._reports.broke(error)
             except TimeoutError:
                 self._note(GeofedError("UNAVAILABLE", "the control plane has gone silent"))
             except GeofedError as error:
@@ -162,13 +182,17 @@ class Hub:
                 boot_id=self._boot_id,
                 command_cursor=self._store.command_cursor(),
                 catalogue_json=self._catalogue(),
+                report_cursor=self._store.reports_acknowledged(),
             )
+            if hello.ByteSize() > SESSION_MESSAGE_BYTES:
+                hint = "take datasets out of the region's file"
+                raise GeofedError("LIMIT_EXCEEDED", f"the region's catalogue: {too_large(hello).message}", hint=hint)
             await call.write(agent_pb2.FromAgent(hello=hello))
             async with asyncio.timeout(_DEFAULT_LEASE_SECONDS):
                 first = await call.read()
             if first is grpc.aio.EOF:
                 return
-            self._welcomed(first.welcome)
+            self._welcomed(first.welcome, commands)
             sending = asyncio.create_task(self._send(call, first.welcome.report_cursor))
             receiving = asyncio.create_task(self._receive(call, commands))
             stale = asyncio.create_task(self._stale.wait())
@@ -187,15 +211,16 @@ class Hub:
         finally:
             call.cancel()
 
-    def _welcomed(self, welcome: agent_pb2.Welcome) -> None:
+    def _welcomed(self, welcome: agent_pb2.Welcome, commands: Commands) -> None:
         self.connected, self.refusal = True, None
         self._turned.set()
         self.lease_seconds = welcome.lease_seconds or _DEFAULT_LEASE_SECONDS
         self.last_heard = time.time()
         self.skew_seconds = welcome.at - self.last_heard
-        self._store.number_reports_after(welcome.report_cursor)
-        self._store.forget_reports(welcome.report_cursor)
         _log.info("session %d with the control plane", welcome.session)
+        if self._reports.resume(welcome.report_cursor):
+            _log.warning("the control plane was told more than this state directory knows of: it was lost or put back")
+            commands.state_restored()
 
     async def _receive(self, call: Any, commands: Commands) -> None:
         while True:
@@ -205,11 +230,34 @@ class Hub:
                 # Ended in order; had it been an error, reading would have raised it.
                 return
             self.last_heard = time.time()
-            self._take(message, commands)
+            try:
+                self._take(message, commands)
+            except GeofedError as error:
+                if error.retryable or not message.seq:
+                    raise
+                self._refuse(message, error)
+            except Exception as error:
+                if not message.seq:
+                    raise
+                # Whatever it broke on, it would again, in every session to come.
+                _log.exception("command %d", message.seq)
+                self._refuse(message, GeofedError("INTERNAL", f"{type(error).__name__}: {error}"))
             if message.seq:
                 # Stored by now; a repeated acknowledgement does no harm.
                 self._passing["ack"] = agent_pb2.FromAgent(command_ack=agent_pb2.CommandAck(seq=message.seq))
                 self._news.set()
+
+    def _refuse(self, message: agent_pb2.ToAgent, error: GeofedError) -> None:
+        """A command that can never be carried out: what comes behind it still is."""
+        _log.error("command %d is set aside: %s", message.seq, error)
+        self._store.set_command_aside(message.seq, str(error), message.SerializeToString())
+        kind = message.WhichOneof("body")
+        order = getattr(message, kind) if kind is not None else None
+        if isinstance(order, _OF_A_JOB):
+            report = agent_pb2.PartitionReport(
+                job=order.job, epoch=order.epoch, state="failed", condition=error.message, error=to_proto(error)
+            )
+            self.report(report, durable=True)
 
     def _take(self, message: agent_pb2.ToAgent, commands: Commands) -> None:
         kind = message.WhichOneof("body")
@@ -219,7 +267,8 @@ class Hub:
             case "lease":
                 self.lease_seconds = message.lease.lease_seconds or self.lease_seconds
             case "report_ack":
-                self._store.forget_reports(message.report_ack.seq)
+                self._reports.acknowledged(message.report_ack.seq)
+                self._news.set()
             case "start":
                 commands.start(message.seq, message.start)
             case "peers":
@@ -241,11 +290,9 @@ class Hub:
         heartbeat_due = 0.0
         while True:
             self._news.clear()
-            while batch := self._store.reports_after(cursor):
+            while batch := self._reports.after(cursor):
                 for seq, raw in batch:
-                    message = agent_pb2.FromAgent.FromString(raw)
-                    message.seq = seq
-                    await call.write(message)
+                    await call.write(self._reports.sendable(seq, raw))
                     cursor = seq
             # Only behind every durable report, so that no older state arrives after a newer one.
             passing, self._passing = self._passing, {}

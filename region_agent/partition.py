@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ from region_agent.partition_events import (
     TakeAway,
     WorkerEnded,
 )
+from region_agent.partition_logs import FunctionLogs
 from region_agent.partition_machine import PartitionMachine
 from region_agent.partition_news import News
 from region_agent.partition_report import PartitionMeter, report_of, view_of
@@ -149,6 +151,7 @@ class Partition:
         """What requests to the channel take, where the workers have to choose by that."""
         self._merged_by = ""
         self._function = f"geofed-{start.job}"[:63].rstrip("-")
+        self._logs = FunctionLogs(around.gateway, self._function, partial(around.log, self.job))
         self._ps: PsProcess | None = None
         self._began = row.attempt > 0
         """A parameter server has run here before: that it finds nothing then means that its state was lost."""
@@ -214,6 +217,12 @@ class Partition:
     async def close(self) -> None:
         """End everything of this partition here; its durable state stays."""
         await _cancelled(self._tasks)
+
+    async def forget_state(self) -> None:
+        """Remove what its parameter server and its workers have stored. It must be closed."""
+        with contextlib.suppress(GeofedError):
+            await asyncio.to_thread(self._around.channel.discard, self.job)
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def tell_account(self, now: float) -> None:
         """What calls and the server take as long as they run; from time to time the control plane hears of it, also
@@ -325,7 +334,7 @@ class Partition:
         await self._deploy()
         await around.gateway.wait_ready(self._function, self.machine.workers, _READY)
         if around.config.policy.ship_logs:
-            self._run(self._follow_logs())
+            self._run(self._logs.follow())
         self.feed(Prepared())
 
     async def _scale(self) -> None:
@@ -396,11 +405,6 @@ class Partition:
     async def _sign_splits(self) -> None:
         self._splits = await asyncio.to_thread(self._shards.splits)
         self._signed_at = time.monotonic()
-
-    async def _follow_logs(self) -> None:
-        with contextlib.suppress(GeofedError):
-            async for line in self._around.gateway.logs(self._function, follow=True):
-                self._around.log(self.job, f"worker {line.instance}", line.text)
 
     async def _run_ps(self, action: StartPs) -> None:
         if self._ps_runs:
@@ -516,6 +520,8 @@ class Partition:
             failure = error
         finally:
             self.meter.invocation_ended(number, time.time())
+        if outcome is None or outcome.status == "failed":
+            await self._logs.catch_up()
         if outcome is None:
             self.feed(WorkerEnded(action.worker, action.attempt, "failed", error=failure))
             return
@@ -573,6 +579,7 @@ class Partition:
         self.feed(Published(digest))
 
     async def _quit(self, action: Quit) -> None:
+        await self._logs.catch_up()
         await _cancelled(self._tasks - {asyncio.current_task()})
         self.feed(Ended())
         await self._delete_function()

@@ -31,12 +31,23 @@ def _split(uri: str, store: StoreConfig) -> tuple[ShardFile, ...]:
 def _local(path: Path, *, folder: bool) -> tuple[ShardFile, ...]:
     if folder:
         files = sorted(file for file in path.rglob("*") if file.is_file())
-        found = tuple(ShardFile(name=str(file.relative_to(path)), path=str(file), folder=True) for file in files)
+        names = ((_readable(file.relative_to(path), path), str(file)) for file in files)
+        found = tuple(ShardFile(name=name, path=place, folder=True) for name, place in names)
     else:
         found = (ShardFile(name=path.name, path=str(path)),) if path.is_file() else ()
     if not found:
         raise GeofedError("SHARD_UNREADABLE", f"{path} is not there" if not path.exists() else f"{path} is empty")
     return found
+
+
+def _readable(name: Path, folder: Path) -> str:
+    """Names travel to workers and other regions as text."""
+    try:
+        name.as_posix().encode()
+    except UnicodeEncodeError:
+        hint = f"rename the file, or take it out of {folder}, and start the agent again"
+        raise GeofedError("SHARD_UNREADABLE", f"{folder / name}: the name is not UTF-8", hint=hint) from None
+    return str(name)
 
 
 def _objects(uri: str, store: StoreConfig) -> tuple[ShardFile, ...]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import secrets
 import sqlite3
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
+from region_agent.database import AgentDatabase
 
 __all__ = ["AgentStore", "PartitionRow"]
 
@@ -24,12 +23,18 @@ create table if not exists partitions (
     preemptible integer, scale_order integer);
 create table if not exists sendings (job text primary key, message blob not null, sent integer not null default 0);
 create table if not exists reports (seq integer primary key autoincrement, message blob not null);
+create table if not exists set_aside (
+    id integer primary key autoincrement, at real not null, kind text not null, seq integer not null,
+    reason text not null, message blob not null);
 create table if not exists meters (
     job text not null, name text not null, value real not null, primary key (job, name));
 create table if not exists invocations (
     id integer primary key, job text not null, begun real not null, preemptible integer not null default 0);
 """
 
+_MOST_SET_ASIDE = 100
+_MOST_READ_BYTES = 4 << 20
+"""Of reports that are held in memory at a time; one that is larger is held alone."""
 _KEEP, _DISCARD = 1, 2
 """Values of `stopped`: what becomes of the partition's state. 0: it is not stopped."""
 
@@ -63,21 +68,11 @@ class PartitionRow:
     """By which they were asked for; 0: by none."""
 
 
-class AgentStore:
-    """SQLite in the agent's state directory. Small, synchronous, and safe for the agent's threads."""
+class AgentStore(AgentDatabase):
+    """What the agent keeps in its state directory."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # It holds the keys by which tokens of workers are made; SQLite's other files take its mode.
-        path.touch(mode=0o600)
-        path.chmod(0o600)
-        self._path = path
-        self._lock = threading.Lock()
-        self._owed: list[Callable[[sqlite3.Connection], object]] = []
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._db.execute("pragma journal_mode = wal")
-        self._db.execute("pragma synchronous = full")
-        self._db.executescript(_SCHEMA)
+        super().__init__(path, _SCHEMA)
         columns = {name for _, name, *_ in self._db.execute("pragma table_info(partitions)")}
         if "bulk_port" not in columns:
             # An older agent has made the table.
@@ -97,60 +92,18 @@ class AgentStore:
             self._db.execute("alter table invocations add column preemptible integer not null default 0")
         if not self.fact("meter"):
             self._db.execute("insert into facts values ('meter', ?)", (str(secrets.randbits(62) + 1),))
+        found = self._rows("select value from facts where name = 'reports_shared'")
+        self._shared: int | None = int(str(found[0][0])) if found else self._last_report()
+        """The last report that there was when this or an earlier life of the agent began that has had no session yet:
+        what the control plane has beyond it was sent from a later state than this one. None: there was a session."""
+        if not found:
+            insert = "insert or replace into facts values ('reports_shared', ?)"
+            self._write_or_owe(lambda db: db.execute(insert, (str(self._shared),)))
 
     @property
     def meter_id(self) -> int:
         """Another one where what was counted before is lost with the disk."""
         return self.fact("meter")
-
-    def close(self) -> None:
-        self._db.close()
-
-    @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            try:
-                self._db.execute("begin immediate")
-                try:
-                    for write in self._owed:
-                        write(self._db)
-                    yield self._db
-                    self._db.execute("commit")
-                except BaseException:
-                    if self._db.in_transaction:  # SQLite itself rolls back when the disk is full
-                        self._db.execute("rollback")
-                    raise
-                self._owed.clear()
-            except sqlite3.OperationalError as error:
-                if "full" in str(error) or "disk I/O" in str(error):
-                    raise GeofedError("DISK_FULL", f"no space left for {self._path}") from None
-                raise
-
-    def _write_or_owe(self, write: Callable[[sqlite3.Connection], object]) -> bool:
-        """Write what has happened already and must be kept: where the disk is full, with the next write that succeeds.
-
-        True where it is stored now.
-        """
-        try:
-            with self._writing() as db:
-                write(db)
-        except GeofedError as error:
-            if error.code != "DISK_FULL":
-                raise
-            with self._lock:
-                self._owed.append(write)
-            return False
-        return True
-
-    def _rows(self, query: str, *values: object) -> list[tuple[object, ...]]:
-        with self._lock:
-            return self._db.execute(query, values).fetchall()
-
-    # Facts
-
-    def fact(self, name: str, default: int = 0) -> int:
-        rows = self._rows("select value from facts where name = ?", name)
-        return int(str(rows[0][0])) if rows else default
 
     # Commands of the control plane: the cursor moves in the same transaction as what the command changes
 
@@ -285,24 +238,82 @@ class AgentStore:
         return self._write_or_owe(lambda db: db.execute("insert into reports (message) values (?)", (message,)))
 
     def reports_after(self, seq: int, most: int = 256) -> list[tuple[int, bytes]]:
-        rows = self._rows("select seq, message from reports where seq > ? order by seq limit ?", seq, most)
-        return [(int(str(number)), bytes(message)) for number, message in rows if isinstance(message, bytes)]
+        """The next ones in order, no more than are to be held in memory at a time."""
+        found: list[tuple[int, bytes]] = []
+        total = 0
+        with self._lock:
+            rows = self._db.execute("select seq, message from reports where seq > ? order by seq limit ?", (seq, most))
+            for number, message in rows:
+                total += len(message)
+                if found and total > _MOST_READ_BYTES:
+                    break
+                found.append((number, message))
+        return found
 
-    def number_reports_after(self, seq: int) -> None:
-        """The control plane has reports up to here: an agent that has lost its own memory goes on from there."""
-        known = self._rows("select seq from sqlite_sequence where name = 'reports'")
-        if known and int(str(known[0][0])) >= seq:
-            return  # as almost always; a full disk must not keep the agent from the control plane
-        with self._writing() as db:
-            last = db.execute("select seq from sqlite_sequence where name = 'reports'").fetchone()
-            if last is None:
-                db.execute("insert into sqlite_sequence values ('reports', ?)", (seq,))
-                return
-            if last[0] < seq:
+    def reports_acknowledged(self) -> int:
+        """Reports up to this one were acknowledged, and are forgotten."""
+        first = self._rows("select min(seq) from reports")[0][0]
+        return self._last_report() if first is None else int(str(first)) - 1
+
+    def resume_reports(self, cursor: int) -> bool:
+        """Go on behind the reports that the control plane has, which are those up to ``cursor``.
+
+        True where this state is older than what was sent to the control plane: it was lost, or put back from a copy.
+        What the copy holds of reports has arrived; what was reported since is numbered anew.
+        """
+        shared, self._shared = self._shared, None
+        older = cursor > (self._last_report() if shared is None else shared)
+        if not older:
+            # As almost always; a full disk must not keep the agent from the control plane.
+            self.forget_reports(cursor)
+            if shared is not None:
+                self._write_or_owe(lambda db: db.execute("delete from facts where name = 'reports_shared'"))
+            return False
+        try:
+            with self._writing() as db:
+                if shared is not None:
+                    db.execute("delete from reports where seq <= ?", (shared,))
+                    db.execute("delete from facts where name = 'reports_shared'")
+                waiting = db.execute("select seq from reports order by seq").fetchall()
                 # In two steps, since the ranges may overlap.
-                db.execute("update reports set seq = -(seq + ?)", (seq,))
-                db.execute("update reports set seq = -seq")
-                db.execute("update sqlite_sequence set seq = seq + ? where name = 'reports'", (seq,))
+                moves = [(-(cursor + rank), number) for rank, (number,) in enumerate(waiting, 1)]
+                db.executemany("update reports set seq = ? where seq = ?", moves)
+                db.execute("update reports set seq = -seq where seq < 0")
+                db.execute("delete from sqlite_sequence where name = 'reports'")
+                db.execute("insert into sqlite_sequence values ('reports', ?)", (cursor + len(waiting),))
+        except GeofedError:
+            self._shared = shared
+            raise
+        return True
+
+    def _last_report(self) -> int:
+        found = self._rows("select seq from sqlite_sequence where name = 'reports'")
+        return int(str(found[0][0])) if found else 0
+
+    def report_bytes_waiting(self) -> int:
+        """Of all reports that the control plane has not acknowledged."""
+        return int(str(self._rows("select coalesce(sum(length(message)), 0) from reports")[0][0]))
+
+    # What could not be delivered, or not be taken
+
+    def set_report_aside(self, seq: int, reason: str, instead: bytes) -> None:
+        """Send another report under the number of one that cannot be delivered, which is kept for people."""
+        with self._writing() as db:
+            row = db.execute("select message from reports where seq = ?", (seq,)).fetchone()
+            if row is not None:
+                _set_aside(db, "report", seq, reason, row[0])
+                db.execute("update reports set message = ? where seq = ?", (instead, seq))
+
+    def set_command_aside(self, seq: int, reason: str, message: bytes) -> None:
+        """Have a command behind us that can never be carried out."""
+        with self._writing() as db:
+            _set_aside(db, "command", seq, reason, message)
+            _move_cursor(db, seq)
+
+    def set_aside(self) -> list[tuple[str, int, str, bytes]]:
+        """Of each: "report" or "command", its number, the reason, and the message."""
+        rows = self._rows("select kind, seq, reason, message from set_aside order by id")
+        return [(str(kind), int(str(seq)), str(why), raw) for kind, seq, why, raw in rows if isinstance(raw, bytes)]
 
     def reports_waiting(self) -> int:
         """How many reports the control plane has not acknowledged."""
@@ -356,6 +367,15 @@ def _add(db: sqlite3.Connection, job: str, amounts: dict[str, float]) -> None:
             "insert into meters values (?, ?, ?) on conflict (job, name) do update set value = value + excluded.value",
             (job, name, amount),
         )
+
+
+def _set_aside(db: sqlite3.Connection, kind: str, seq: int, reason: str, message: bytes) -> None:
+    insert = "insert into set_aside (at, kind, seq, reason, message) values (?, ?, ?, ?, ?)"
+    db.execute(insert, (time.time(), kind, seq, reason, message))
+    db.execute(
+        "delete from set_aside where id <= (select max(id) from set_aside) - ?",
+        (_MOST_SET_ASIDE,),
+    )
 
 
 def _move_cursor(db: sqlite3.Connection, seq: int) -> None:

@@ -42,7 +42,7 @@ def status(
 
 def list_jobs(
     ended: Annotated[bool, typer.Option("--all", "-a", help="Ended jobs, too.")] = False,
-    limit: Annotated[int, typer.Option(help="At most so many, the newest.", min=1, max=1000)] = 100,
+    limit: Annotated[int, typer.Option(help="At most so many, the newest.", min=1)] = 100,
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 from control_plane.core._events import Record
 from control_plane.core._state import Failure, Partition, Report
 
+_SHOWN_METRICS = 20
+"""In the sentence of an event; its data hold all."""
 _WITHOUT_WORKERS = ("finished", "published", "failed", "refused", "stopped")
 """States of a partition whose number of workers means nothing any more."""
 
@@ -25,12 +27,16 @@ def news(part: Partition, report: Report) -> list[Record]:
         figures = {"round": report.round, "step": report.step, "samples": report.samples, "loss": report.loss}
         found.append(Record("partition.round", f"{name}: round {report.round}, loss {report.loss:.4f}", name, figures))
     if report.metrics and report.metrics_round > last.metrics_round:
-        values = ", ".join(f"{key} {value:.4f}" for key, value in sorted(report.metrics.items()))
+        shown = sorted(report.metrics.items())[:_SHOWN_METRICS]
+        values = ", ".join(f"{key} {value:.4f}" for key, value in shown)
+        if len(report.metrics) > _SHOWN_METRICS:
+            values += f", and {len(report.metrics) - _SHOWN_METRICS} more"
         text = f"{name}: after round {report.metrics_round}: {values}"
         data = {"round": report.metrics_round, "metrics": report.metrics, "samples": report.metrics_samples}
         found.append(Record("partition.evaluated", text, name, data))
     if report.metrics_error and report.metrics_round > last.metrics_round:
-        text = f"{name}: no metrics after round {report.metrics_round}, the job goes on: {report.metrics_error}"
+        lack = "not all" if report.metrics else "no"
+        text = f"{name}: {lack} metrics after round {report.metrics_round}, the job goes on: {report.metrics_error}"
         data = {"round": report.metrics_round, "error": report.metrics_error}
         found.append(Record("partition.unmeasured", text, name, data))
     return found

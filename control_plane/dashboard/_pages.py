@@ -38,6 +38,7 @@ __all__ = ["Dashboard"]
 _REFRESH_SECONDS = 5
 _GOING_JOBS = 100
 _ENDED_JOBS = 20
+_REGIONS = 200
 _EVENTS = 40
 _ROUNDS = 5000
 _HEADERS = {
@@ -113,9 +114,12 @@ class Dashboard:
         federation = self._federation
         # Those that go on are in memory, however many there are; of the others the last ones.
         newest = sorted(federation.jobs.values(), key=lambda entry: entry.row.created_at, reverse=True)
-        going = [job_view(federation.describe(entry)) for entry in newest[:_GOING_JOBS]]
-        ended = [job_view(federation.describe(entry)) for entry in await federation.list_jobs(TERMINAL, _ENDED_JOBS)]
-        regions = [region_view(federation.describe_region(entry)) for _, entry in sorted(federation.regions.items())]
+        going = [job_view(federation.summarise(entry)) for entry in newest[:_GOING_JOBS]]
+        ended = [job_view(federation.summarise(entry)) for entry in await federation.list_jobs(TERMINAL, _ENDED_JOBS)]
+        after = request.query_params.get("regions-after", "")
+        names = sorted(name for name in federation.regions if name > after)
+        shown = [federation.regions[name] for name in names[:_REGIONS]]
+        regions = [region_view(federation.describe_region(entry)) for entry in shown]
         used: dict[str, int] = {}
         for part in (part for entry in newest for part in entry.state.partitions):
             used[part.region] = used.get(part.region, 0) + (part.report.workers if part.report is not None else 0)
@@ -124,6 +128,7 @@ class Dashboard:
             more=max(0, len(newest) - _GOING_JOBS),
             ended=ended,
             regions=regions,
+            more_regions=len(names) - len(shown),
             used=used,
             **self._frame(caller.user, refresh=True),
         )

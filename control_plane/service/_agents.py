@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -21,11 +22,14 @@ from control_plane.service._federation import Federation
 from control_plane.service._measurements import Measurements
 from control_plane.service._session import AgentSession
 from control_plane.service._wire import log_rows, report_of
+from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import answering, peer_common_name, streaming
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 
 MAX_MODEL_BYTES = 64 << 30
+_MOST_DATA_CHARACTERS = 64 << 10
+"""Of an event."""
 _log = structlog.get_logger("geofed.agents")
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -64,7 +68,8 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             )
         )
         async for message in session.outgoing(
-            lambda seq: federation.read(lambda store: store.commands_after(region, seq))
+            lambda seq: federation.read(lambda store: store.commands_after(region, seq)),
+            partial(federation.refuse_command, region),
         ):
             yield message
 
@@ -163,7 +168,7 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
         if kind == "command_ack":
             await federation.acknowledge_commands(session, message.command_ack.seq)
         elif message.seq or kind == "partition":
-            await self._apply(session, message)
+            await self._apply_or_set_aside(session, message)
             return
         elif kind == "profile":
             self._measurements.heard(session.region, message.profile)
@@ -176,6 +181,34 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             lease = agent_pb2.LeaseGrant(lease_seconds=federation.lease.total_seconds())
             session.send(agent_pb2.ToAgent(lease=lease))
 
+    async def _apply_or_set_aside(self, session: AgentSession, message: agent_pb2.FromAgent) -> None:
+        """What breaks on a report would break on it again, in every session to come: it is passed over, and its job
+        fails with the reason. What a later try may mend, or what is not about the report, ends the session."""
+        try:
+            await self._apply(session, message)
+        except (GeofedError, grpc.aio.AbortError) as error:
+            if not isinstance(error, GeofedError) or error.retryable or error.code == "FENCED":
+                raise
+            await self._set_aside(session, message, error)
+        except Exception as error:  # noqa: BLE001 - the edge of a message: those behind it must be taken
+            _log.exception("a report of an agent failed", region=session.region)
+            await self._set_aside(session, message, GeofedError("INTERNAL", f"{type(error).__name__}: {error}"))
+
+    async def _set_aside(self, session: AgentSession, message: agent_pb2.FromAgent, error: GeofedError) -> None:
+        region, seq = session.region, message.seq
+        kind = message.WhichOneof("body") or ""
+        job = getattr(getattr(message, kind, None), "job", "")
+        _log.error("a report is set aside", region=region, seq=seq, code=error.code, report=clean(str(message)))
+        async with self._federation.change() as draft:
+            entry = draft.region(region)
+            if entry is None or entry.state.session != session.number:
+                raise GeofedError("FENCED", f"a later session of region {region} has taken over")
+            draft.cannot_deliver(region, job, f"a report ({kind}) of region {region}", error)
+            if seq > self._federation.report_cursor(region):
+                draft.report_cursor = (region, seq)
+        if seq:
+            session.send(agent_pb2.ToAgent(report_ack=agent_pb2.ReportAck(seq=seq)))
+
     async def _apply(self, session: AgentSession, message: agent_pb2.FromAgent) -> None:
         """Apply a report once: it and its number are stored together, and acknowledged after that."""
         federation, region, seq = self._federation, session.region, message.seq
@@ -186,7 +219,8 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             draft.tell_region(region, Heard(draft.at, session.number, federation.lease.total_seconds()))
             done = federation.report_cursor(region)
             if done and seq > done + 1:
-                raise GeofedError("FRAME_INVALID", f"report {seq} of region {region} follows {done}")
+                # The agent has forgotten those between, which were applied before this state was put back.
+                draft.told_anew(region, f"its report {seq} follows {done}")
             if seq > done and (ended := await self._ended_job(message)) is not None:
                 draft.settle(ended, region, report_of(message.partition))
             elif seq == 0 or seq > done:
@@ -195,6 +229,19 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
                 draft.report_cursor = (region, seq)
         if seq:
             session.send(agent_pb2.ToAgent(report_ack=agent_pb2.ReportAck(seq=max(seq, done))))
+        await self._stop_where_ended(session, message)
+
+    async def _stop_where_ended(self, session: AgentSession, message: agent_pb2.FromAgent) -> None:
+        """An agent whose state was put back works for jobs of which nobody knows any more, or that have ended."""
+        report = message.partition
+        if message.WhichOneof("body") != "partition" or report.job in self._federation.jobs:
+            return
+        if report.state in ("stopped", "refused"):
+            return
+        waiting = await self._federation.read(lambda store: store.commands_after(session.region, 0))
+        if not any(command.job == report.job for command in waiting):
+            stop = agent_pb2.StopPartition(job=report.job, epoch=report.epoch, reason="the job has ended", discard=True)
+            session.send(agent_pb2.ToAgent(stop=stop))
 
     async def _ended_job(self, message: agent_pb2.FromAgent) -> JobEntry | None:
         """The job that a report is about, where it has ended."""
@@ -217,9 +264,7 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             if not self._takes_part(happening.job, region):
                 return
             data = _parsed(happening.data_json)
-            draft.record(
-                happening.kind[:64] or "region.note", happening.text[:4000], region=region, job=happening.job, data=data
-            )
+            draft.record(happening.kind or "region.note", happening.text, region=region, job=happening.job, data=data)
         elif kind == "logs":
             records = [record for record in message.logs.records if self._takes_part(record.job, region)]
             draft.logs += log_rows(region, records)
@@ -233,6 +278,8 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
 
 def _parsed(text: str) -> object:
     try:
-        return json.loads(text) if text else {}
-    except ValueError:
-        return {"raw": text[:4000]}
+        if len(text) <= _MOST_DATA_CHARACTERS:
+            return json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        pass
+    return {"raw": clean(text)}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
 
@@ -31,6 +31,10 @@ from geofed_pb.rpc import answering, streaming
 from geofed_pb.v1 import common_pb2, control_pb2, control_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_PAGE_BYTES, _PAGE_ITEMS = 1 << 20, 1000
+_WHOLE_BYTES = 3 << 20
+"""For a client that asks for no second page, and takes 4 MiB."""
+_Message = TypeVar("_Message", control_pb2.Job, control_pb2.Region)
 INVITATION_SECONDS = 24 * 3600
 _REGION_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 
@@ -108,11 +112,13 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @answering
     async def ListJobs(self, request: control_pb2.ListJobsRequest, context: Context) -> control_pb2.ListJobsReply:
-        """Jobs, newest first."""
+        """A page of jobs, newest first."""
         self._admit(context)
-        limit = min(request.limit or 100, 1000)
-        entries = await self._federation.list_jobs(ACTIVE | TERMINAL if request.all else ACTIVE, limit)
-        return control_pb2.ListJobsReply(jobs=[self._federation.describe(entry) for entry in entries])
+        limit = min(request.limit or 100, _PAGE_ITEMS)
+        phases = ACTIVE | TERMINAL if request.all else ACTIVE
+        entries = await self._federation.list_jobs(phases, limit + 1, request.after)
+        jobs, more = _page(map(self._federation.summarise, entries[:limit]))
+        return control_pb2.ListJobsReply(jobs=jobs, more=more or len(entries) > limit)
 
     @streaming
     async def Watch(self, request: control_pb2.WatchRequest, context: Context) -> AsyncIterator[control_pb2.Event]:
@@ -216,10 +222,15 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def ListRegions(
         self, request: control_pb2.ListRegionsRequest, context: Context
     ) -> control_pb2.ListRegionsReply:
-        """All regions, sorted by name."""
+        """A page of regions, sorted by name."""
         self._admit(context)
-        regions = sorted(self._federation.regions.values(), key=lambda entry: entry.row.name)
-        return control_pb2.ListRegionsReply(regions=[self._federation.describe_region(entry) for entry in regions])
+        names = sorted(name for name in self._federation.regions if name > request.after)
+        described = (self._federation.describe_region(self._federation.regions[name]) for name in names)
+        regions, more = _page(described, _PAGE_BYTES if request.paged else _WHOLE_BYTES)
+        if more and not request.paged:
+            hint = "use the command line of the control plane's version"
+            raise GeofedError("LIMIT_EXCEEDED", f"{len(names)} regions do not fit into one answer", hint=hint)
+        return control_pb2.ListRegionsReply(regions=regions, more=more)
 
     @answering
     async def Invite(self, request: control_pb2.InviteRequest, context: Context) -> control_pb2.InviteReply:
@@ -289,6 +300,18 @@ class ControlService(control_pb2_grpc.ControlServicer):
         headers = {str(key): value for key, value in context.invocation_metadata() or ()}
         shown = str(headers.get("authorization", ""))
         return caller_of(shown, self.door.token_hash, self._federation.users.values())
+
+
+def _page(messages: Iterable[_Message], most_bytes: int = _PAGE_BYTES) -> tuple[list[_Message], bool]:
+    """As many as an answer should hold, and whether there are more."""
+    found: list[_Message] = []
+    total = 0
+    for message in messages:
+        total += message.ByteSize()
+        if found and (total > most_bytes or len(found) >= _PAGE_ITEMS):
+            return found, True
+        found.append(message)
+    return found, False
 
 
 def _ended(entry: JobEntry) -> GeofedError:

@@ -6,14 +6,17 @@ from dataclasses import dataclass, field, replace
 
 from control_plane.core import (
     EndSession,
+    Failure,
     JobEvent,
     JobMachine,
     JobState,
     Record,
     RegionEvent,
+    RegionLive,
     RegionMachine,
     RegionState,
     Report,
+    Reported,
     job_state_to_json,
     region_state_to_json,
     settled,
@@ -33,6 +36,8 @@ from control_plane.store import (
     UserRow,
     WeightRow,
 )
+from geofed_pb.bounds import clean
+from geofed_pb.errors import GeofedError
 from scheduler import Plan
 from scheduler import Region as Catalogue
 
@@ -84,6 +89,10 @@ class Draft:
     """None: removed."""
     report_cursor: tuple[str, int] | None = None
     """Region and number of the report that this is about."""
+    met: tuple[str, int] | None = None
+    """Region whose agent begins a session, and the last command that it has taken."""
+    dropped_command: tuple[str, int] | None = None
+    """Region and number of a command that cannot be sent."""
     renumbered_region: str = ""
     """A region that has joined anew: its reports may begin with any number."""
     void: bool = False
@@ -118,7 +127,23 @@ class Draft:
 
     def record(self, kind: str, text: str, *, region: str = "", job: str = "", data: object = None) -> None:
         """Write an event down."""
-        self.events.append(EventRow(self.at, job, region, kind, text, to_json(data or {})))
+        self.events.append(EventRow(self.at, clean(job, 64), region, clean(kind, 64), clean(text), to_json(data or {})))
+
+    def told_anew(self, region: str, why: str) -> None:
+        """Have a region's jobs give it their orders anew, since one side has forgotten some of what was said."""
+        self.record("region.restored", f"region {region} gets its orders anew: {why}", region=region)
+        for job_id in list(self.jobs | self.changed_jobs):
+            self.tell_job(job_id, RegionLive(self.at, region, restarted=True))
+
+    def cannot_deliver(self, region: str, job_id: str, what: str, error: GeofedError) -> None:
+        """A message that can never be sent, or never be taken: it is passed over, and its job fails."""
+        text = f"{what} is set aside: {error}"
+        self.record("message.undeliverable", text, region=region, job=job_id, data={"code": error.code})
+        entry = self.job(job_id)
+        part = entry.state.partition(region) or entry.state.copy_from(region) if entry is not None else None
+        if part is not None:
+            failure = Failure(error.code, clean(text), error.hint)
+            self.tell_job(job_id, Reported(self.at, region, Report(part.epoch, "failed", error=failure)))
 
     def tell_job(self, job_id: str, event: JobEvent) -> None:
         """Let a job's machine take an event; ended and unknown jobs take none."""
@@ -181,6 +206,7 @@ class Draft:
     def to_change(self) -> Change | None:
         """What the store has to take; None where nothing durable changed."""
         known = self.events or self.commands or self.invitations or self.changed_users or self.report_cursor
+        known = known or self.met or self.dropped_command
         if not (self._durable or known or self.weights):
             return None
         return Change(
@@ -198,6 +224,8 @@ class Draft:
             users=tuple(user for user in self.changed_users.values() if user is not None),
             removed_users=tuple(name for name, user in self.changed_users.items() if user is None),
             report_cursor=self.report_cursor,
+            met=self.met,
+            dropped_command=self.dropped_command,
             renumbered_region=self.renumbered_region,
         )
 

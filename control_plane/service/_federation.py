@@ -40,7 +40,7 @@ from control_plane.service._routing import Routing
 from control_plane.service._session import AgentSession
 from control_plane.service._wire import job_message, to_json
 from control_plane.spec import JobSpec, packed_code_digest, parse_json
-from control_plane.store import Change, Committed, JobRow, Store, UserRow
+from control_plane.store import Change, CommandRow, Committed, JobRow, Store, UserRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, control_pb2
 from scheduler import Plan
@@ -108,6 +108,7 @@ class Federation:
         _log.info("state loaded", jobs=len(self.jobs), regions=len(self.regions))
 
     async def _load_rows(self) -> None:
+        await self.read(lambda store: store.begin())
         self.users = {user.name: user for user in await self.read(lambda store: store.users())}
         for row in await self.read(lambda store: store.regions()):
             catalogue = _CATALOGUE.validate_json(row.catalogue_json) if row.catalogue_json else None
@@ -203,10 +204,11 @@ class Federation:
     async def connect(self, region: str, hello: agent_pb2.Hello) -> AgentSession:
         """Open a session; an earlier one of the region ends. Raises ``GeofedError`` CONFIG_INVALID."""
         catalogue = _catalogue_of(region, hello.catalogue_json)
-        await self.read(lambda store: store.lift_command_seq(region, hello.command_cursor))
         async with self.change() as draft:
+            before = self._known(draft, region)
             draft.tell_region(region, Connected(draft.at, hello.boot_id, self.lease.total_seconds()))
             entry = self._known(draft, region)
+            await self._resume(draft, before, hello)
             row = replace(
                 entry.row,
                 cloud=catalogue.cloud,
@@ -214,12 +216,33 @@ class Federation:
                 catalogue_json=hello.catalogue_json,
             )
             draft.put_region(replace(entry, row=row, catalogue=catalogue))
-            session = AgentSession(
-                region, entry.state.session, hello.command_cursor, self._report_cursors.get(region, 0)
-            )
+            _, applied = draft.report_cursor or (region, self.report_cursor(region))
+            session = AgentSession(region, entry.state.session, hello.command_cursor, applied)
         self.sessions[region] = session
         session.wake()
         return session
+
+    async def _resume(self, draft: Draft, before: RegionEntry, hello: agent_pb2.Hello) -> None:
+        """Both sides go on from where they were. One that was put back from a copy is behind the other: it takes over
+        the other's numbers, and the agent gets its orders anew."""
+        region = before.row.name
+        cursors = await self.read(partial(Store.cursors, region=region))
+        draft.met = (region, hello.command_cursor)
+        applied = self.report_cursor(region)
+        if hello.report_cursor > applied:
+            draft.report_cursor = (region, hello.report_cursor)
+        if cursors.older_than(hello.command_cursor) or hello.report_cursor > applied > 0:
+            draft.told_anew(region, "what the control plane knows of it is older than what it has done")
+        elif hello.command_cursor < cursors.command_cursor:
+            # A new process: it gets its orders anew in any case.
+            text = f"region {region} has an older state than it had: it was lost, or put back from a copy"
+            draft.record("region.restored", text, region=region)
+
+    async def refuse_command(self, region: str, command: CommandRow, error: GeofedError) -> None:
+        """A command that cannot be sent: its job fails, and those behind it are sent."""
+        async with self.change() as draft:
+            draft.dropped_command = (region, command.seq)
+            draft.cannot_deliver(region, command.job, f"command {command.seq} of region {region}", error)
 
     async def capacity_changed(self, session: AgentSession, preemptible: int) -> None:
         """A region has another number of preemptible workers than before."""
@@ -333,16 +356,29 @@ class Federation:
         row = await self.read(lambda store: store.job(job_id))
         return _entry(row) if row is not None and row.phase in TERMINAL else None
 
-    async def list_jobs(self, phases: frozenset[str], limit: int) -> list[JobEntry]:
-        """Jobs in one of these phases, newest first."""
-        rows = await self.read(lambda store: store.jobs(phases=phases, limit=limit))
-        return [self.jobs.get(row.id) or _entry(row) for row in rows]
+    async def list_jobs(self, phases: frozenset[str], limit: int, after: str = "") -> list[JobEntry]:
+        """Jobs in one of these phases, newest first; those behind the job with the id `after`."""
+        known = dict(self.jobs)
+
+        def entries(store: Store) -> list[JobEntry]:
+            # In the thread: to read many jobs takes long.
+            rows = store.jobs(phases=phases, limit=limit, after=after)
+            return [known.get(row.id) or _entry(row) for row in rows]
+
+        return await self.read(entries)
 
     def describe(self, entry: JobEntry) -> control_pb2.Job:
         """The job as users see it."""
         contacts = {name: region.state.last_contact for name, region in self.regions.items()}
         message = job_message(entry.row, entry.state, entry.plan, contacts)
         message.user = entry.row.user
+        return message
+
+    def summarise(self, entry: JobEntry) -> control_pb2.Job:
+        """The job as it stands in a list: without what it was asked for, planned and accounted."""
+        message = self.describe(entry)
+        for name in ("spec_json", "plan_json", "result_json"):
+            message.ClearField(name)
         return message
 
     def describe_region(self, entry: RegionEntry) -> control_pb2.Region:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+from google.protobuf.message import DecodeError
+
 from control_plane.store import CommandRow
+from geofed_pb.bounds import SESSION_MESSAGE_BYTES
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 
@@ -46,8 +49,13 @@ class AgentSession:
         """True once the stream is being closed."""
         return self._ended
 
-    async def outgoing(self, load: Callable[[int], Awaitable[list[CommandRow]]]) -> AsyncIterator[agent_pb2.ToAgent]:
-        """All that is to be sent, until the session ends; `load(seq)` reads the commands after `seq`."""
+    async def outgoing(
+        self,
+        load: Callable[[int], Awaitable[list[CommandRow]]],
+        refuse: Callable[[CommandRow, GeofedError], Awaitable[None]],
+    ) -> AsyncIterator[agent_pb2.ToAgent]:
+        """All that is to be sent, until the session ends; `load(seq)` reads the commands after `seq`, `refuse` takes
+        those that cannot be sent."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -62,7 +70,22 @@ class AgentSession:
                 self._commands = False
                 while commands := await load(self._sent):
                     for command in commands:
-                        numbered = agent_pb2.ToAgent.FromString(command.payload)
-                        numbered.seq = command.seq
                         self._sent = command.seq
-                        yield numbered
+                        read = _read(command)
+                        if isinstance(read, GeofedError):
+                            await refuse(command, read)
+                        else:
+                            yield read
+
+
+def _read(command: CommandRow) -> agent_pb2.ToAgent | GeofedError:
+    try:
+        message = agent_pb2.ToAgent.FromString(command.payload)
+    except DecodeError as error:
+        return GeofedError("FRAME_INVALID", f"it cannot be read any more: {error}")
+    message.seq = command.seq
+    if (length := message.ByteSize()) > SESSION_MESSAGE_BYTES:
+        hint = "make the job file's task.config smaller"
+        text = f"it has {length:,} bytes; {SESSION_MESSAGE_BYTES:,} at most are sent"
+        return GeofedError("LIMIT_EXCEEDED", text, hint=hint)
+    return message

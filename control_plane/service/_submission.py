@@ -34,6 +34,8 @@ from scheduler import Declined, Plan
 
 _MOST_ANSWERS = 5
 """Times that a job is planned anew because what the plan rests on has changed before it was stored."""
+_MOST_SPEC_BYTES = 1 << 20
+"""Agents get a part of it, in one message."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,16 @@ async def submit(
 ) -> tuple[JobEntry, bool]:
     """Store a job of a user (empty: the operator) and have it start; True where it is new.
 
-    Raises ``GeofedError``: SPEC_INVALID, TASK_INVALID, TASK_FAILED where its model cannot be made, REQUEST_CONFLICT,
-    INADMISSIBLE or the code of the reason, and what `initial_model_of` raises.
+    Raises ``GeofedError``: SPEC_INVALID, LIMIT_EXCEEDED, TASK_INVALID, TASK_FAILED where its model cannot be made,
+    REQUEST_CONFLICT, INADMISSIBLE or the code of the reason, and what `initial_model_of` raises.
     """
     if not 1 <= len(request.request_id) <= 256:
         raise GeofedError("SPEC_INVALID", "a submission needs a request id of 1 to 256 characters")
     spec = parse_json(request.spec_json)
+    if (length := len(request.spec_json.encode())) > _MOST_SPEC_BYTES:
+        hint = "make task.config smaller: what is large belongs into a file beside the task module"
+        text = f"the job file has {length:,} bytes; {_MOST_SPEC_BYTES:,} at most are taken"
+        raise GeofedError("LIMIT_EXCEEDED", text, hint=hint)
     row = new_row(spec, request.bundle_digest, request.request_id, user)
     if (earlier := await _earlier(federation, row)) is not None:
         return earlier, False

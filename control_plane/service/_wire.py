@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 from control_plane.core import (
     Charge,
@@ -28,30 +29,37 @@ from control_plane.core import (
 from control_plane.service._scaling import batch_with
 from control_plane.spec import JobSpec
 from control_plane.store import EventRow, JobRow, LogRow
+from geofed_pb.bounds import LOG_LINE_BYTES, NAME_BYTES, bounded_metrics, clean
 from geofed_pb.errors import CATALOGUE
 from geofed_pb.v1 import agent_pb2, common_pb2, control_pb2
 from scheduler import Partition as Planned
 from scheduler import PipelineShape, Plan
+
+_MOST_NAMES = 5000
+_Number = TypeVar("_Number", int, float)
 
 
 def report_of(message: agent_pb2.PartitionReport) -> Report:
     """The report that a message carries."""
     return Report(
         epoch=message.epoch,
-        state=message.state,
-        condition=message.condition,
-        ps_address=message.ps_address,
+        state=clean(message.state, NAME_BYTES),
+        condition=clean(message.condition),
+        ps_address=clean(message.ps_address, NAME_BYTES),
         round=message.round,
         step=message.step,
         samples=message.samples,
         loss=message.loss,
-        metrics=dict(message.metrics),
+        metrics=bounded_metrics(message.metrics)[0],
         metrics_samples=message.metrics_samples,
         metrics_round=message.metrics_round,
-        metrics_error=message.metrics_error,
-        sent_bytes=dict(message.sent_bytes),
-        received_bytes=dict(message.received_bytes),
-        money=tuple(Charge(m.item, m.quantity, m.unit, m.usd, m.source) for m in message.money),
+        metrics_error=clean(message.metrics_error),
+        sent_bytes=_named(message.sent_bytes),
+        received_bytes=_named(message.received_bytes),
+        money=tuple(
+            Charge(clean(m.item, NAME_BYTES), m.quantity, clean(m.unit, NAME_BYTES), m.usd, clean(m.source, NAME_BYTES))
+            for m in message.money
+        ),
         model_digest=message.model_digest,
         blob_digest=message.blob_digest,
         error=failure_of(message.error) if message.HasField("error") else None,
@@ -61,18 +69,18 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
         round_samples_per_second=message.round_samples_per_second,
         merge_seconds=message.merge_seconds,
         step_seconds=message.step_seconds,
-        merged_by=message.merged_by,
+        merged_by=clean(message.merged_by, NAME_BYTES),
         compute_seconds=message.compute_seconds,
         wait_seconds=message.wait_seconds,
         applied_updates=message.applied_updates,
-        link_rtt_ms=dict(message.link_rtt_ms),
-        link_mbps=dict(message.link_mbps),
-        link_streams=dict(message.link_streams),
-        links_down=tuple(message.links_down),
-        staleness=dict(message.staleness),
-        refused=dict(message.refused),
+        link_rtt_ms=_named(message.link_rtt_ms),
+        link_mbps=_named(message.link_mbps),
+        link_streams=_named(message.link_streams),
+        links_down=tuple(clean(name, NAME_BYTES) for name in message.links_down[:_MOST_NAMES]),
+        staleness=_named(message.staleness),
+        refused=_named(message.refused),
         interval=message.interval,
-        codec=message.codec,
+        codec=clean(message.codec, NAME_BYTES),
         routes=message.routes,
         update_bytes=message.update_bytes,
         preempted=message.preempted,
@@ -83,10 +91,15 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
     )
 
 
+def _named(values: Mapping[str, _Number]) -> dict[str, _Number]:
+    """By region; a federation has no more of them."""
+    return {clean(name, NAME_BYTES): value for name, value in islice(values.items(), _MOST_NAMES)}
+
+
 def failure_of(message: common_pb2.Error) -> Failure:
     """The failure that a message carries; a code that the catalogue lacks becomes INTERNAL."""
     code = message.code if message.code in CATALOGUE else "INTERNAL"
-    return Failure(code, message.message, message.hint)
+    return Failure(code, clean(message.message), clean(message.hint))
 
 
 def error_message(failure: Failure) -> common_pb2.Error:
@@ -241,6 +254,7 @@ def job_message(row: JobRow, state: JobState, plan: Plan, contacts: dict[str, fl
         deadline_at=state.deadline_at or 0.0,
         initial_model=control_pb2.InitialModel(**asdict(state.initial_model)) if state.initial_model else None,
         successor=state.successor,
+        expected_seconds=plan.estimate.seconds.expected,
     )
     if state.error is not None:
         message.error.CopyFrom(error_message(state.error))
@@ -309,9 +323,11 @@ def log_message(row: LogRow) -> control_pb2.LogLine:
     return control_pb2.LogLine(cursor=row.cursor, at=row.at, region=row.region, source=row.source, text=row.text)
 
 
-def log_rows(region: str, records: Iterable[agent_pb2.LogRecord], limit_characters: int = 4000) -> tuple[LogRow, ...]:
+def log_rows(region: str, records: Iterable[agent_pb2.LogRecord]) -> tuple[LogRow, ...]:
     """The lines of a batch; one that is too long is cut."""
-    return tuple(LogRow(r.at, r.job, region, r.source[:64], r.text[:limit_characters]) for r in records)
+    return tuple(
+        LogRow(r.at, clean(r.job, 64), region, clean(r.source, 64), clean(r.text, LOG_LINE_BYTES)) for r in records
+    )
 
 
 def to_json(value: Any) -> str:

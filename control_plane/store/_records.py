@@ -69,6 +69,12 @@ class Cursors:
     """Of the last command that the agent has stored."""
     report_cursor: int
     """Of the last report that was applied."""
+    shared_seq: int | None = None
+    """Of the last command that there was when the control plane began, where the agent has not connected since."""
+
+    def older_than(self, taken: int) -> bool:
+        """Whether an agent that has taken this command knows more than is stored here: it was put back from a copy."""
+        return taken > (self.command_seq if self.shared_seq is None else self.shared_seq)
 
 
 @dataclass(frozen=True)
@@ -179,6 +185,10 @@ class Change:
     """Region and sequence of the report that this change applies."""
     command_cursor: tuple[str, int] | None = None
     """Region and sequence up to which its agent has stored commands."""
+    met: tuple[str, int] | None = None
+    """Region whose agent has begun a session, and the last command that it has taken."""
+    dropped_command: tuple[str, int] | None = None
+    """Region and sequence of a command that cannot be sent."""
     renumbered_region: str = ""
     """A region that has joined anew: its agent may have kept its state or lost it, so its reports may begin with any
     number. Commands keep theirs: what was not taken is still to be done."""

@@ -81,6 +81,7 @@ regions = Table(
     Column("command_seq", BigInteger, nullable=False),
     Column("command_cursor", BigInteger, nullable=False),
     Column("report_cursor", BigInteger, nullable=False),
+    Column("shared_seq", BigInteger, nullable=True),
 )
 commands = Table(
     "commands",

@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Table, and_, delete, func, insert, select, update
-from sqlalchemy.exc import DatabaseError, IntegrityError, OperationalError
+from sqlalchemy import Connection, Engine, Table, and_, delete, func, insert, or_, select, update
+from sqlalchemy.exc import DatabaseError, DataError, IntegrityError, OperationalError
 
 from control_plane.store import _schema as t
 from control_plane.store._records import (
@@ -60,6 +60,11 @@ class Store:
             if change.renumbered_region:
                 of_region = update(t.regions).where(t.regions.c.name == change.renumbered_region)
                 connection.execute(of_region.values(report_cursor=0))
+            if change.met:
+                self._meet(connection, *change.met)
+            if change.dropped_command:
+                name, seq = change.dropped_command
+                connection.execute(delete(t.commands).where(t.commands.c.region == name, t.commands.c.seq == seq))
             for job in change.jobs:
                 _put(connection, t.jobs, {"id": job.id}, asdict(job))
             for region in change.regions:
@@ -86,14 +91,11 @@ class Store:
         with self._writing() as connection:
             _put(connection, t.meta, {"key": key}, {"key": key, "value": value})
 
-    def lift_command_seq(self, region: str, seq: int) -> None:
-        """Number the next command after `seq`: the agent has seen that many, whatever this store remembers."""
+    def begin(self) -> None:
+        """The control plane begins: what agents have taken of commands beyond the present ones, this store lacks."""
         with self._writing() as connection:
-            connection.execute(
-                update(t.regions)
-                .where(t.regions.c.name == region, t.regions.c.command_seq < seq)
-                .values(command_seq=seq, command_cursor=seq)
-            )
+            first = update(t.regions).where(t.regions.c.shared_seq.is_(None))
+            connection.execute(first.values(shared_seq=t.regions.c.command_seq))
 
     # --- reading
 
@@ -111,14 +113,21 @@ class Store:
         """Jobs by name, newest first."""
         return self._jobs(t.jobs.c.name == name, 100)
 
-    def jobs(self, *, phases: frozenset[str] | None = None, limit: int = 1000) -> list[JobRow]:
-        """Jobs in one of `phases` (None: any), newest first."""
-        return self._jobs(t.jobs.c.phase.in_(phases) if phases is not None else True, limit)
+    def jobs(self, *, phases: frozenset[str] | None = None, limit: int = 1000, after: str = "") -> list[JobRow]:
+        """Jobs in one of `phases` (None: any), newest first; those behind the job with the id `after`."""
+        wanted: list[Any] = [t.jobs.c.phase.in_(phases)] if phases is not None else []
+        if after:
+            begun = select(t.jobs.c.created_at).where(t.jobs.c.id == after).scalar_subquery()
+            older = t.jobs.c.created_at < begun
+            wanted.append(or_(older, and_(t.jobs.c.created_at == begun, t.jobs.c.id > after)))
+        return self._jobs(and_(True, *wanted), limit)
 
     def regions(self) -> list[RegionRow]:
         """All regions, sorted by name."""
         names = [
-            column for column in t.regions.c if column.name not in ("command_seq", "command_cursor", "report_cursor")
+            column
+            for column in t.regions.c
+            if column.name not in ("command_seq", "command_cursor", "report_cursor", "shared_seq")
         ]
         with self._reading() as connection:
             rows = connection.execute(select(*names).order_by(t.regions.c.name)).mappings()
@@ -126,10 +135,8 @@ class Store:
 
     def cursors(self, region: str) -> Cursors:
         """How far the conversation with a region has come; zeros for one that is not known."""
-        wanted = select(t.regions.c.command_seq, t.regions.c.command_cursor, t.regions.c.report_cursor)
         with self._reading() as connection:
-            row = connection.execute(wanted.where(t.regions.c.name == region)).mappings().first()
-            return Cursors(**row) if row else Cursors(0, 0, 0)
+            return _cursors(connection, region)
 
     def commands_after(self, region: str, seq: int, limit: int = 100) -> list[CommandRow]:
         """Commands that the agent has not taken, in order."""
@@ -258,10 +265,23 @@ class Store:
         rows = [{key: value for key, value in asdict(line).items() if key != "cursor"} for line in lines]
         connection.execute(insert(t.logs), rows)
         for job in {line.job for line in lines}:
-            of_job = select(t.logs.c.cursor).where(t.logs.c.job == job).order_by(t.logs.c.cursor.desc())
-            oldest = connection.execute(of_job.offset(self._max_log_lines).limit(1)).scalar()
-            if oldest is not None:
-                connection.execute(delete(t.logs).where(t.logs.c.job == job, t.logs.c.cursor <= oldest))
+            _drop_oldest(connection, job, self._max_log_lines)
+
+    def _meet(self, connection: Connection, region: str, taken: int) -> None:
+        """Number the commands that wait behind what the agent has taken, where this store does not remember all of it.
+        Those of before the loss are among what it has taken."""
+        here, cursors = t.commands.c.region == region, _cursors(connection, region)
+        values: dict[str, int | None] = {"shared_seq": None}
+        if cursors.older_than(taken):
+            if cursors.shared_seq is not None:
+                connection.execute(delete(t.commands).where(here, t.commands.c.seq <= cursors.shared_seq))
+            of_region = select(t.commands.c.seq).where(here).order_by(t.commands.c.seq)
+            waiting = connection.execute(of_region).scalars().all()
+            # The last one first, since the ranges may overlap.
+            for rank, seq in reversed(list(enumerate(waiting, 1))):
+                connection.execute(update(t.commands).where(here, t.commands.c.seq == seq).values(seq=taken + rank))
+            values |= {"command_seq": taken + len(waiting), "command_cursor": taken}
+        connection.execute(update(t.regions).where(t.regions.c.name == region).values(**values))
 
     def _move_cursors(self, connection: Connection, change: Change) -> None:
         if change.report_cursor:
@@ -297,8 +317,29 @@ def _put(
         connection.execute(insert(table).values(**values, **(on_insert or {})))
 
 
+def _cursors(connection: Connection, region: str) -> Cursors:
+    columns = (t.regions.c.command_seq, t.regions.c.command_cursor, t.regions.c.report_cursor, t.regions.c.shared_seq)
+    row = connection.execute(select(*columns).where(t.regions.c.name == region)).mappings().first()
+    return Cursors(**row) if row else Cursors(0, 0, 0)
+
+
 def _log_filter(job: str, region: str) -> Any:
-    return and_(t.logs.c.job == job, t.logs.c.region == region) if region else t.logs.c.job == job
+    return and_(t.logs.c.job == job, t.logs.c.region.in_([region, ""])) if region else t.logs.c.job == job
+
+
+def _drop_oldest(connection: Connection, job: str, most: int) -> None:
+    """Keep so many of a job's lines, the newest; of no region is the one that says how many there were before them."""
+    of_job = select(t.logs.c.cursor, t.logs.c.region).where(t.logs.c.job == job).order_by(t.logs.c.cursor.desc())
+    last = connection.execute(of_job.offset(most).limit(1)).first()
+    if last is None or not last.region:
+        return
+    before = and_(t.logs.c.job == job, t.logs.c.cursor < last.cursor)
+    said = connection.execute(select(t.logs.c.text).where(before, t.logs.c.region == "")).scalar()
+    dropped = int(said.split()[1].replace(",", "")) if said else 0
+    dropped += connection.execute(delete(t.logs).where(before, t.logs.c.region != "")).rowcount + 1
+    connection.execute(delete(t.logs).where(before))
+    told = {"region": "", "source": "control-plane", "text": f"… {dropped:,} lines dropped"}
+    connection.execute(update(t.logs).where(t.logs.c.cursor == last.cursor).values(**told))
 
 
 @contextmanager
@@ -308,6 +349,8 @@ def _mapped() -> Iterator[None]:
         yield
     except IntegrityError as error:
         raise GeofedError("REQUEST_CONFLICT", f"the store already holds another row: {error.orig}") from error
+    except DataError as error:
+        raise GeofedError("FRAME_INVALID", f"the database does not take it: {error.orig}") from error
     except (OperationalError, DatabaseError) as error:
         text = str(error.orig)
         if "disk is full" in text or "No space left" in text:

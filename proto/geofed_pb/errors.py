@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+from geofed_pb.bounds import clean
+
 __all__ = ["CATALOGUE", "Entry", "Exit", "GeofedError"]
 
 
@@ -162,15 +164,17 @@ CATALOGUE: dict[str, Entry] = {
 class GeofedError(Exception):
     """A failure with a code of the catalogue.
 
-    Raises ``KeyError`` for a code that the catalogue does not hold, so that no unlisted code can leave a process.
+    Message and hint are cleaned and bounded (`geofed_pb.bounds.clean`): whatever the user's code has raised, the error
+    can be stored, sent and shown. Raises ``KeyError`` for a code that the catalogue does not hold, so that no unlisted
+    code can leave a process.
     """
 
     def __init__(self, code: str, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
         self.entry = CATALOGUE[code]
         self.code = code
-        self.message = message
-        self.hint = self.entry.hint if hint is None else hint
+        self.message = clean(message)
+        self.hint = self.entry.hint if hint is None else clean(hint)
+        super().__init__(self.message)
 
     @property
     def exit(self) -> Exit:

@@ -20,6 +20,7 @@ from urllib.parse import unquote
 import grpc
 import grpc.aio
 
+from geofed_pb.bounds import LARGEST_MESSAGE_BYTES, clean
 from geofed_pb.errors import CATALOGUE, Exit, GeofedError
 from geofed_pb.v1 import common_pb2
 
@@ -46,6 +47,8 @@ CONTROL_PLANE_NAME = "control-plane.geofed"
 _ERROR_KEY = "geofed-error-bin"
 _CLOCK_KEY = "geofed-clock"
 """In the trailing metadata of each answer: the server's clock."""
+_STATUS_TEXT_BYTES, _TOLD_TEXT_BYTES, _TOLD_HINT_BYTES = 400, 3000, 1000
+"""Of an error that ends a call: gRPC refuses metadata of more than 8 KiB, in which it stands twice, both encoded."""
 _log = logging.getLogger("geofed.rpc")
 
 _STATUS = {
@@ -67,8 +70,9 @@ def region_name(region: str) -> str:
 
 
 def channel_options() -> list[tuple[str, Any]]:
-    """Keep-alive below the idle limits of cloud NATs (240 s at the lowest), 4 MiB messages, no shared sub-channels."""
+    """Keep-alive below the idle limits of cloud NATs (240 s at the lowest), bounded messages, own sub-channels."""
     return [
+        *_message_options(),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -85,11 +89,19 @@ def channel_options() -> list[tuple[str, Any]]:
 def server_options() -> list[tuple[str, Any]]:
     """What `channel_options` asks of a server; two servers never share a port."""
     return [
+        *_message_options(),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
+    ]
+
+
+def _message_options() -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_send_message_length", LARGEST_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", LARGEST_MESSAGE_BYTES),
     ]
 
 
@@ -195,7 +207,10 @@ _Servicer = TypeVar("_Servicer")
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: GeofedError) -> None:
     status = _STATUS.get(error.exit, grpc.StatusCode.INTERNAL)
-    await context.abort(status, error.message, ((_ERROR_KEY, to_proto(error).SerializeToString()), _clock()))
+    told = to_proto(error)
+    told.message, told.hint = clean(error.message, _TOLD_TEXT_BYTES), clean(error.hint, _TOLD_HINT_BYTES)
+    trailing = ((_ERROR_KEY, told.SerializeToString()), _clock())
+    await context.abort(status, clean(error.message, _STATUS_TEXT_BYTES), trailing)
 
 
 async def _abort_unforeseen(context: grpc.aio.ServicerContext[Any, Any], method: str, error: Exception) -> None:

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from geofed_pb.bounds import bounded_metrics
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import worker_pb2
 from region_agent.worker.holding import Holding
@@ -331,7 +332,8 @@ class WorkerLoop:
         samples, metrics, told = 0, dict[str, float](), ""
         try:
             with self._evaluation_tried() as tries:
-                samples, metrics = self._holding.evaluate(self._completed, tries)
+                samples, found = self._holding.evaluate(self._completed, tries)
+            metrics, told = bounded_metrics(found)
         except (GeofedError, MemoryError) as error:
             code = error.code if isinstance(error, GeofedError) else "FUNCTION_OUT_OF_MEMORY"
             if code not in _NOT_MEASURED or not self._holding.may_not_measure:

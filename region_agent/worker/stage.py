@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from geofed_pb.bounds import MOST_METRICS
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data import BatchStream, evaluation_batches, move, share_of
 from region_agent.worker.holding import checked_loss
@@ -215,7 +217,9 @@ class ModelStage:
             moved = (move(batch, self._device) for batch in batches)
             measure = partial(self._task.metrics, sizes=sizes)
             metrics = self._runner.evaluate(f"e{sequence}", moved, len(sizes), measure)
-            self._found = (sequence, sum(sizes) if self._runner.is_last else 0, metrics)
+            # One more than are kept, so that it is known that there were more.
+            kept = dict(itertools.islice(metrics.items(), MOST_METRICS + 1))
+            self._found = (sequence, sum(sizes) if self._runner.is_last else 0, kept)
         return self._found[1], self._found[2]
 
     # The model, of which this is a part

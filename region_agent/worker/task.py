@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from geofed_pb.bounds import TEXT_BYTES, clean
 from geofed_pb.errors import GeofedError
 from region_agent.worker.modules import import_task
 from sync.pipeline import Layers
@@ -194,7 +195,9 @@ def task_fault(error: BaseException, folder: Path, doing: str) -> GeofedError:
         told = str(error)
     except Exception:  # noqa: BLE001 - of a user's class, which may fail in telling what it is
         told = "(its text cannot be told)"
-    return GeofedError("TASK_FAILED", f"{doing} raised {type(error).__name__}: {told}{_place(error, folder)}")
+    # Where it was raised stands behind a message of any length.
+    text = clean(f"{doing} raised {type(error).__name__}: {told}", TEXT_BYTES // 2)
+    return GeofedError("TASK_FAILED", f"{text}{_place(error, folder)}")
 
 
 def _place(error: BaseException, folder: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from geofed_pb.bounds import bounded_metrics, clean
 from sync.ps.actions import Action, Keep, Merge, Refuse, Reply
 from sync.ps.answers import EvaluatedAnswer, ReduceAnswer
 from sync.ps.events import BoundaryArrived, Evaluated, Merged, ReduceArrived
@@ -84,14 +85,16 @@ def _answer(event: Merged) -> ReduceAnswer:
 
 
 def _mean_metrics(sequence: int, parts: list[Evaluated]) -> Keep:
-    if error := next((part.error for part in parts if part.error), ""):
-        return Keep(sequence, 0.0, {}, error)
+    error = next((part.error for part in parts if part.error), "")
+    if any(part.error and not part.metrics for part in parts):
+        return Keep(sequence, 0.0, {}, clean(error))
     total = sum(part.samples for part in parts)
     sums: dict[str, float] = {}
     for part in parts:
         for name, value in part.metrics.items():
             sums[name] = sums.get(name, 0.0) + value * part.samples
-    return Keep(sequence, total, {name: value / total for name, value in sums.items()} if total else {})
+    kept, left_out = bounded_metrics({name: value / total for name, value in sums.items()} if total else {})
+    return Keep(sequence, total, kept, clean(error or left_out))
 
 
 def mean_loss(parts: list[ReduceArrived] | list[BoundaryArrived]) -> float:

@@ -182,7 +182,7 @@ class FakeAgent:
             self.cursor = message.seq
             self.commands.append(message)
             self._out.put_nowait(agent_pb2.FromAgent(command_ack=agent_pb2.CommandAck(seq=message.seq)))
-        elif kind == "profile" or (kind == "weigh" and self.weighs):
+        elif kind in ("profile", "stop") or (kind == "weigh" and self.weighs):
             self.commands.append(message)
         elif kind == "weigh":
             error = common_pb2.Error(code="FUNCTION_FAILED", message="this agent runs nothing")

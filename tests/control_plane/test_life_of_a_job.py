@@ -384,19 +384,3 @@ def test_a_full_disk_loses_nothing(serve_config: ServeConfig, job_file: Path, mo
 
     monkeypatch.setattr(Store, "commit", commit_or_fail)
     run(scenario())
-
-
-def test_a_report_that_is_missing_ends_the_session(serve_config: ServeConfig) -> None:
-    async def scenario() -> None:
-        async with staged(serve_config) as stage:
-            a = await stage.agent("a")
-            await a.connect()
-            happening = agent_pb2.Happening(kind="gateway.restarted", text="it is back")
-            a.send(agent_pb2.FromAgent(happening=happening))
-            await a.settled()
-            a.send_raw(agent_pb2.FromAgent(seq=3, happening=happening))
-            assert (await a.ended()).code == "FRAME_INVALID"
-            await a.close()
-            assert "gateway.restarted" in await stage.events("")
-
-    run(scenario())

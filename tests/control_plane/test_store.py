@@ -146,8 +146,21 @@ class Contract:
         store.commit(Change(command_cursor=("a", 1)))
         assert [command.seq for command in store.commands_after("a", 0)] == [2]
         assert store.cursors("a") == Cursors(2, 1, 0)
-        store.lift_command_seq("a", 9)
-        assert store.commit(Change(commands=(CommandRow("a", "j", b""),))).commands[0].seq == 10
+
+    def test_commands_go_on_behind_what_the_agent_has_taken_of_a_store_that_is_lost(self, store: Store) -> None:
+        store.commit(Change(regions=(REGION,), commands=tuple(CommandRow("a", "j", b"old") for _ in range(2))))
+        store.begin()
+        assert store.cursors("a") == Cursors(2, 0, 0, 2)
+        store.commit(Change(commands=tuple(CommandRow("a", "j", bytes([n])) for n in range(3))))
+        assert store.cursors("a").older_than(4)
+        store.commit(Change(met=("a", 4), commands=(CommandRow("a", "j", b"last"),)))
+        after = [(command.seq, command.payload) for command in store.commands_after("a", 0)]
+        assert after == [(5, b"\0"), (6, b"\1"), (7, b"\2"), (8, b"last")], "those of before the loss were taken"
+        assert store.cursors("a") == Cursors(8, 4, 0)
+        store.begin()
+        store.commit(Change(met=("a", 6)))
+        assert [command.seq for command in store.commands_after("a", 6)] == [7, 8]
+        assert store.cursors("a") == Cursors(8, 4, 0)
 
     def test_a_region_that_joins_anew_may_number_its_reports_anew(self, store: Store) -> None:
         store.commit(Change(regions=(REGION,), commands=(CommandRow("a", "j", b"old"),), report_cursor=("a", 4)))
@@ -170,10 +183,14 @@ class Contract:
     def test_logs_are_bounded(self, store: Store) -> None:
         store.commit(Change(logs=tuple(LogRow(float(n), "j", "ab"[n % 2], "s", str(n)) for n in range(12))))
         store.commit(Change(logs=(LogRow(1.0, "other", "a", "s", "kept"),)))
-        assert [line.text for line in store.logs_after("j", 0)] == ["7", "8", "9", "10", "11"]
-        assert [line.text for line in store.logs_after("j", 0, region="b")] == ["7", "9", "11"]
+        gap = "… 7 lines dropped"
+        assert [line.text for line in store.logs_after("j", 0)] == [gap, "7", "8", "9", "10", "11"]
+        assert [line.text for line in store.logs_after("j", 0, region="b")] == [gap, "7", "9", "11"]
+        store.commit(Change(logs=tuple(LogRow(float(n), "j", "a", "s", str(n)) for n in range(12, 15))))
+        gap = "… 10 lines dropped"
+        assert [line.text for line in store.logs_after("j", 0)] == [gap, "10", "11", "12", "13", "14"]
         after = store.log_tail_cursor("j", 2)
-        assert [line.text for line in store.logs_after("j", after)] == ["10", "11"]
+        assert [line.text for line in store.logs_after("j", after)] == ["13", "14"]
         assert len(store.logs_after("other", 0)) == 1
 
     def test_state_survives_a_restart(self, url: str) -> None:

@@ -62,6 +62,8 @@ class _Failing(control_pb2_grpc.ControlServicer):
     async def GetJob(self, request: control_pb2.JobRequest, context: Any) -> control_pb2.Job:
         if request.job == "bug":
             raise ZeroDivisionError
+        if request.job == "long":
+            raise GeofedError("TASK_FAILED", "größer " * 1_000_000, hint="kürzer " * 1_000_000)
         if request.job == "full":
             raise OSError(28, "No space left on device", "/state/x")
         raise GeofedError("JOB_NOT_FOUND", f"no job {request.job}")
@@ -99,6 +101,7 @@ async def _ask(job: str) -> GeofedError:
         ("stream", "JOB_NOT_FOUND", Exit.NOT_FOUND),
         ("full", "DISK_FULL", Exit.UNAVAILABLE),
         ("bug", "INTERNAL", Exit.BUG),
+        ("long", "TASK_FAILED", Exit.JOB_ENDED_BADLY),
     ],
 )
 def test_what_a_service_raises_reaches_its_caller(job: str, code: str, exit_status: Exit) -> None:

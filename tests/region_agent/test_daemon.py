@@ -14,25 +14,12 @@ from geofed_pb.v1 import agent_pb2
 from region_agent import daemon
 from region_agent.capacity import say_preemptible_left
 from region_agent.config import RegionConfig
-from region_agent.daemon import Agent, _batches
+from region_agent.daemon import Agent
 from region_agent.gateway import GatewayClient
 from region_agent.identity import Federation, Identity
 from region_agent.partition_events import Preempted, Prepared, PsReady, PsSaid, PsView, Started, WorkerEnded
 from region_agent.partition_machine import PartitionMachine
 from region_agent.store import AgentStore
-
-
-def _line(text: str) -> agent_pb2.LogRecord:
-    return agent_pb2.LogRecord(job="job-1", source="worker 0", text=text)
-
-
-def test_log_batches_stay_below_what_a_message_may_hold() -> None:
-    lines = [_line(chr(8364) * 4000) for _ in range(500)]
-    batches = list(_batches(lines))
-    assert [line for batch in batches for line in batch] == lines
-    assert all(agent_pb2.LogBatch(records=batch).ByteSize() < 1 << 19 for batch in batches)
-    assert list(_batches([])) == []
-    assert list(_batches([_line("x")])) == [[_line("x")]]
 
 
 class _Played:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from support.control_plane_script import Agent, ControlPlane, Session, play, soon
 
+from geofed_pb.bounds import TRUNCATED
 from geofed_pb.errors import GeofedError
-from geofed_pb.v1 import agent_pb2
+from geofed_pb.v1 import agent_pb2, common_pb2
 from sync.framing import digest_of
 
 
@@ -302,5 +303,119 @@ def test_what_cannot_be_reached_is_an_error_of_the_catalogue(tmp_path: Path) -> 
             with pytest.raises(GeofedError) as raised:
                 await soon(call)
             assert raised.value.code == "UNAVAILABLE"
+
+    play(scene, tmp_path)
+
+
+# What cannot be delivered, or not be carried out
+
+
+def test_a_report_that_an_earlier_version_stored_too_large_is_cut(tmp_path: Path) -> None:
+    async def scene(control: ControlPlane, agent: Agent) -> None:
+        error = common_pb2.Error(code="TASK_FAILED", message="unexpected keys: " + "layer, " * 1_200_000)
+        whole = agent_pb2.PartitionReport(job="job-1", state="failed", error=error, condition=error.message)
+        agent.store.add_report(agent_pb2.FromAgent(partition=whole).SerializeToString())
+        agent.hub.report(_report("training", "job-2"), durable=True)
+        session = await control.next_session()
+        await session.welcome()
+        cut = (await session.heard("partition")).partition
+        assert (cut.job, cut.state, cut.error.code) == ("job-1", "failed", "TASK_FAILED")
+        assert cut.error.message.startswith("unexpected keys: layer, ")
+        assert cut.error.message.endswith(TRUNCATED)
+        assert (await session.heard("partition")).partition.job == "job-2"
+        assert agent.store.set_aside() == []
+
+    play(scene, tmp_path)
+
+
+def test_a_stored_report_that_cannot_be_read_is_set_aside(tmp_path: Path) -> None:
+    async def scene(control: ControlPlane, agent: Agent) -> None:
+        agent.store.add_report(b"\xff" * 10)
+        agent.hub.report(_report("training"), durable=True)
+        session = await control.next_session()
+        await session.welcome()
+        told = await session.heard("happening")
+        assert (told.seq, told.happening.kind) == (1, "message.undeliverable")
+        assert (await session.heard("partition")).seq == 2
+        ((kind, seq, reason, raw),) = agent.store.set_aside()
+        assert (kind, seq, raw) == ("report", 1, b"\xff" * 10)
+        assert reason.startswith("FRAME_INVALID: ")
+
+    play(scene, tmp_path)
+
+
+def test_a_report_with_which_sessions_break_is_set_aside_and_its_job_fails(tmp_path: Path) -> None:
+    """As a control plane of an earlier version breaks off, again and again, when it cannot take a report."""
+
+    async def scene(control: ControlPlane, agent: Agent) -> None:
+        for job in ("job-1", "job-2", "job-3"):
+            agent.hub.report(_report("training", job), durable=True)
+        acknowledged = 0
+        told: list[agent_pb2.FromAgent] = []
+        while len(told) < 3:
+            session = await control.next_session()
+            await session.welcome(report_cursor=acknowledged)
+            while len(told) < 3:
+                message = await session.heard("partition")
+                if message.partition.job == "job-2" and message.partition.state == "training":
+                    session.end(GeofedError("FRAME_INVALID", "no"))
+                    break
+                assert message.seq == acknowledged + 1
+                acknowledged = message.seq
+                told.append(message)
+                session.say(report_ack=agent_pb2.ReportAck(seq=acknowledged))
+        states = [(message.partition.job, message.partition.state, message.partition.error.code) for message in told]
+        assert states == [("job-1", "training", ""), ("job-2", "failed", "FRAME_INVALID"), ("job-3", "training", "")]
+        assert "FRAME_INVALID: no" in told[1].partition.error.message
+        assert [(kind, seq) for kind, seq, *_ in agent.store.set_aside()] == [("report", 2)]
+
+    play(scene, tmp_path)
+
+
+def test_reports_that_sessions_break_on_for_passing_reasons_are_kept(tmp_path: Path) -> None:
+    async def scene(control: ControlPlane, agent: Agent) -> None:
+        agent.hub.report(_report("training"), durable=True)
+        for _ in range(6):
+            session = await control.next_session()
+            await session.welcome()
+            assert (await session.heard("partition")).partition.state == "training"
+            session.end(GeofedError("UNAVAILABLE", "stopping"))
+        assert agent.store.set_aside() == []
+        assert agent.store.reports_waiting() == 1
+
+    play(scene, tmp_path)
+
+
+def test_a_command_that_cannot_be_carried_out_is_set_aside_and_its_job_fails(tmp_path: Path) -> None:
+    async def scene(control: ControlPlane, agent: Agent) -> None:
+        agent.refuse_once = ValueError("no such plan")
+        session = await control.next_session()
+        await session.welcome()
+        _start(session, 1)
+        failed = (await session.heard("partition")).partition
+        assert (failed.job, failed.state, failed.error.code) == ("job-1", "failed", "INTERNAL")
+        assert "no such plan" in failed.error.message
+        _start(session, 2)
+        while (await session.heard("command_ack")).command_ack.seq < 2:
+            pass
+        assert agent.taken == [("start", 2)]
+        assert [(kind, seq) for kind, seq, *_ in agent.store.set_aside()] == [("command", 1)]
+
+    play(scene, tmp_path)
+
+
+def test_an_agent_with_an_older_state_takes_over_the_numbers_of_the_control_plane(tmp_path: Path) -> None:
+    async def scene(control: ControlPlane, agent: Agent) -> None:
+        agent.hub.report(_report("training"), durable=True)
+        session = await control.next_session()
+        assert (await session.welcome(report_cursor=19)).report_cursor == 0
+        assert (await session.heard("partition")).seq == 20
+        assert agent.restored == 1
+        session.end()
+        again = await control.next_session()
+        await again.welcome(report_cursor=20)
+        agent.hub.report(_report("finished"), durable=True)
+        assert (await again.heard("partition")).seq == 21
+        assert agent.restored == 1
 
     play(scene, tmp_path)

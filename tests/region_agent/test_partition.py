@@ -59,7 +59,7 @@ class Gateway:
             raise self.delete_fails.pop(0)
         self.deleted += 1
 
-    async def logs(self, name: str, follow: bool) -> AsyncIterator[Any]:
+    async def logs(self, name: str, **query: Any) -> AsyncIterator[Any]:
         return
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import posixpath
 from pathlib import Path
 from urllib.parse import unquote
@@ -155,6 +156,15 @@ def test_local_files_and_folders(tmp_path: Path) -> None:
     assert (file.name, file.path, file.folder) == ("a", str(tmp_path / "a"), False)
     files = shard_files(_dataset(f"{tmp_path}/"), {})["train"]
     assert [(file.name, file.folder) for file in files] == [("a", True), ("deep/b", True)]
+
+
+def test_a_name_that_cannot_travel_is_told(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / os.fsdecode(b"caf\xe9.txt")).write_text("x")
+    with pytest.raises(GeofedError, match=r"deep/caf\\xe9.txt: the name is not UTF-8") as raised:
+        shard_files(_dataset(f"{tmp_path}/"), {})
+    assert raised.value.code == "SHARD_UNREADABLE"
+    assert raised.value.hint.startswith("rename the file")
 
 
 def test_missing_and_empty_local_shards_are_told(tmp_path: Path) -> None:

@@ -166,9 +166,9 @@ def test_an_agent_that_lost_its_memory_numbers_its_reports_where_the_control_pla
     store = AgentStore(path)
     store.add_report(b"a")
     store.add_report(b"b")
-    store.number_reports_after(7)
+    assert store.resume_reports(7)
     assert store.reports_after(0) == [(8, b"a"), (9, b"b")]
-    store.number_reports_after(3)
+    assert not store.resume_reports(3)
     store.add_report(b"c")
     assert [seq for seq, _ in store.reports_after(0)] == [8, 9, 10]
 

@@ -157,7 +157,8 @@ class Agent:
         self.identity.store(federation, key_pem, issued.certificate_pem, issued.ca_pem)
         self.hub = Hub(self.identity, self.store, lambda: "{}", "1.0")
         self.taken: list[tuple[str, int]] = []
-        self.refuse_once: GeofedError | None = None
+        self.refuse_once: Exception | None = None
+        self.restored = 0
 
     async def __aenter__(self) -> Agent:
         self.running = asyncio.create_task(self.hub.run(self))
@@ -182,6 +183,9 @@ class Agent:
     def stop(self, seq: int, command: agent_pb2.StopPartition) -> None:
         self.store.took_stop(seq, command.job, discard=command.discard)
         self.taken.append(("stop", seq))
+
+    def state_restored(self) -> None:
+        self.restored += 1
 
     def publish(self, seq: int, command: agent_pb2.PublishModel) -> None:
         self.store.took_publish(seq, command.job)

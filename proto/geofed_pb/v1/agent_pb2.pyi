@@ -58,16 +58,18 @@ class ToAgent(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lease: _Optional[_Union[LeaseGrant, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., start: _Optional[_Union[StartPartition, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., stop: _Optional[_Union[StopPartition, _Mapping]] = ..., publish: _Optional[_Union[PublishModel, _Mapping]] = ..., scale: _Optional[_Union[ScalePartition, _Mapping]] = ..., profile: _Optional[_Union[ProfileTask, _Mapping]] = ..., send_shard: _Optional[_Union[SendShard, _Mapping]] = ..., weigh: _Optional[_Union[ProfileTask, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("agent_version", "boot_id", "command_cursor", "catalogue_json")
+    __slots__ = ("agent_version", "boot_id", "command_cursor", "catalogue_json", "report_cursor")
     AGENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     COMMAND_CURSOR_FIELD_NUMBER: _ClassVar[int]
     CATALOGUE_JSON_FIELD_NUMBER: _ClassVar[int]
+    REPORT_CURSOR_FIELD_NUMBER: _ClassVar[int]
     agent_version: str
     boot_id: str
     command_cursor: int
     catalogue_json: str
-    def __init__(self, agent_version: _Optional[str] = ..., boot_id: _Optional[str] = ..., command_cursor: _Optional[int] = ..., catalogue_json: _Optional[str] = ...) -> None: ...
+    report_cursor: int
+    def __init__(self, agent_version: _Optional[str] = ..., boot_id: _Optional[str] = ..., command_cursor: _Optional[int] = ..., catalogue_json: _Optional[str] = ..., report_cursor: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("at",)

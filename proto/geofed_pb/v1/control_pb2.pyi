@@ -84,7 +84,7 @@ class JobRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("id", "name", "state", "condition", "created_at", "started_at", "finished_at", "spec_json", "plan_json", "result_json", "error", "partitions", "rounds", "links", "deadline_at", "user", "copies", "initial_model", "successor")
+    __slots__ = ("id", "name", "state", "condition", "created_at", "started_at", "finished_at", "spec_json", "plan_json", "result_json", "error", "partitions", "rounds", "links", "deadline_at", "user", "copies", "initial_model", "successor", "expected_seconds")
     ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,7 @@ class Job(_message.Message):
     COPIES_FIELD_NUMBER: _ClassVar[int]
     INITIAL_MODEL_FIELD_NUMBER: _ClassVar[int]
     SUCCESSOR_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     id: str
     name: str
     state: str
@@ -123,7 +124,8 @@ class Job(_message.Message):
     copies: _containers.RepeatedCompositeFieldContainer[ShardCopy]
     initial_model: InitialModel
     successor: str
-    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., created_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., spec_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., result_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStatus, _Mapping]]] = ..., rounds: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WanLink, _Mapping]]] = ..., deadline_at: _Optional[float] = ..., user: _Optional[str] = ..., copies: _Optional[_Iterable[_Union[ShardCopy, _Mapping]]] = ..., initial_model: _Optional[_Union[InitialModel, _Mapping]] = ..., successor: _Optional[str] = ...) -> None: ...
+    expected_seconds: float
+    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., created_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., spec_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., result_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStatus, _Mapping]]] = ..., rounds: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WanLink, _Mapping]]] = ..., deadline_at: _Optional[float] = ..., user: _Optional[str] = ..., copies: _Optional[_Iterable[_Union[ShardCopy, _Mapping]]] = ..., initial_model: _Optional[_Union[InitialModel, _Mapping]] = ..., successor: _Optional[str] = ..., expected_seconds: _Optional[float] = ...) -> None: ...
 
 class InitialModel(_message.Message):
     __slots__ = ("job", "digest", "bytes")
@@ -230,18 +232,22 @@ class PartitionStatus(_message.Message):
     def __init__(self, region: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., workers: _Optional[int] = ..., condition: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., money: _Optional[_Iterable[_Union[_common_pb2.Money, _Mapping]]] = ..., last_contact: _Optional[float] = ..., samples_per_second: _Optional[float] = ..., preemptible: bool = ...) -> None: ...
 
 class ListJobsRequest(_message.Message):
-    __slots__ = ("all", "limit")
+    __slots__ = ("all", "limit", "after")
     ALL_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
     all: bool
     limit: int
-    def __init__(self, all: bool = ..., limit: _Optional[int] = ...) -> None: ...
+    after: str
+    def __init__(self, all: bool = ..., limit: _Optional[int] = ..., after: _Optional[str] = ...) -> None: ...
 
 class ListJobsReply(_message.Message):
-    __slots__ = ("jobs",)
+    __slots__ = ("jobs", "more")
     JOBS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     jobs: _containers.RepeatedCompositeFieldContainer[Job]
-    def __init__(self, jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ...) -> None: ...
+    more: bool
+    def __init__(self, jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ..., more: bool = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("job", "cursor", "follow")
@@ -343,14 +349,20 @@ class ReplanRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ListRegionsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("after", "paged")
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    PAGED_FIELD_NUMBER: _ClassVar[int]
+    after: str
+    paged: bool
+    def __init__(self, after: _Optional[str] = ..., paged: bool = ...) -> None: ...
 
 class ListRegionsReply(_message.Message):
-    __slots__ = ("regions",)
+    __slots__ = ("regions", "more")
     REGIONS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     regions: _containers.RepeatedCompositeFieldContainer[Region]
-    def __init__(self, regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ...) -> None: ...
+    more: bool
+    def __init__(self, regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., more: bool = ...) -> None: ...
 
 class Region(_message.Message):
     __slots__ = ("name", "cloud", "state", "condition", "last_contact", "agent_version", "catalogue_json", "certificate_expires")

@@ -7,16 +7,19 @@ import json
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
 
 from region_agent.gateway.functions import LogLine
+from region_agent.line_buffer import LineBuffer, dropped_text
 
 __all__ = ["LogQuery", "LogStore", "pipe_to_lines"]
 
 _MAX_LINE_BYTES = 16 * 1024
-_FOLLOWER_LINES = 10_000
+_LINE_OVERHEAD_BYTES = 300
+_FOLLOWER_BYTES, _RING_BYTES = 2 << 20, 16 << 20
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,34 @@ class LogQuery:
     """True goes on with new lines until the function is gone."""
 
 
+class _Follower:
+    """A reader that goes on with new lines, as fast as it can."""
+
+    def __init__(self, query: LogQuery) -> None:
+        self.query = query
+        self.lines = LineBuffer[LogLine](_FOLLOWER_BYTES)
+        self.news = asyncio.Event()
+        self.ended = False
+
+    def end(self) -> None:
+        self.ended = True
+        self.news.set()
+
+
+class _Ring:
+    """The newest lines of a function."""
+
+    def __init__(self, most_lines: int) -> None:
+        self.lines: deque[LogLine] = deque()
+        self._most_lines, self._bytes = most_lines, 0
+
+    def append(self, line: LogLine) -> None:
+        self.lines.append(line)
+        self._bytes += _size(line)
+        while len(self.lines) > self._most_lines or self._bytes > _RING_BYTES:
+            self._bytes -= _size(self.lines.popleft())
+
+
 class LogStore:
     """The logs of all functions."""
 
@@ -43,49 +74,67 @@ class LogStore:
         self._directory = directory
         self._lines_in_memory = lines_in_memory
         self._file_bytes = file_bytes
-        self._rings: dict[str, deque[LogLine]] = {}
-        self._followers: dict[asyncio.Queue[LogLine | None], LogQuery] = {}
+        self._rings: dict[str, _Ring] = {}
+        self._followers: set[_Follower] = set()
+        self._files: dict[str, tuple[FileIO, int]] = {}
+        """Open, with the bytes in each."""
 
     def append(self, function: str, instance: str, text: str) -> None:
         """Take a line."""
         line = LogLine(function, instance, datetime.now(UTC), text)
-        ring = self._rings.setdefault(function, deque(maxlen=self._lines_in_memory))
-        ring.append(line)
+        self._rings.setdefault(function, _Ring(self._lines_in_memory)).append(line)
         self._write(line)
-        for follower, query in self._followers.items():
-            if _matches(line, query) and not follower.full():
-                follower.put_nowait(line)
+        for follower in self._followers:
+            if _matches(line, follower.query):
+                follower.lines.add(line, _size(line))
+                follower.news.set()
 
-    async def read(self, query: LogQuery) -> AsyncIterator[LogLine]:
-        """Lines in order of arrival."""
-        follower: asyncio.Queue[LogLine | None] = asyncio.Queue(_FOLLOWER_LINES)
-        past = [line for line in self._rings.get(query.name, ()) if _matches(line, query)]
+    async def read(self, query: LogQuery) -> AsyncIterator[list[LogLine]]:
+        """Lines in order of arrival, as many at a time as there are; where a reader is slow, the middle of what it lags
+        behind is dropped."""
+        ring = self._rings.get(query.name)
+        past = [line for line in ring.lines if _matches(line, query)] if ring is not None else []
+        follower = _Follower(query)
         if query.follow:
-            self._followers[follower] = query
+            self._followers.add(follower)
         try:
-            for line in past if query.tail is None else past[len(past) - min(query.tail, len(past)) :]:
-                yield line
-            while query.follow and (fresh := await follower.get()) is not None:
-                yield fresh
+            yield past if query.tail is None else past[len(past) - min(query.tail, len(past)) :]
+            while query.follow and (follower.lines or not follower.ended):
+                await follower.news.wait()
+                if not follower.ended:
+                    follower.news.clear()
+                first, dropped, newest = follower.lines.take()
+                gap = [replace(newest[0], text=dropped_text(dropped))] if dropped else []
+                yield [*first, *gap, *newest]
         finally:
-            self._followers.pop(follower, None)
+            self._followers.discard(follower)
 
     def end(self, function: str | None = None) -> None:
-        """End the followers of a function that was deleted, or all of them."""
-        for follower, query in list(self._followers.items()):
-            if function in (None, query.name):
-                while follower.full():
-                    follower.get_nowait()
-                follower.put_nowait(None)
+        """End the followers of a function that was deleted, or all of them; they have read what was written."""
+        for follower in self._followers:
+            if function in (None, follower.query.name):
+                follower.end()
+        for name in [name for name in self._files if function in (None, name)]:
+            self._files.pop(name)[0].close()
 
     def _write(self, line: LogLine) -> None:
         path = self._directory / f"{line.name}.log"
         record = {"instance": line.instance, "timestamp": line.timestamp.isoformat(), "text": line.text}
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-            full = file.tell() > self._file_bytes
-        if full:
+        if (held := self._files.get(line.name)) is None:
+            opened = FileIO(path, "a")
+            held = (opened, opened.tell())
+        written = json.dumps(record).encode() + b"\n"
+        file, size = held
+        file.write(written)
+        self._files[line.name] = (file, size + len(written))
+        if size + len(written) > self._file_bytes:
+            self._files.pop(line.name)[0].close()
             os.replace(path, path.with_suffix(".log.1"))
+
+
+def _size(line: LogLine) -> int:
+    """Bytes that it takes in memory, about."""
+    return len(line.text.encode()) + _LINE_OVERHEAD_BYTES
 
 
 def _matches(line: LogLine, query: LogQuery) -> bool:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from geofed_pb.bounds import parts_of
 from region_agent.gateway.embedded.logs import LogQuery
 from region_agent.gateway.embedded.provider import Provider
 from region_agent.gateway.embedded.table import Refused, Scale
@@ -23,6 +24,7 @@ __all__ = ["NAMESPACE", "SystemRoutes", "function_name"]
 
 NAMESPACE = "openfaas-fn"
 _MAX_BODY_BYTES = 2 * 2**20
+_LOG_PART_CHARACTERS, _LOG_PART_LINES = 64 << 10, 500
 
 
 class SystemRoutes:
@@ -157,8 +159,9 @@ class SystemRoutes:
         return {**self._provider.status(name).as_json(), "namespace": NAMESPACE}
 
     async def _ndjson(self, query: LogQuery) -> AsyncIterator[bytes]:
-        async for line in self._provider.logs.read(query):
-            yield json.dumps(_log_json(line)).encode() + b"\n"
+        async for lines in self._provider.logs.read(query):
+            for part in parts_of(lines, lambda line: len(line.text), _LOG_PART_CHARACTERS, _LOG_PART_LINES):
+                yield b"".join(json.dumps(_log_json(line)).encode() + b"\n" for line in part)
 
 
 def function_name(route: str) -> str:

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - rows of small programs
 """A fault of the user's code is told as theirs, with its place or the name of what is wrong, and never as ours."""
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.federation_in_miniature import Miniature, Site
 
+from geofed_pb.bounds import MOST_METRICS
 from sync.ps.actions import Failed, Refuse, Reply
 from sync.ps.answers import AttachAnswer
 from sync.ps.events import Attached, BoundaryArrived, Configured, Evaluated, Kept, Prepared, ReduceArrived
@@ -231,6 +232,17 @@ def test_where_one_worker_cannot_measure_there_are_no_metrics() -> None:
     assert machine.finished
     assert (machine.progress.metrics, machine.progress.metrics_samples) == ({}, 0.0)
     assert machine.progress.metrics_error == "metrics raised KeyError: 'y'"
+
+
+def test_what_workers_measure_is_bounded_together_and_it_is_said() -> None:
+    machine = _alone(rounds=1, sequence=1)
+    for worker in range(2):
+        many = {f"metric {number} of worker {worker}": 1.0 for number in range(MOST_METRICS)}
+        actions = machine.handle(Evaluated(worker + 1, worker, 1, 1, 10.0, many))
+    machine.handle(Kept(actions[0]))  # type: ignore[arg-type]
+    assert len(machine.progress.metrics) == MOST_METRICS
+    assert machine.progress.metrics_samples == 20.0
+    assert "more than 1,000 metrics" in machine.progress.metrics_error
 
 
 def test_old_updates_go_out_under_the_new_epoch() -> None:

@@ -1,0 +1,77 @@
+"""The SQLite file in the agent's state directory: small, synchronous, and safe for the agent's threads."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from geofed_pb.errors import GeofedError
+
+__all__ = ["AgentDatabase"]
+
+
+class AgentDatabase:
+    """Transactions, and what is owed to a full disk; the schema must have a table `facts` of names and values."""
+
+    def __init__(self, path: Path, schema: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # It holds the keys by which tokens of workers are made; SQLite's other files take its mode.
+        path.touch(mode=0o600)
+        path.chmod(0o600)
+        self._path = path
+        self._lock = threading.Lock()
+        self._owed: list[Callable[[sqlite3.Connection], object]] = []
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._db.execute("pragma journal_mode = wal")
+        self._db.execute("pragma synchronous = full")
+        self._db.executescript(schema)
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            try:
+                self._db.execute("begin immediate")
+                try:
+                    for write in self._owed:
+                        write(self._db)
+                    yield self._db
+                    self._db.execute("commit")
+                except BaseException:
+                    if self._db.in_transaction:  # SQLite itself rolls back when the disk is full
+                        self._db.execute("rollback")
+                    raise
+                self._owed.clear()
+            except sqlite3.OperationalError as error:
+                if "full" in str(error) or "disk I/O" in str(error):
+                    raise GeofedError("DISK_FULL", f"no space left for {self._path}") from None
+                raise
+
+    def _write_or_owe(self, write: Callable[[sqlite3.Connection], object]) -> bool:
+        """Write what has happened already and must be kept: where the disk is full, with the next write that succeeds.
+
+        True where it is stored now.
+        """
+        try:
+            with self._writing() as db:
+                write(db)
+        except GeofedError as error:
+            if error.code != "DISK_FULL":
+                raise
+            with self._lock:
+                self._owed.append(write)
+            return False
+        return True
+
+    def _rows(self, query: str, *values: object) -> list[tuple[object, ...]]:
+        with self._lock:
+            return self._db.execute(query, values).fetchall()
+
+    def fact(self, name: str, default: int = 0) -> int:
+        rows = self._rows("select value from facts where name = ?", name)
+        return int(str(rows[0][0])) if rows else default

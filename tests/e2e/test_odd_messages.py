@@ -1,0 +1,183 @@
+"""What a task says is bounded on its way, and what cannot be said keeps nothing else from being told."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.failures import Told, told
+from support.running import Running, check_succeeded, digits_sites, eventually
+
+from deploy.local import LocalFederation
+from geofed_pb.bounds import MOST_METRICS, TEXT_BYTES, TRUNCATED
+from geofed_pb.v1 import agent_pb2, common_pb2
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+TINY = ("train.end.epochs=1", "train.evaluateEvery=0", "wan.interval=10")
+LONG_TEXT = "def loss(model, batch):\n    raise RuntimeError('unexpected keys: ' + 'größer, ' * 1_000_000)\n"
+UNFIT_TEXT = "def loss(model, batch):\n    raise RuntimeError('cannot read caf\\udce9\\0.txt')\n"
+NOISY = "def loss(model, batch):\n    for n in range(100_000):\n        print('line', n)\n    undefined_name()\n"
+MANY_METRICS = (
+    "def metrics(model, batches):\n"
+    "    many = {f'recall of class number {n} of all the classes that there are': 0.5 for n in range(60_000)}\n"
+    "    return {'n\\udce9' * 10_000: float('nan'), 7: float('inf'), **many}\n"
+)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Two regions; one of them also has a folder with a file whose name is not UTF-8."""
+    folder = tmp_path_factory.mktemp("odd")
+    bergen, oslo = digits_sites(folder, ("bergen", "oslo"))
+    words = folder / "words"
+    words.mkdir()
+    (words / "ok.txt").write_text("a")
+    Path(os.fsdecode(os.fsencode(words) + b"/caf\xe9.txt")).write_text("b")
+    held = {"words": {"splits": {"train": {"uri": f"{words}/", "samples": 2}}}}
+    config: dict[str, Any] = {**oslo.config, "datasets": {**oslo.config["datasets"], **held}}
+    sites = [bergen, replace(oslo, config=config)]
+    with LocalFederation(folder / "federation", sites, serve_options=["--lease", "3s"]) as federation:
+        yield Running(federation, folder)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Running]:
+    """Two regions for a test that ends their agents."""
+    sites = digits_sites(tmp_path, ("bergen", "oslo"))
+    with LocalFederation(tmp_path / "federation", sites, serve_options=["--lease", "3s"]) as federation:
+        yield Running(federation, tmp_path)
+
+
+def _submit(running: Running, folder: Path, task: str) -> Told:
+    """The shipped job, its task module changed at the end; how the command says that it has failed."""
+    job = folder / "job"
+    shutil.copytree(running.job_folder(), job)
+    with (job / "task.py").open("a") as module:
+        module.write("\n\n" + task)
+    chosen = [part for setting in TINY for part in ("--set", setting)]
+    return told(running.federation.control_plane("submit", str(job / "job.yaml"), *chosen, "--wait", check=False))
+
+
+def _newest(running: Running) -> str:
+    return running.federation.control_plane("list", "--all", "-o", "name").stdout.split()[0]
+
+
+def _next_job_succeeds(running: Running) -> None:
+    check_succeeded(running.wait_end(running.submit(*TINY)), accuracy=0.0)
+
+
+def test_an_error_text_of_megabytes_is_cut_and_the_next_job_succeeds(shared: Running, tmp_path: Path) -> None:
+    failure = _submit(shared, tmp_path, LONG_TEXT)
+    assert (failure.code, failure.exit_status) == ("JOB_FAILED", 1)
+    assert "TASK_FAILED: " in failure.text
+    assert "loss raised RuntimeError: unexpected keys: größer, größer" in failure.text
+    assert f"{TRUNCATED} at task.py:" in failure.text
+    error = shared.describe(_newest(shared))["error"]
+    assert error["code"] == "TASK_FAILED"
+    assert len(error["message"].encode()) <= TEXT_BYTES
+    _next_job_succeeds(shared)
+
+
+def test_an_error_text_that_is_no_utf_8_is_shown_escaped(shared: Running, tmp_path: Path) -> None:
+    failure = _submit(shared, tmp_path, UNFIT_TEXT)
+    assert "TASK_FAILED: " in failure.text
+    assert r"loss raised RuntimeError: cannot read caf\xe9\x00.txt at task.py:" in failure.text
+
+
+def test_the_traceback_is_in_the_log_however_much_was_written_before(shared: Running, tmp_path: Path) -> None:
+    failure = _submit(shared, tmp_path, NOISY)
+    assert "TASK_FAILED: " in failure.text
+    assert "NameError" in failure.text
+    logs = shared.federation.control_plane("logs", _newest(shared)).stdout
+    assert "line 99999" in logs
+    assert "Traceback" in logs
+    assert "undefined_name()" in logs
+    assert " lines dropped" in logs
+    assert len(logs) < 20 << 20
+
+
+def test_of_very_many_metrics_the_first_are_kept_and_it_is_said(shared: Running, tmp_path: Path) -> None:
+    job = tmp_path / "job"
+    shutil.copytree(shared.job_folder(), job)
+    with (job / "task.py").open("a") as module:
+        module.write("\n\n" + MANY_METRICS)
+    chosen = [part for setting in TINY for part in ("--set", setting)]
+    name = shared.federation.control_plane("submit", str(job / "job.yaml"), *chosen, "-o", "name").stdout.strip()
+    described = shared.wait_end(name)
+    assert described["state"] == "succeeded", described["error"]
+    assert len(described["result"]["metrics"]) == MOST_METRICS
+    assert described["result"]["metrics"]["7"] is None
+    events = [event for event in shared.events(name) if event["kind"] == "partition.unmeasured"]
+    assert "more than 1,000 metrics" in events[0]["text"]
+
+
+def test_a_folder_with_a_name_that_is_no_utf_8_is_not_offered_and_says_which(shared: Running) -> None:
+    condition = shared.federation.agent_status("oslo")["condition"]
+    assert condition.startswith("dataset words is not offered: SHARD_UNREADABLE: ")
+    assert r"words/caf\xe9.txt: the name is not UTF-8" in condition
+
+
+def _stop(running: Running, region: str) -> Path:
+    """End a region's agent in order; its state directory."""
+    process = running.federation.processes[region]
+    process.send_signal(signal.SIGTERM)
+    process.wait(timeout=30)
+    return running.federation.region_state(region) / "state"
+
+
+def _put_back(running: Running, region: str, copy: Path) -> None:
+    state = _stop(running, region)
+    shutil.rmtree(state)
+    shutil.copytree(copy, state, symlinks=True)
+    running.federation.start_agent(region)
+    running.federation.wait_connected([region])
+
+
+@pytest.mark.parametrize("exchange", ["synchronous", "background"])
+def test_a_region_whose_state_is_put_back_from_a_copy_takes_part_again(
+    alone: Running, tmp_path: Path, exchange: str
+) -> None:
+    long = ("train.end.epochs=16", "train.evaluateEvery=0", "wan.interval=10", f"wan.exchange={exchange}")
+    job = alone.submit(*long)
+    alone.wait_round(job, 2)
+    shutil.copytree(_stop(alone, "oslo"), tmp_path / "copy", symlinks=True)
+    alone.federation.start_agent("oslo")
+    alone.wait_round(job, 5)
+    _put_back(alone, "oslo", tmp_path / "copy")
+    described = alone.wait_end(job)
+    if exchange == "synchronous":
+        check_succeeded(described, accuracy=0.0)
+    else:
+        assert described["error"]["code"] == "STATE_INVALID", "as after the loss of a disk"
+    _put_back(alone, "oslo", tmp_path / "copy")
+    _next_job_succeeds(alone)
+
+
+def test_a_message_that_an_earlier_version_has_left_is_cut_and_those_behind_it_go_on(alone: Running) -> None:
+    state = _stop(alone, "bergen")
+    text = "unexpected keys: " + "layer, " * 1_200_000
+    error = common_pb2.Error(code="TASK_FAILED", message=text)
+    report = agent_pb2.PartitionReport(job="gone", state="failed", error=error, condition=text)
+    left = [agent_pb2.FromAgent(partition=report).SerializeToString(), b"\xff" * 100]
+    with contextlib.closing(sqlite3.connect(state / "agent.db")) as database:
+        database.executemany("insert into reports (message) values (?)", [(message,) for message in left])
+        database.commit()
+    alone.federation.start_agent("bergen")
+    alone.federation.wait_connected(["bergen"])
+    _next_job_succeeds(alone)
+    with contextlib.closing(sqlite3.connect(state / "agent.db")) as database:
+
+        def delivered() -> bool:
+            return database.execute("select count(*) from reports").fetchone() == (0,)
+
+        eventually(delivered, "nothing waits", 20)
+        assert database.execute("select kind, message from set_aside").fetchall() == [("report", b"\xff" * 100)]
