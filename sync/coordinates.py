@@ -65,7 +65,7 @@ def coding_of(dtype: str, *, trained: bool = False, marked: bool = False) -> Cod
     if trained:
         return PLAIN if dtype in _NARROW_FLOATS or dtype == "float64" else None
     parts = _PARTS.get(dtype)
-    return None if parts is None else Coding(parts, marked and dtype not in _INTEGER_BITS)
+    return None if parts is None else Coding(parts, marked and dtype not in _INTEGER_BITS and dtype not in _COMPLEX)
 
 
 def array_dtype(dtype: str) -> np.dtype[np.generic]:
@@ -79,8 +79,7 @@ def encode(values: _Array, coding: Coding) -> _Vector:
     marks: list[_Array] = []
     if coding.marked:
         wrong = np.isnan(flat)
-        real = np.real(flat)
-        marks = [(real == np.inf) | wrong, (real == -np.inf) | wrong]
+        marks = [(flat == np.inf) | wrong, (flat == -np.inf) | wrong]
         flat = np.where(np.isfinite(flat), flat, np.zeros((), flat.dtype))
     out = [part.astype(np.float32) for part in (*_parts(flat, coding.parts), *marks)]
     return out[0] if len(out) == 1 else np.concatenate(out)
@@ -115,16 +114,13 @@ def _parts(flat: _Array, parts: int) -> list[_Array]:
                 found.append(left.astype(np.float32))
             left = left - found[-1]
         return found
-    wide = np.uint64 if flat.dtype.kind == "u" else np.int64
-    shift = wide(16 if parts == 2 else 24)
-    whole, mask = flat.astype(wide), wide((1 << int(shift)) - 1)
-    found = []
-    for number in range(parts):
-        by = wide(int(shift) * (parts - 1 - number))
-        digits = whole >> by
-        # All but the first are without a sign, so that their sum is the number.
-        found.append((digits if number == 0 else digits & mask) << by)
-    return found
+    # By size and sign, so that the parts of small numbers are small: what rounds their means is in proportion to them.
+    size = np.where(flat < 0, np.uint64(0) - flat.astype(np.uint64), flat.astype(np.uint64))
+    sign = np.where(flat < 0, np.float32(-1), np.float32(1))
+    shift = np.uint64(16 if parts == 2 else 24)
+    mask = (np.uint64(1) << shift) - np.uint64(1)
+    places = [shift * np.uint64(parts - 1 - number) for number in range(parts)]
+    return [sign * (((size >> by) & mask) << by).astype(np.float32) for by in places]
 
 
 def _whole(parts: npt.NDArray[np.float32], dtype: str) -> _Array:

@@ -394,6 +394,8 @@ def _layout(module: torch.nn.Module, found: list[_Found], *, marks: bool) -> tup
         place, tensor, trained = found[at]
         if trained and tensor.is_complex():
             raise _refused(place, "is complex", "keep its two parts as real tensors")
+        if tensor.is_complex() and not _finite(tensor):
+            raise _refused(place, "is complex and holds values that are not finite")
         dtype = str(tensor.dtype).removeprefix("torch.")
         coding = coding_of(dtype, trained=trained, marked=marks and not trained and not _finite(tensor))
         if coding is None:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from geofed_pb.errors import GeofedError
-from sync.collective import ChannelCosts, Member, Reducing, Settings
+from sync.collective import ChannelCosts, Member, Reducing, Settings, weighted_mean
 from sync.flat import FlatModel
 from sync.gradients import GradientMerge
 
@@ -217,3 +217,72 @@ def test_the_last_layers_leave_while_the_first_ones_still_compute() -> None:
     loss.backward()
     assert any("/g2/p/" in key for key in channel.values)
     collective.close()
+
+
+class _Idle(nn.Module):
+    """Some parameters get no gradient in some steps of some workers."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        self.rare = nn.Parameter(torch.ones(2))
+        self.table = nn.Embedding(6, 3, sparse=sparse)
+        nn.init.ones_(self.table.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x @ self.used + self.table(x[:, 0].long().abs() % 6).sum(1)
+        rare = x[:, 1] > 0
+        return torch.cat([out[~rare], out[rare] * self.rare.sum()]) if bool(rare.any()) else out
+
+
+def _optimiser(name: str, module: nn.Module) -> torch.optim.Optimizer:
+    parameters = module.parameters()
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=0.1)
+    if name == "momentum":
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    if name == "adagrad":
+        return torch.optim.Adagrad(parameters, lr=0.1)
+    return torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch's own code
+@pytest.mark.parametrize(
+    ("name", "sparse"), [("sgd", False), ("adamw", False), ("momentum", False), ("sgd", True), ("adagrad", True)]
+)
+def test_workers_together_make_the_steps_of_one(name: str, sparse: bool) -> None:
+    """A parameter that no sample's loss depends on is left alone, by weight decay and momentum too."""
+    drawn = torch.Generator().manual_seed(4)
+    alone, workers = _Idle(sparse), [_Idle(sparse) for _ in range(3)]
+    flats, optimisers = [FlatModel(one) for one in workers], [_optimiser(name, one) for one in workers]
+    optimiser = _optimiser(name, alone)
+    for step in range(8):
+        x = torch.randn(12, 3, generator=drawn)
+        x[:, 1] = -1.0 if step % 3 else x[:, 1]
+        parts = [x[:2], x[2:7], x[7:]]
+        optimiser.zero_grad(set_to_none=True)
+        alone(x).square().mean().backward()
+        optimiser.step()
+        vectors = []
+        for module, flat, part, own in zip(workers, flats, parts, optimisers, strict=True):
+            own.zero_grad(set_to_none=True)
+            module(part).square().mean().backward()
+            vectors.append(flat.gradient())
+        merged = weighted_mean(vectors, [len(part) for part in parts])
+        for module, flat, own in zip(workers, flats, optimisers, strict=True):
+            flat.load_gradient(merged)
+            own.step()
+            for (place, one), other in zip(alone.named_parameters(), module.parameters(), strict=True):
+                torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5, msg=lambda text, at=place: f"{at}: {text}")
+    assert torch.equal(alone.idle, torch.ones(3))
+    assert all(torch.equal(module.idle, torch.ones(3)) for module in workers)
+
+
+def test_a_frozen_parameter_that_gets_a_gradient_is_told() -> None:
+    module = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
+    flat = FlatModel(module)
+    module[0].requires_grad_(True)
+    module(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(GeofedError, match=r"parameter 0\.weight of the model was frozen") as raised:
+        flat.gradient()
+    assert raised.value.code == "TASK_INVALID"
