@@ -16,6 +16,7 @@ from torch import nn
 
 from region_agent.worker import loop
 from region_agent.worker.data import BatchStream
+from sync.device import device
 from sync.seeding import reseed, seed_all
 
 STEPS, ROUNDS, BATCH, SEED = 3, 3, 8, 5
@@ -50,7 +51,7 @@ def metrics(model, batches):
 def zoo_state(model):
     crc = 0
     for name, tensor in sorted(model.state_dict().items()):
-        crc = zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
+        crc = zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
     return crc
 """
 
@@ -58,7 +59,7 @@ def zoo_state(model):
 def _crc(state: dict[str, torch.Tensor]) -> int:
     crc = 0
     for _, tensor in sorted(state.items()):
-        crc = zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
+        crc = zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
     return crc
 
 
@@ -70,9 +71,9 @@ def _samples(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _plain(module_name: str, optimizer_name: str) -> nn.Module:
     """One process, and nothing of ours but the order of the samples and the seeds of the steps."""
     seed_all(SEED)
-    module = zoo.MODULES[module_name]()
+    module = zoo.MODULES[module_name]().to(device(0))
     optimizer = zoo.OPTIMIZERS[optimizer_name](module.parameters())
-    x, y = _samples(1)
+    x, y = (part.to(device(0)) for part in _samples(1))
     stream = BatchStream(range(len(x)), SEED, "east", 0, 1, BATCH)
     for step in range(1, STEPS * ROUNDS + 1):
         reseed(SEED, zlib.crc32(b"east"), 0, step)
@@ -102,9 +103,9 @@ def _assert_same(found: dict[str, torch.Tensor], expected: nn.Module, *, wide: b
     for name, tensor in state.items():
         assert found[name].dtype == tensor.dtype, name
         if wide:
-            torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(found[name], tensor.cpu(), rtol=1e-6, atol=1e-6)
             continue
-        one, other = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (found[name], tensor))
+        one, other = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (found[name], tensor))
         assert torch.equal(one, other), f"{name}: {found[name]} is not {tensor}"
 
 
