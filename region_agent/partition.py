@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import CATALOGUE, GeofedError
 from geofed_pb.v1 import agent_pb2, sync_pb2
 from region_agent.config import OpenFaasGateway, RegionConfig
 from region_agent.gateway import FunctionSpec, GatewayClient, fixed_scale_labels, timeout_env
@@ -527,7 +527,8 @@ class Partition:
             return
         self.meter.invocation_said(outcome)
         if outcome.status in ("failed", "left"):
-            failure = GeofedError(outcome.code or "FUNCTION_FAILED", outcome.message, hint=outcome.hint or None)
+            code = outcome.code if outcome.code in CATALOGUE else "FUNCTION_FAILED"
+            failure = GeofedError(code, outcome.message, hint=outcome.hint or None)
         if outcome.merged_by and outcome.merged_by != self._merged_by and action.workers > 1:
             self._merged_by = outcome.merged_by
             text = f"{self.start.region}: {action.workers} workers merge by {outcome.merged_by}"

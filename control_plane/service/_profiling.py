@@ -16,7 +16,7 @@ from control_plane.service._known import merges_of, speeds_of, task_keys
 from control_plane.service._measurements import Measurements
 from control_plane.service._tuning import profile_from_json, tuned
 from control_plane.service._wire import to_json
-from control_plane.spec import JobSpec, parse_json, to_demand
+from control_plane.spec import JobSpec, parse_request, to_demand
 from control_plane.store import RunRow, Store
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, control_pb2
@@ -39,7 +39,7 @@ class Profiling:
         Raises ``GeofedError``: SPEC_INVALID, TASK_INVALID, DATASET_UNKNOWN, INADMISSIBLE where no region has a worker
         free, and where every region failed, what the first failed with.
         """
-        spec = parse_json(request.spec_json)
+        spec = parse_request(request.spec_json)
         if not 1 <= len(request.request_id) <= 256:
             raise GeofedError("SPEC_INVALID", "a profile needs a request id of 1 to 256 characters")
         if self._federation.blobs.size(request.bundle_digest) is None:

@@ -26,7 +26,7 @@ from control_plane.service._planning import (
 from control_plane.service._scaling import is_tuned, pool_of
 from control_plane.service._warnings import warnings_of
 from control_plane.service._weighing import Weighing
-from control_plane.spec import JobSpec, parse_json
+from control_plane.spec import JobSpec, parse_request
 from control_plane.store import JobRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import control_pb2
@@ -34,8 +34,6 @@ from scheduler import Declined, Plan
 
 _MOST_ANSWERS = 5
 """Times that a job is planned anew because what the plan rests on has changed before it was stored."""
-_MOST_SPEC_BYTES = 1 << 20
-"""Agents get a part of it, in one message."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ async def answer_plan(
     Raises ``GeofedError``: SPEC_INVALID, TASK_FAILED or TASK_INVALID where its model cannot be made, and what
     `initial_model_of` raises.
     """
-    spec, code_digest = parse_json(request.spec_json), request.code_digest
+    spec, code_digest = parse_request(request.spec_json), request.code_digest
     if request.bundle_digest:
         code_digest = await _code_digest(federation, request.bundle_digest)
     initial_model = await initial_model_of(federation, spec, user)
@@ -92,11 +90,7 @@ async def submit(
     """
     if not 1 <= len(request.request_id) <= 256:
         raise GeofedError("SPEC_INVALID", "a submission needs a request id of 1 to 256 characters")
-    spec = parse_json(request.spec_json)
-    if (length := len(request.spec_json.encode())) > _MOST_SPEC_BYTES:
-        hint = "make task.config smaller: what is large belongs into a file beside the task module"
-        text = f"the job file has {length:,} bytes; {_MOST_SPEC_BYTES:,} at most are taken"
-        raise GeofedError("LIMIT_EXCEEDED", text, hint=hint)
+    spec = parse_request(request.spec_json)
     row = new_row(spec, request.bundle_digest, request.request_id, user)
     if (earlier := await _earlier(federation, row)) is not None:
         return earlier, False

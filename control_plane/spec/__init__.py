@@ -3,7 +3,7 @@
 from typing import Any
 
 from control_plane.spec._demand import to_demand
-from control_plane.spec._load import LoadedSpec, load, parse_json
+from control_plane.spec._load import LoadedSpec, load, parse_json, parse_request
 from control_plane.spec._model import JobSpec
 from control_plane.spec._pack import MAX_BUNDLE_BYTES, pack, packed_code_digest
 from control_plane.spec._task import check_task
@@ -18,6 +18,7 @@ __all__ = [
     "pack",
     "packed_code_digest",
     "parse_json",
+    "parse_request",
     "to_demand",
 ]
 

@@ -67,6 +67,16 @@ def parse_json(text: str) -> JobSpec:
         raise _invalid(_explain(error, "job", Document(None, {}, {}, []), {})) from None
 
 
+def parse_request(text: str) -> JobSpec:
+    """The same for what a client asks: agents get a part of it, in one message. Raises ``GeofedError`` LIMIT_EXCEEDED,
+    too."""
+    if (length := len(text.encode())) > MAX_FILE_BYTES:
+        hint = "make task.config smaller: what is large belongs into a file beside the task module"
+        told = f"the job file has {length:,} bytes; {MAX_FILE_BYTES:,} at most are taken"
+        raise GeofedError("LIMIT_EXCEEDED", told, hint=hint)
+    return parse_json(text)
+
+
 def _read(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
