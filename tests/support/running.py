@@ -34,7 +34,7 @@ PRICES = {
     "egressUsdPerGb": 0.09,
 }
 TEMPLATES = Path(deploy.__file__).parent / "templates"
-JOB_SECONDS = 90.0
+JOB_SECONDS = 120.0
 
 
 def digits_sites(folder: Path, regions: Sequence[str], *, workers: int = 1, **more: Any) -> list[RegionSite]:
