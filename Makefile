@@ -4,7 +4,7 @@ PYTHON := .venv/bin/python
 # Daemons start again and again: what they are compiled to is kept, also where the environment has Python write none of it.
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help demo test check setup proto clean
+.PHONY: help demo test quick soak coverage check setup proto clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -12,8 +12,17 @@ help: ## Show this list
 demo: .venv/.ready-demo ## Train a small model over three emulated regions (DATA=DIR for MNIST's files)
 	@$(PYTHON) -m deploy.demo $(if $(DATA),--data "$(DATA)")
 
-test: .venv/.ready-dev ## Run all tests, in two processes (PYTEST=ARGUMENTS for pytest, in one)
+test: .venv/.ready-dev ## Run all that must hold, in two processes (PYTEST=ARGUMENTS for pytest, in one)
 	@$(PYTHON) -m pytest $(or $(PYTEST),-n 2)
+
+quick: .venv/.ready-dev ## Run what starts no process, with few examples, until something fails (PYTEST=MORE ARGUMENTS)
+	@$(PYTHON) -m pytest -n 2 -x -m "not processes and not slow" --hypothesis-profile=quick $(PYTEST)
+
+soak: .venv/.ready-dev ## Run all again and again, with many examples and random kills (SECONDS=28800 SEED=N PYTEST=TESTS)
+	@$(PYTHON) tests/soak.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(PYTEST)
+
+coverage: .venv/.ready-dev ## Run all tests and tell which branches none of them takes (PYTEST=ARGUMENTS for pytest)
+	@$(PYTHON) -m pytest -n 2 --cov --cov-report=term $(PYTEST)
 
 check: .venv/.ready-dev ## Lint, types, import rules, and whether generated code is up to date
 	@$(PYTHON) -m ruff check .

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -14,6 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import settings
+from support.budget import SOAK, register_profiles
 from support.lasting import daemons
 from support.processes import alive
 from support.turns import turn
@@ -24,11 +27,66 @@ from region_agent.gateway.embedded import kernel
 _GRACE_SECONDS = 5.0
 _FOR_WANT_OF_A_PACKAGE = re.compile("not installed|missing|could not import")
 _ONE_AFTER_THE_OTHER = ("tests/deploy/", "tests/docs/", "tests/e2e/", "tests/packaging/")
+_STARTS_ONE = {"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen"}
 _RUN = uuid.uuid4().hex
 os.environ["GEOFED_TEST_RUN"] = _RUN
+register_profiles()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what it does not wait for so, and all that tests start would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_started = 0
+"""Processes that this one has started."""
+
+
+def _count_processes(event: str, _: tuple[object, ...]) -> None:
+    global _started
+    _started += event in _STARTS_ONE
+
+
+sys.addaudithook(_count_processes)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    soaks = settings.get_current_profile_name() == SOAK
+    for item in items:
+        if item.nodeid.startswith(_ONE_AFTER_THE_OTHER):
+            item.add_marker(pytest.mark.processes)
+    if left_out := [item for item in items if item.get_closest_marker("soak") and not soaks]:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    if time.time() > float(os.environ.get("GEOFED_TEST_UNTIL", "inf")):
+        pytest.skip("the time of this run is over")
+    yield from _without_processes(item)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    yield from _without_processes(item)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Iterator[Any]:
+    global _started
+    before = _started
+    try:
+        return (yield)
+    finally:
+        if fixturedef.scope == "session":
+            # For many tests: that of the first is not to answer for it.
+            _started = before
+
+
+def _without_processes(item: pytest.Item) -> Iterator[None]:
+    before = _started
+    yield
+    if _started > before and item.get_closest_marker("processes") is None:
+        pytest.fail("starts a process; give the test, or its module, the mark `processes`", pytrace=False)
 
 
 class _Together(LoadScopeScheduling):

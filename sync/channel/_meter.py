@@ -39,7 +39,8 @@ class Usage:
     """Got."""
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+        # Not by `dataclasses.astuple`, which copies deeply, for every request.
+        return Usage(**{kind: count + getattr(other, kind) for kind, count in vars(self).items()})
 
     @property
     def requests(self) -> int:

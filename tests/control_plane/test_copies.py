@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
+from support.budget import budget
 
 from control_plane.core import (
     Begun,
@@ -131,7 +132,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.tell(CancelAsked(self.at, ""))
 
 
-AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+AnyOrder.TestCase.settings = settings(max_examples=budget(150), stateful_step_count=25, deadline=None)
 TestAnyOrder = AnyOrder.TestCase
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from control_plane.service._admission import Asked, Decision
 from control_plane.service._allocation import Allocation
@@ -80,7 +81,7 @@ shapes = st.lists(
 others = st.lists(st.tuples(st.integers(1, 60), st.floats(1.0, 4.0), st.booleans()), max_size=3)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=budget(40))
 @given(shape=shapes, before=others, part=st.floats(0.01, 1.0), epochs=st.integers(1, 60), fixed=st.booleans())
 def test_the_date_that_a_refusal_names_is_promised_then_and_a_moment_later(
     job_file: Path,

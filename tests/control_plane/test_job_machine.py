@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from support.budget import budget
 
 from control_plane.core import (
     MAX_PUBLISHES,
@@ -250,7 +251,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert isinstance(condition_of(self.machine.state), str)
 
 
-AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+AnyOrder.TestCase.settings = settings(max_examples=budget(150), stateful_step_count=40, deadline=None)
 TestAnyOrder = AnyOrder.TestCase
 
 

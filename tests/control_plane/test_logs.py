@@ -22,6 +22,7 @@ except ValueError:
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("style", ["console", "json"])
 def test_tracebacks_tell_where_but_no_values_of_variables(style: str) -> None:
     written = subprocess.run([sys.executable, "-c", _FAIL, style], capture_output=True, text=True, timeout=60).stderr

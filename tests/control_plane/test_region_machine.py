@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from support.budget import budget
 
 from control_plane.core import (
     Connected,
@@ -106,7 +107,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert state.phase != "live" or state.connected
 
 
-AnyOrder.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+AnyOrder.TestCase.settings = settings(max_examples=budget(100), stateful_step_count=30, deadline=None)
 TestAnyOrder = AnyOrder.TestCase
 
 

@@ -25,6 +25,8 @@ from region_agent.enrolment import join_federation
 from tests.control_plane.fake_agent import FakeAgent, digest_of, join
 from tests.control_plane.test_life_of_a_job import finish, train
 
+pytestmark = pytest.mark.processes
+
 COMMAND = [sys.executable, "-m", "control_plane.cli.main"]
 ANYWHERE = ("--listen", "127.0.0.1:0", "--agent-listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
 

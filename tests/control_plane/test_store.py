@@ -238,6 +238,7 @@ class TestSqlite(Contract):
         assert store.logs_after("j", 0) == []
 
 
+@pytest.mark.processes
 class TestPostgres(Contract):
     @pytest.fixture
     def url(self, postgres_url: str, request: pytest.FixtureRequest) -> str:

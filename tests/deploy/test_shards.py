@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from deploy.shards import Labelled, Source, deal_evenly, deal_unevenly, read_digits, read_idx, write_shards
 from geofed_pb.errors import GeofedError
@@ -27,7 +28,7 @@ REGIONS = st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=6, unique=T
     seed=st.integers(0, 2**32 - 1),
     fewest=st.integers(1, 4),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=budget(80), deadline=None)
 def test_every_sample_is_in_exactly_one_shard(
     labels: list[int], regions: list[str], alpha: float, seed: int, fewest: int
 ) -> None:
@@ -40,7 +41,7 @@ def test_every_sample_is_in_exactly_one_shard(
 
 
 @given(count=st.integers(0, 200), regions=REGIONS, seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=budget(50), deadline=None)
 def test_even_shards_differ_by_one_sample_at_most(count: int, regions: list[str], seed: int) -> None:
     dealt = deal_evenly(count, regions, seed=seed)
     assert sorted(np.concatenate(list(dealt.values())).tolist()) == list(range(count))

@@ -6,10 +6,11 @@ import re
 import shlex
 import subprocess
 import sys
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import pytest
+from support.commands import run_here
 from support.failures import command
 
 from control_plane.spec import load
@@ -90,7 +91,8 @@ def _calls(text: str) -> list[str]:
 
 @lru_cache
 def _help(*words: str) -> str | None:
-    done = command(words[0], *words[1:], "--help")
+    ask = run_here if words[0] == "control-plane" else partial(command, words[0])
+    done = ask(*words[1:], "--help")
     return done.stdout if done.returncode == 0 else None
 
 

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.lasting import Lasting
-from support.running import Running, check_succeeded, digits_sites
-from support.stores import BUCKET, redis_server, s3_server
+from support.running import Federation, Running, check_succeeded, digits_sites, eventually
+from support.stores import BUCKET, RedisServer, s3_server
 
-from deploy.local import LocalFederation
+from tests.e2e.conftest import PAIR, STORE_PRICES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-REGIONS = ("frankfurt", "virginia")
-PRICES = {"source": "test", "asOf": "2026-01", "usdPerHour": 0.02, "usdPerPut": 5e-6, "usdPerGet": 4e-7}
 SETTINGS = ("train.end.epochs=12", "wan.interval=20", "train.evaluateEvery=0")
-
-
-def _federation(folder: Path, channel: Mapping[str, Any] | None = None) -> LocalFederation:
-    """Two regions with three workers each, all of which a job gets."""
-    more = {"channel": dict(channel)} if channel else {}
-    return LocalFederation(folder / "federation", digits_sites(folder, REGIONS, workers=3, **more))
 
 
 def _used(running: Running, job: str) -> set[str]:
     return {event["data"]["collective"] for event in running.events(job) if event["kind"] == "collective.used"}
 
 
-@pytest.fixture(scope="module")
-def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lasting]:
-    """Their channel is shared memory."""
-    with Lasting(_federation, tmp_path_factory) as federation:
-        yield federation
+@pytest.fixture
+def running(running_pair: Running) -> Running:
+    return running_pair
 
 
 @pytest.mark.parametrize(
@@ -59,34 +46,28 @@ def test_workers_merge_through_shared_memory(running: Running, settings: tuple[s
     assert _used(running, job) == {used}
 
 
-def test_workers_merge_through_redis_and_see_only_their_jobs_keys(tmp_path: Path) -> None:
-    (tmp_path / "password").write_text("the region's own")
-    with redis_server(tmp_path, password="the region's own") as redis:
-        redis.command("SET", "geofed/another-job/model", "secret")
-        channel = {
-            "kind": "redis", "url": f"redis://127.0.0.1:{redis.port}/0", "passwordFile": str(tmp_path / "password"),
-            "prices": PRICES,
-        }  # fmt: skip
-        with _federation(tmp_path, channel) as federation:
-            running = Running(federation, tmp_path)
-            job = running.submit("train.workers=3", *SETTINGS)
-            running.wait_round(job, 1)
-            users = [line for line in redis.command("ACL", "LIST").splitlines() if job in line]
-            assert len(users) == 2, "one in each region, although both have this server"
-            assert sum(f"~geofed/{region}/{job}/*" in user for region in REGIONS for user in users) == 2
-            assert all("-@all" in user for user in users)
-            described = running.wait_end(job)
-            check_succeeded(described)
-            # Each region chooses by what it has measured.
-            assert _used(running, job)
-            assert "server-reduce" not in _used(running, job)
-            lines = {(line["region"], line["item"]): line for line in described["result"]["money"]}
-            for region in REGIONS:
-                puts = lines[region, "channel-puts"]
-                assert puts["quantity"] > 3 * described["plan"]["rounds"]
-                assert puts["usd"] == pytest.approx(puts["quantity"] * 5e-6)
-                assert lines[region, "channel-server"]["usd"] > 0
-        assert redis.command("KEYS", "*").split() == ["geofed/another-job/model"], "a job leaves nothing"
+def test_workers_merge_through_redis_and_see_only_their_jobs_keys(running_redis: Running, redis: RedisServer) -> None:
+    running = running_redis
+    redis.command("SET", "geofed/another-job/model", "secret")
+    job = running.submit("train.workers=3", *SETTINGS)
+    running.wait_round(job, 1)
+    users = [line for line in redis.command("ACL", "LIST").splitlines() if job in line]
+    assert len(users) == 2, "one in each region, although both have this server"
+    assert sum(f"~geofed/{region}/{job}/*" in user for region in PAIR for user in users) == 2
+    assert all("-@all" in user for user in users)
+    described = running.wait_end(job)
+    check_succeeded(described)
+    # Each region chooses by what it has measured.
+    assert _used(running, job)
+    assert "server-reduce" not in _used(running, job)
+    lines = {(line["region"], line["item"]): line for line in described["result"]["money"]}
+    for region in PAIR:
+        puts = lines[region, "channel-puts"]
+        assert puts["quantity"] > 3 * described["plan"]["rounds"]
+        assert puts["usd"] == pytest.approx(puts["quantity"] * 5e-6)
+        assert lines[region, "channel-server"]["usd"] > 0
+    left = ["geofed/another-job/model"]
+    eventually(lambda: redis.command("KEYS", "*").split() == left, "a job leaves nothing")
 
 
 def test_workers_merge_through_an_object_store(tmp_path: Path) -> None:
@@ -95,9 +76,10 @@ def test_workers_merge_through_an_object_store(tmp_path: Path) -> None:
     with s3_server() as store:
         channel = {
             "kind": "s3", "bucket": BUCKET, "endpointUrl": store.endpoint, "region": "us-east-1", "pathStyle": True,
-            "workerCredentialsFile": str(credentials), "prices": PRICES,
+            "workerCredentialsFile": str(credentials), "prices": STORE_PRICES,
         }  # fmt: skip
-        with _federation(tmp_path, channel) as federation:
+        sites = digits_sites(tmp_path, PAIR, workers=3, channel=channel)
+        with Federation(tmp_path / "federation", sites) as federation:
             running = Running(federation, tmp_path)
             job = running.submit("train.workers=3", "train.end.epochs=8", "wan.interval=10", "collective=all-reduce")
             described = running.wait_end(job, 150)
@@ -108,12 +90,12 @@ def test_workers_merge_through_an_object_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize("collective", ["server-reduce", "k-reduce"])
 def test_a_killed_worker_costs_no_more_than_two_steps(running: Running, collective: str) -> None:
     """Rounds are long, and the worker dies in the middle of one."""
-    settings = ("train.end.epochs=50", "wan.interval=400", "train.evaluateEvery=0", "wan.exchange=synchronous")
+    settings = ("train.end.epochs=25", "wan.interval=200", "train.evaluateEvery=0", "wan.exchange=synchronous")
     job = running.submit("train.workers=3", *settings, f"collective={collective}")
-    running.wait_step(job, 100, "virginia")
+    running.wait_step(job, 60, "virginia")
     running.workers("virginia")[0].kill()
     check_succeeded(running.wait_end(job))
     events = [e for e in running.events(job) if e["region"] == "virginia"]
     assert any(event["kind"] == "worker-failed" for event in events)
     (resumed,) = [event for event in events if event["kind"] == "attempt.resumed"]
-    assert resumed["data"]["step"] >= 100, "what was told of before the kill is not made again"
+    assert resumed["data"]["step"] >= 60, "what was told of before the kill is not made again"

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 from support.failures import filled, told
-from support.running import Running, check_succeeded, digits_sites, eventually
+from support.running import Federation, Running, check_succeeded, digits_sites, eventually
 from support.small_disk import small_disk
-
-from deploy.local import LocalFederation
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -26,7 +24,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
     with (
         small_disk(folder / "control-plane", 24 << 20),
         small_disk(folder / "regions" / "oslo", 24 << 20),
-        LocalFederation(folder, sites) as federation,
+        Federation(folder, sites) as federation,
     ):
         yield Running(federation, tmp_path)
 

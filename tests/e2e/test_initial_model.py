@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.running import Running, check_succeeded, digits_sites, eventually
-
-from deploy.local import LocalFederation
+from support.running import Federation, Running, check_succeeded, digits_sites, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -101,7 +99,7 @@ def test_a_job_that_is_planned_anew_goes_on_with_the_region_that_has_come(
     tmp_path: Path, exchange: str, replan: str
 ) -> None:
     frankfurt, shanghai, virginia = digits_sites(tmp_path, ("frankfurt", "shanghai", "virginia"))
-    with LocalFederation(tmp_path / "federation", [frankfurt, virginia]) as federation:
+    with Federation(tmp_path / "federation", [frankfurt, virginia]) as federation:
         running = Running(federation, tmp_path)
         job = running.submit(
             "train.end.epochs=900", "wan.interval=10", "train.evaluateEvery=0", f"wan.exchange={exchange}",

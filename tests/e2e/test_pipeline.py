@@ -16,10 +16,9 @@ import torch
 from support.jobs import pack
 from support.pki import Authority, write
 from support.processes import running_as
-from support.running import Running, check_succeeded, digits_sites
+from support.running import Running, check_succeeded, named
 from torch import nn
 
-from deploy.local import LocalFederation
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess
@@ -32,6 +31,7 @@ from region_agent.store import AgentStore
 from region_agent.worker.data import BatchStream
 from sync.framing import digest_of
 from sync.pipeline import Layers
+from tests.e2e.conftest import PAIR
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -275,27 +275,23 @@ def test_a_stage_that_is_killed_costs_no_step(tmp_path: Path) -> None:
     _check(region)
 
 
-def test_a_job_asks_for_a_pipeline_and_gets_it(tmp_path: Path) -> None:
+def test_a_job_asks_for_a_pipeline_and_gets_it(running_pair: Running) -> None:
     """From the job file to the result: profiled, planned, priced, run in stages in both regions."""
-    sites = digits_sites(tmp_path, ("frankfurt", "virginia"), workers=4)
-    with LocalFederation(tmp_path / "federation", sites) as federation:
-        running = Running(federation, tmp_path)
-        job = str(running.job_folder() / "job.yaml")
-        federation.control_plane("profile", job, timeout=150)
-        two_stages = ("--set", "parallelism.pipeline.stages=2", "--set", "train.end.epochs=15")
-        submitted = running.submit(*two_stages[1::2])
-        plan = running.describe(submitted)["plan"]
-        assert [len(part["pipeline"]["stages"]) for part in plan["partitions"]] == [2, 2]
-        ended = running.wait_end(submitted)
-        check_succeeded(ended)
-        used = [event for event in running.events(submitted) if event["kind"] == "collective.used"]
-        assert {event["region"] for event in used} == {"frankfurt", "virginia"}
-        assert all("a pipeline of 2 stages" in event["data"]["collective"] for event in used)
-        # Later plans rest on what its steps took.
-        later = json.loads(federation.control_plane("explain", job, *two_stages, "-o", "json", timeout=60).stdout)[
-            "data"
-        ]
-        for ran, again in zip(ended["result"]["regions"], later["partitions"], strict=True):
-            pace = min(max(ran["step_seconds"] / ran["predicted_step_seconds"], 0.5), 4.0)
-            assert again["pipeline"]["pace"] == pytest.approx(pace, abs=0.001)
-            assert again["pipeline"]["why"][-1].startswith("a step is reckoned ")
+    running, federation = running_pair, running_pair.federation
+    job = str(running.job_folder(named("pipeline")) / "job.yaml")
+    federation.control_plane("profile", job, timeout=150)
+    two_stages = ("--set", "parallelism.pipeline.stages=2", "--set", "train.end.epochs=15")
+    submitted = running.submit(*two_stages[1::2])
+    plan = running.describe(submitted)["plan"]
+    assert [len(part["pipeline"]["stages"]) for part in plan["partitions"]] == [2, 2]
+    ended = running.wait_end(submitted)
+    check_succeeded(ended)
+    used = [event for event in running.events(submitted) if event["kind"] == "collective.used"]
+    assert {event["region"] for event in used} == set(PAIR)
+    assert all("a pipeline of 2 stages" in event["data"]["collective"] for event in used)
+    # Later plans rest on what its steps took.
+    later = json.loads(federation.control_plane("explain", job, *two_stages, "-o", "json", timeout=60).stdout)["data"]
+    for ran, again in zip(ended["result"]["regions"], later["partitions"], strict=True):
+        pace = min(max(ran["step_seconds"] / ran["predicted_step_seconds"], 0.5), 4.0)
+        assert again["pipeline"]["pace"] == pytest.approx(pace, abs=0.001)
+        assert again["pipeline"]["why"][-1].startswith("a step is reckoned ")

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.running import PRICES, TEMPLATES, Running, check_succeeded, digits_sites, eventually
-
-from deploy.local import LocalFederation
+from support.running import PRICES, TEMPLATES, Federation, Running, check_succeeded, digits_sites, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -37,7 +35,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
         "capacity": {"workers": 2, "memoryMb": 1024, "preemptible": 2, "samplesPerSecond": 700},
         "prices": {**PRICES, "preemptibleUsdPerGbSecond": 0.0000033},
     }
-    with LocalFederation(tmp_path / "federation", digits_sites(tmp_path, REGIONS, **more)) as federation:
+    with Federation(tmp_path / "federation", digits_sites(tmp_path, REGIONS, **more)) as federation:
         yield Running(federation, tmp_path)
 
 

@@ -6,57 +6,50 @@ import json
 from pathlib import Path
 
 import pytest
-from support.running import Running, check_succeeded, digits_sites
-from support.stores import redis_server
+from support.running import Running, check_succeeded, named
+from support.stores import RedisServer
 
-from deploy.local import LocalFederation
+from tests.e2e.conftest import PAIR
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-REGIONS = ("frankfurt", "virginia")
-PRICES = {"source": "test", "asOf": "2026-01", "usdPerHour": 0.02, "usdPerPut": 5e-6, "usdPerGet": 4e-7}
 
-
-def test_a_profile_measures_the_task_and_the_first_run_is_planned_by_it(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as redis:
-        channel = {"kind": "redis", "url": f"redis://127.0.0.1:{redis.port}/0", "prices": PRICES}
-        sites = digits_sites(tmp_path, REGIONS, workers=3, channel=channel)
-        with LocalFederation(tmp_path / "federation", sites) as federation:
-            running = Running(federation, tmp_path)
-            picture = tmp_path / "front.svg"
-            job = str(running.job_folder() / "job.yaml")
-            ran = federation.control_plane("profile", job, "--plot", str(picture), "-o", "json", timeout=120)
-            told = json.loads(ran.stdout)["data"]["regions"]
-            assert set(told) == set(REGIONS)
-            for one in told.values():
-                assert one["channel"]["name"] == "redis"
-                assert one["channel"]["put_usd"] == 5e-6
-                assert one["steps"][-1]["seconds"] > 0
-                assert one["steps"][0]["peak_mb"] > 20
-                assert one["noise_samples"] is None or one["noise_samples"] > 0
-                assert one["usd"] > 0
-                assert one["chosen"]["workers"] in (1, 2, 3)
-                assert len(one["front"]) >= 1
-            assert picture.read_text().startswith("<svg")
-            plan = json.loads(federation.control_plane("explain", job, "-o", "json").stdout)["data"]
-            assert plan["estimate"]["basis"] == "measured"
-            known = federation.control_plane("submit", job, "--profile", "--dry-run", "-o", "json")
-            assert json.loads(known.stdout)["data"]["partitions"] == plan["partitions"]
-            assert "measur" not in known.stderr, "it is known already"
-            # Nothing of it is left in the channel.
-            assert not redis.command("KEYS", "*profile*").strip()
-            # Less memory than the usual is enough for it, and the run that is planned so has its model.
-            assert all(part["memory_mb"] < 1024 for part in plan["partitions"])
-            described = running.wait_end(running.submit("train.workers=2", "train.end.epochs=12"))
-            check_succeeded(described)
-            assert described["plan"]["collective"] != "auto"
-            for region in described["result"]["regions"]:
-                assert region["predicted_step_seconds"] > 0
-                assert region["step_seconds"] > 0
-                assert region["merge_seconds"] > 0
-            # The merges of the run mend the model of the next plan.
-            again = json.loads(
-                federation.control_plane("explain", job, "-o", "json", "--set", "train.workers=2").stdout
-            )
-            was = {part["region"]: part["merge_seconds"] for part in described["plan"]["partitions"]}
-            assert all(part["merge_seconds"] != was[part["region"]] for part in again["data"]["partitions"])
+def test_a_profile_measures_the_task_and_the_first_run_is_planned_by_it(
+    running_redis: Running, redis: RedisServer, tmp_path: Path
+) -> None:
+    running, federation = running_redis, running_redis.federation
+    picture = tmp_path / "front.svg"
+    job = str(running.job_folder(named("profile")) / "job.yaml")
+    ran = federation.control_plane("profile", job, "--plot", str(picture), "-o", "json", timeout=120)
+    told = json.loads(ran.stdout)["data"]["regions"]
+    assert set(told) == set(PAIR)
+    for one in told.values():
+        assert one["channel"]["name"] == "redis"
+        assert one["channel"]["put_usd"] == 5e-6
+        assert one["steps"][-1]["seconds"] > 0
+        assert one["steps"][0]["peak_mb"] > 20
+        assert one["noise_samples"] is None or one["noise_samples"] > 0
+        assert one["usd"] > 0
+        assert one["chosen"]["workers"] in (1, 2, 3)
+        assert len(one["front"]) >= 1
+    assert picture.read_text().startswith("<svg")
+    plan = json.loads(federation.control_plane("explain", job, "-o", "json").stdout)["data"]
+    assert plan["estimate"]["basis"] == "measured"
+    known = federation.control_plane("submit", job, "--profile", "--dry-run", "-o", "json")
+    assert json.loads(known.stdout)["data"]["partitions"] == plan["partitions"]
+    assert "measur" not in known.stderr, "it is known already"
+    # Nothing of it is left in the channel.
+    assert not redis.command("KEYS", "*profile*").strip()
+    # Less memory than the usual is enough for it, and the run that is planned so has its model.
+    assert all(part["memory_mb"] < 1024 for part in plan["partitions"])
+    described = running.wait_end(running.submit("train.workers=2", "train.end.epochs=12"))
+    check_succeeded(described)
+    assert described["plan"]["collective"] != "auto"
+    for region in described["result"]["regions"]:
+        assert region["predicted_step_seconds"] > 0
+        assert region["step_seconds"] > 0
+        assert region["merge_seconds"] > 0
+    # The merges of the run mend the model of the next plan.
+    again = json.loads(federation.control_plane("explain", job, "-o", "json", "--set", "train.workers=2").stdout)
+    was = {part["region"]: part["merge_seconds"] for part in described["plan"]["partitions"]}
+    assert all(part["merge_seconds"] != was[part["region"]] for part in again["data"]["partitions"])

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 from cryptography import x509
 from support.failures import Told, command, told
-from support.running import PRICES, eventually
-
-from deploy.local import LocalFederation
+from support.running import PRICES, Federation, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 
@@ -23,10 +21,10 @@ LIFE_SECONDS = 3
 
 
 @pytest.fixture(scope="module")
-def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFederation]:
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
     """A control plane without regions, whose certificates are over after some seconds."""
     options = ["--region-certificate-life", f"{LIFE_SECONDS}s"]
-    with LocalFederation(tmp_path_factory.mktemp("refusals"), [], serve_options=options) as running:
+    with Federation(tmp_path_factory.mktemp("refusals"), [], serve_options=options) as running:
         yield running
 
 
@@ -39,7 +37,7 @@ def _join(token: str, state: Path) -> Told:
     return refused
 
 
-def test_an_invitation_is_good_once_as_it_is_and_for_its_time(federation: LocalFederation, tmp_path: Path) -> None:
+def test_an_invitation_is_good_once_as_it_is_and_for_its_time(federation: Federation, tmp_path: Path) -> None:
     token = federation.control_plane("region", "invite", "oslo").stdout.strip()
     short = federation.control_plane("region", "invite", "bergen", "--ttl", "1s").stdout.strip()
     made = time.monotonic()
@@ -58,7 +56,7 @@ def test_an_invitation_is_good_once_as_it_is_and_for_its_time(federation: LocalF
     assert "is over" in _join(short, tmp_path / "late").text
 
 
-def test_a_certificate_that_is_over_starts_no_agent(federation: LocalFederation, tmp_path: Path) -> None:
+def test_a_certificate_that_is_over_starts_no_agent(federation: Federation, tmp_path: Path) -> None:
     state, token, config = tmp_path / "state", tmp_path / "token", tmp_path / "region.yaml"
     token.write_text(federation.control_plane("region", "invite", "tromso").stdout)
     prices = json.dumps(PRICES)
@@ -77,14 +75,14 @@ def test_a_certificate_that_is_over_starts_no_agent(federation: LocalFederation,
     assert "region invite" in over.hint
 
 
-def test_a_user_without_the_right_token_or_authority_sees_nothing(federation: LocalFederation, tmp_path: Path) -> None:
+def test_a_user_without_the_right_token_or_authority_sees_nothing(federation: Federation, tmp_path: Path) -> None:
     context = json.loads(federation.context_file.read_text())
     wrong, other = tmp_path / "token", tmp_path / "context.json"
     wrong.write_text("not-the-token\n")
     other.write_text(json.dumps({**context, "token_file": str(wrong)}))
     refused = told(command("control-plane", "list", GEOFED_CONTEXT=str(other)))
     assert (refused.code, refused.exit_status) == ("UNAUTHENTICATED", 5)
-    with LocalFederation(tmp_path / "foreign", []) as foreign:
+    with Federation(tmp_path / "foreign", []) as foreign:
         authority = json.loads(foreign.context_file.read_text())["ca_file"]
         other.write_text(json.dumps({**context, "ca_file": authority}))
         untrusted = told(command("control-plane", "list", GEOFED_CONTEXT=str(other)))

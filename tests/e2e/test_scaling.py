@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.lasting import Lasting
-from support.running import TEMPLATES, Running, check_succeeded, digits_sites, eventually
+from support.running import TEMPLATES, Running, check_succeeded, eventually
 
-from deploy.local import LocalFederation
+from tests.e2e.conftest import PAIR
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-REGIONS = ("shanghai", "virginia")
 LONG = ("train.end.epochs=60", "train.batch=32", "train.workers=2", "wan.interval=30", "train.evaluateEvery=0")
 
 
-def _two_regions(folder: Path) -> LocalFederation:
-    return LocalFederation(folder / "federation", digits_sites(folder, REGIONS, workers=4))
-
-
-@pytest.fixture(scope="module")
-def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lasting]:
-    with Lasting(_two_regions, tmp_path_factory) as federation:
-        yield federation
+@pytest.fixture
+def running(running_pair: Running) -> Running:
+    return running_pair
 
 
 def _samples(described: dict[str, Any]) -> dict[str, int]:
@@ -88,12 +79,12 @@ def test_workers_come_and_go_while_a_job_trains(running: Running, more: tuple[st
 def test_a_job_pauses_and_goes_on_from_the_step_it_was_at(running: Running) -> None:
     job = running.submit(*LONG)
     running.wait_round(job, 2)
-    running.federation.control_plane("scale", job, *(f"{region}=0" for region in REGIONS), "--reason", "lunch")
+    running.federation.control_plane("scale", job, *(f"{region}=0" for region in PAIR), "--reason", "lunch")
     eventually(lambda: _stands_still(running, job), "all regions to stand still")
     paused = running.describe(job)
     assert "paused: lunch" in paused["condition"]
     assert [part["workers"] for part in paused["partitions"]] == [0, 0]
-    running.federation.control_plane("scale", job, *(f"{region}=2" for region in REGIONS))
+    running.federation.control_plane("scale", job, *(f"{region}=2" for region in PAIR))
     ended = running.wait_end(job)
     check_succeeded(ended)
     assert _samples(ended) == _expected(ended)
@@ -191,7 +182,7 @@ def test_a_job_pauses_for_one_with_a_deadline_and_both_come_to_their_end(running
     running.wait_round(first, 1)
     second = running.submit(*settings, "train.workers=4", "train.end.epochs=10", "objective.deadline=30m")
     check_succeeded(running.wait_end(second), accuracy=0.0)
-    eventually(lambda: len(_scaled(running, first)) >= 2 * len(REGIONS), "the first one goes on")
+    eventually(lambda: len(_scaled(running, first)) >= 2 * len(PAIR), "the first one goes on")
     _finished(running, first)
     reasons = [event["data"]["reason"] for event in _scaled(running, first)]
     assert f"gives way to {second}" in reasons

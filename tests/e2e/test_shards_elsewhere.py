@@ -3,65 +3,72 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.running import PRICES, Running, check_succeeded, digits_sites, eventually, supported_emulator
+from support.lasting import Lasting
+from support.running import PRICES, Federation, Running, check_succeeded, digits_sites, eventually, supported_emulator
 
 from deploy.emulator import Emulator, load_profile
 from deploy.local import LocalFederation, RegionSite
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-Start = Callable[..., Running]
 BALLAST_MIB = 300
+RESIDENCY = {"lent": ["oslo"], "heavy": ["oslo"], "kept": "region", "called-back": ["oslo"]}
+"""By dataset: all have the same samples, and a heavy one has a large file besides."""
 
 
-def _sites(folder: Path, residency: Any, ballast_mib: int = 0) -> list[RegionSite]:
-    """Frankfurt has the data and no worker, Oslo workers and no data, Virginia both."""
+def _federation(folder: Path) -> Federation:
+    """Frankfurt has data and no worker, Oslo workers and no data, Virginia both."""
     frankfurt, virginia = digits_sites(folder, ["frankfurt", "virginia"])
-    _gives(frankfurt, residency, ballast_mib)
+    for site in (frankfurt, virginia):
+        digits = site.config["datasets"].pop("digits")
+        site.config["datasets"].update({name: copy.deepcopy(digits) for name in RESIDENCY})
+    frankfurt.config["capacity"] = {"workers": 0}
+    for name, residency in RESIDENCY.items():
+        frankfurt.config["datasets"][name]["residency"] = residency
+    _add_ballast(frankfurt.config["datasets"]["heavy"]["splits"]["test"], BALLAST_MIB)
     oslo = {
         "cloud": "test",
         "capacity": {"workers": 2, "memoryMb": 1024},
         "prices": PRICES,
         "channel": {"kind": "file", "path": str(folder / "channels" / "oslo")},
     }
-    return [frankfurt, RegionSite("oslo", oslo), virginia]
+    return Federation(folder / "federation", [frankfurt, RegionSite("oslo", oslo), virginia])
 
 
-def _gives(site: RegionSite, residency: Any, ballast_mib: int = 0) -> None:
-    """It has no workers, and lets its shard go."""
-    site.config["capacity"] = {"workers": 0}
-    site.config["datasets"]["digits"]["residency"] = residency
-    if ballast_mib:
-        # An array in the file that the task does not look at.
-        test = Path(site.config["datasets"]["digits"]["splits"]["test"]["uri"])
-        with np.load(test) as held:
-            arrays = dict(held)
-        np.savez(test, ballast=np.arange(ballast_mib << 17), **arrays)
+def _add_ballast(split: dict[str, Any], mib: int) -> None:
+    """A file beside the split's, with an array more, at which the task does not look."""
+    held = Path(split["uri"])
+    split["uri"] = str(held.with_name(f"heavy-{held.name}"))
+    with np.load(held) as arrays:
+        np.savez(split["uri"], ballast=np.arange(mib << 17), **arrays)
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lasting]:
+    with Lasting(_federation, tmp_path_factory) as federation:
+        yield federation
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    with ExitStack() as stack:
-
-        def started(residency: Any, ballast_mib: int = 0) -> Running:
-            sites = _sites(tmp_path, residency, ballast_mib)
-            return Running(stack.enter_context(LocalFederation(tmp_path / "federation", sites)), tmp_path)
-
-        yield started
+def running(lasting: Lasting, request: pytest.FixtureRequest, tmp_path: Path) -> Running:
+    return lasting.running(request, tmp_path)
 
 
-def test_a_shard_without_workers_is_trained_on_where_there_are_some(start: Start) -> None:
-    running = start(["oslo"])
-    job = running.submit("train.end.epochs=15", "data.residency=anywhere")
+def _on(dataset: str) -> tuple[str, str]:
+    return (f"data.dataset={dataset}", "data.residency=anywhere")
+
+
+def test_a_shard_without_workers_is_trained_on_where_there_are_some(running: Running) -> None:
+    job = running.submit("train.end.epochs=15", *_on("lent"))
     described = running.wait_end(job)
     check_succeeded(described, accuracy=0.9)
     plan, result = described["plan"], described["result"]
@@ -98,9 +105,8 @@ def _arrived_bytes(running: Running) -> int:
     return told
 
 
-def test_a_copy_goes_on_where_a_killed_agent_left_it(start: Start) -> None:
-    running = start(["oslo"], ballast_mib=BALLAST_MIB)
-    job = running.submit("train.end.epochs=3", "data.residency=anywhere")
+def test_a_copy_goes_on_where_a_killed_agent_left_it(running: Running) -> None:
+    job = running.submit("train.end.epochs=3", *_on("heavy"))
     size, before = BALLAST_MIB << 20, 0
     for victim in ("oslo", "frankfurt"):
         eventually(lambda seen=before: _arrived_bytes(running) > seen, "the copy goes on", pause=0.005)
@@ -121,7 +127,9 @@ def test_over_a_wan_it_takes_its_own_link_and_no_other(tmp_path: Path) -> None:
     if (reason := supported_emulator()) is not None:
         pytest.skip(reason)
     frankfurt, shanghai, virginia = digits_sites(tmp_path, ["frankfurt", "shanghai", "virginia"])
-    _gives(frankfurt, ["virginia"], ballast_mib=32)
+    frankfurt.config["capacity"] = {"workers": 0}
+    frankfurt.config["datasets"]["digits"]["residency"] = ["virginia"]
+    _add_ballast(frankfurt.config["datasets"]["digits"]["splits"]["test"], 32)
     frankfurt.config["links"] = {"virginia": {"rttMs": 90, "mbps": 300}}
     with (
         Emulator(load_profile("china-eu-us-3"), state_dir=tmp_path / "emulator") as emulator,
@@ -147,25 +155,23 @@ def test_over_a_wan_it_takes_its_own_link_and_no_other(tmp_path: Path) -> None:
     assert max(others.values()) < planned["bytes"] / 10, "nothing of the shard goes another way"
 
 
-def test_what_stays_by_its_owners_word_stays(start: Start) -> None:
-    running = start("region")
-    asked = running.federation.control_plane(
-        "explain", str(running.job_folder() / "job.yaml"), "--set", "data.residency=anywhere", "-o", "json", check=False
-    )
+def test_what_stays_by_its_owners_word_stays(running: Running) -> None:
+    settings = [part for setting in _on("kept") for part in ("--set", setting)]
+    job = str(running.job_folder() / "job.yaml")
+    asked = running.federation.control_plane("explain", job, *settings, "-o", "json", check=False)
     assert asked.returncode == 9, asked.stdout
     assert "it only holds data" in asked.stdout + asked.stderr
 
 
-def test_an_agent_refuses_what_its_own_file_does_not_allow(start: Start) -> None:
+def test_an_agent_refuses_what_its_own_file_does_not_allow(running: Running) -> None:
     """The control plane plans by a catalogue that says more than the file does, as if it wanted to break the rule."""
-    running = start(["oslo"])
     folder = running.federation.region_state("frankfurt")
     running.federation.kill("frankfurt")
     config = json.loads((folder / "region.yaml").read_text())
-    config["datasets"]["digits"]["residency"] = "region"
+    config["datasets"]["called-back"]["residency"] = "region"
     (folder / "region.yaml").write_text(json.dumps(config))
     # Within its lease it counts as live, with the catalogue that it told before.
-    job = running.submit("train.end.epochs=15", "data.residency=anywhere")
+    job = running.submit("train.end.epochs=15", *_on("called-back"))
     running.federation.start_agent("frankfurt")
     described = running.wait_end(job)
     assert described["state"] == "failed"

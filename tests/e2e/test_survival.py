@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 
 import pytest
 from support.running import Running, check_succeeded, eventually
@@ -14,7 +13,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 @pytest.fixture(params=["synchronous", "background"])
 def long(request: pytest.FixtureRequest) -> tuple[str, ...]:
     """Rounds enough to kill something in the middle, and slices short enough for invocations to follow each other."""
-    settings = ("train.end.epochs=24", "wan.interval=10", "train.evaluateEvery=0", "function.slice=3s")
+    settings = ("train.end.epochs=18", "wan.interval=10", "train.evaluateEvery=0", "function.slice=3s")
     return (*settings, f"wan.exchange={request.param}")
 
 
@@ -46,13 +45,17 @@ def test_a_killed_worker_is_replaced(running: Running, long: tuple[str, ...]) ->
     job = running.submit(*long)
     running.wait_round(job, 2)
 
+    def missed() -> bool:
+        return any(event["kind"] == "worker-failed" for event in running.events(job) if event["region"] == "shanghai")
+
     def dies_at_work() -> bool:
         """One that dies between two invocations is replaced before anybody misses it."""
         assert running.describe(job)["state"] == "running"
-        for worker in running.workers("shanghai")[:1]:
+        workers = running.workers("shanghai")
+        for worker in workers[:1]:
             worker.kill()
-        time.sleep(1.0)
-        return any(event["kind"] == "worker-failed" for event in running.events(job) if event["region"] == "shanghai")
+        eventually(lambda: missed() or set(running.workers("shanghai")) - set(workers), "it is missed or replaced")
+        return missed()
 
     eventually(dies_at_work, "a worker dies at work")
     check_succeeded(running.wait_end(job))

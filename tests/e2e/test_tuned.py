@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.running import PRICES, TEMPLATES, Running, eventually
+from support.running import PRICES, TEMPLATES, Federation, Running, eventually
 
-from deploy.local import LocalFederation, RegionSite
+from deploy.local import RegionSite
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -69,7 +69,7 @@ def _federation(tmp_path: Path, regions: tuple[str, ...], server_usd: float) -> 
         )
         for name in regions
     ]  # fmt: skip
-    with LocalFederation(tmp_path / "federation", sites) as federation:
+    with Federation(tmp_path / "federation", sites) as federation:
         yield Running(federation, tmp_path)
 
 

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.running import Running, check_succeeded, digits_sites
-
-from deploy.local import LocalFederation
+from support.running import Federation, Running, check_succeeded, digits_sites
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -30,7 +28,7 @@ def times_weighed(running: Running) -> int:
 
 def test_a_task_is_weighed_before_its_first_plan_and_the_run_sends_what_was_foretold(tmp_path: Path) -> None:
     sites = digits_sites(tmp_path, REGIONS, workers=2)
-    with LocalFederation(tmp_path / "federation", sites) as federation:
+    with Federation(tmp_path / "federation", sites) as federation:
         running = Running(federation, tmp_path)
         first = explained(running)["estimate"]
         assert first["model_basis"] == "counted"

@@ -33,6 +33,8 @@ from region_agent.store import AgentStore
 from region_agent.worker.invocation import Invocation, Outcome, Schedule
 from sync.framing import digest_of
 
+pytestmark = pytest.mark.processes
+
 JOB = "job-1"
 
 

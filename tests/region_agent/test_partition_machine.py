@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from support.budget import budget
 
 from geofed_pb.errors import CATALOGUE, GeofedError
 from region_agent.partition_batches import BatchPlan
@@ -383,7 +384,7 @@ def _all_goes_well(region: Region) -> None:
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = settings(max_examples=budget(300), stateful_step_count=40, deadline=None)
 
 
 def _training(workers: int = 2) -> Region:

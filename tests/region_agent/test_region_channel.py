@@ -95,6 +95,7 @@ def test_a_wait_ends_when_the_attempt_is_over(tmp_path: Path) -> None:
     assert ended == ["FENCED"]
 
 
+@pytest.mark.processes
 def test_a_channel_that_is_there_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "password").write_text("secret")
     with redis_server(tmp_path, password="secret") as server:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 from support.small_disk import small_disk
 
 from geofed_pb.errors import GeofedError
@@ -173,7 +174,7 @@ def test_an_agent_that_lost_its_memory_numbers_its_reports_where_the_control_pla
     assert [seq for seq, _ in store.reports_after(0)] == [8, 9, 10]
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=budget(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 1e6)), max_size=20), st.integers(1, 5))
 def test_meters_add_up_over_restarts(
     tmp_path_factory: pytest.TempPathFactory, amounts: list[tuple[str, float]], every: int
@@ -208,6 +209,7 @@ def test_an_open_invocation_is_found_after_a_crash_and_charged_once(path: Path) 
     assert again.meters("job-1") == {"calls": 2.0}
 
 
+@pytest.mark.processes
 def test_what_happened_while_the_disk_was_full_is_written_when_there_is_room(tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", bytes_=1 << 20) as folder:
         store = AgentStore(folder / "agent.db")

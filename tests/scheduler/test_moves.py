@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from scheduler import Capacity, Dataset, Declined, Demand, Link, Plan, Planner, Prices, Region, Snapshot, Split, plan
 
@@ -62,7 +63,7 @@ drawn = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=budget(150))
 @given(
     st.lists(drawn, min_size=1, max_size=5),
     rules,
@@ -242,7 +243,7 @@ def test_many_regions_are_planned_soon() -> None:
     assert set(moves(chosen)) >= {f"r{n:02}" for n in range(0, 40, 3)} - set(moves(chosen).values())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=budget(60))
 @given(
     st.lists(drawn, min_size=1, max_size=4),
     st.lists(

@@ -13,6 +13,8 @@ from scheduler.tuning import Profile, StepPoint
 from tests.scheduler.test_plan import demand, planned
 from tests.scheduler.test_tuned import profile, there
 
+pytestmark = pytest.mark.slow
+
 LAYERS = 6
 
 

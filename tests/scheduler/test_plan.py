@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from scheduler import (
     Capacity,
@@ -211,7 +212,7 @@ def test_who_sets_what_only_late_updates_know_means_the_background() -> None:
     assert planned(Snapshot(regions), demand(wan_settings={"damping": 1.0})).background
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=budget(40))
 @given(federations, st.floats(0.5, 0.999))
 def test_what_is_said_to_be_possible_is_promised(shape: list[tuple[int, int, float]], part: float) -> None:
     regions = tuple(
@@ -232,7 +233,7 @@ def test_what_is_said_to_be_possible_is_promised(shape: list[tuple[int, int, flo
             planned(snapshot, demand(**{limit: told}))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=budget(40))
 @given(federations, st.floats(1.0, 3.0), st.floats(0.01, 0.999))
 def test_a_budget_that_is_said_to_do_keeps_the_deadline_too(
     shape: list[tuple[int, int, float]], slack: float, part: float

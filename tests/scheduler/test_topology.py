@@ -10,6 +10,7 @@ from itertools import combinations, permutations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from scheduler import (
     Alternative,
@@ -116,7 +117,7 @@ def test_every_topology_spans_the_regions_over_links_that_are_there(
     assert kinds | set(weighed.impossible) >= {"mesh", "star", "tree", "ring", "two-level"}
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=budget(40))
 @given(tables(most=6), SIZES)
 def test_stars_and_rings_are_the_best_of_all(drawn: tuple[list[str], dict[tuple[str, str], Path]], size: int) -> None:
     names, table = drawn

@@ -1,4 +1,4 @@
-"""A federation for the tests of one module, one after the other: to start one takes as long as many a test."""
+"""A federation for many tests, one after the other: to start one takes as long as many a test."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ def daemons() -> set[int]:
 
 class Lasting:
     """Starts the federation for the first test that asks for it, and another one for the test after one that failed
-    or that did not leave it in order. A context manager; leaving it ends the federation."""
+    or that did not leave it in order. Only one lasts at a time: the next one to start ends it. A context manager;
+    leaving it ends the federation."""
+
+    _now: Lasting | None = None
+    """Whose federation runs."""
 
     def __init__(
         self, start: Callable[[Path], AbstractContextManager[LocalFederation]], folders: pytest.TempPathFactory
@@ -49,11 +53,19 @@ class Lasting:
     def __exit__(self, *_: object) -> None:
         self._end()
 
+    @staticmethod
+    def end_now() -> None:
+        """End the federation that runs, where there is one."""
+        if Lasting._now is not None:
+            Lasting._now._end()
+
     def running(self, request: pytest.FixtureRequest, folder: Path) -> Running:
         """For one test: with all regions connected and no job at work. Its job folder is made in ``folder``."""
         failures = request.session.testsfailed
         if self._federation is None or failures != self._failures or not _in_order(self._federation):
             self._end()
+            Lasting.end_now()
+            Lasting._now = self
             before = _children()
             self._federation = self._stack.enter_context(self._start(self._folders.mktemp("lasting")))
             _federations[self._federation] = _children() - before
@@ -67,7 +79,7 @@ class Lasting:
         alive = [process for pid in daemons() for process in family(pid)]
         self._stack.close()
         del _federations[self._federation]
-        self._federation = None
+        self._federation, Lasting._now = None, None
         left = psutil.wait_procs(alive, _GRACE_SECONDS)[1]
         assert not left, f"left behind: {left}"
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
+import pytest
 
-__all__ = ["alive", "family", "running_as"]
+__all__ = ["alive", "are_wanted", "family", "running_as"]
+
+
+def are_wanted(session: pytest.Session, folder: Path) -> bool:
+    """Whether a test of a folder that is to run has the mark `processes`."""
+    return any(item.get_closest_marker("processes") and folder in item.path.parents for item in session.items)
 
 
 def running_as(having: str, processes: Iterable[psutil.Process]) -> list[psutil.Process]:

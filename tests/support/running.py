@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import json
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+from support.commands import run_here
 from support.processes import family, running_as
 
 import deploy
@@ -21,6 +23,7 @@ from control_plane.client import ControlClient
 from deploy.emulator import Emulator
 from deploy.local import LocalFederation, RegionSite
 from deploy.shards import read_digits, write_shards
+from geofed_pb.errors import GeofedError
 
 PRICES = {
     "source": "test",
@@ -31,7 +34,7 @@ PRICES = {
     "egressUsdPerGb": 0.09,
 }
 TEMPLATES = Path(deploy.__file__).parent / "templates"
-JOB_SECONDS = 90.0
+JOB_SECONDS = 120.0
 
 
 def digits_sites(folder: Path, regions: Sequence[str], *, workers: int = 1, **more: Any) -> list[RegionSite]:
@@ -51,6 +54,26 @@ def digits_sites(folder: Path, regions: Sequence[str], *, workers: int = 1, **mo
         }
         sites.append(RegionSite(name, config))
     return sites
+
+
+def named(name: str) -> str:
+    """The shipped job's task as one of its own, which no other test has had run: a federation knows what each took."""
+    return f"{(TEMPLATES / 'image-classification' / 'task.py').read_text()}\n# {name}\n"
+
+
+class Federation(LocalFederation):
+    """Real daemons; the commands of `control-plane` run in this process, unless a WAN is emulated, into whose network
+    namespaces only a process of their own comes."""
+
+    def control_plane(
+        self, *arguments: str, check: bool = True, timeout: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        if self.emulator is not None:
+            return super().control_plane(*arguments, check=check, timeout=timeout)
+        done = run_here(*arguments, GEOFED_CONTEXT=str(self.context_file))
+        if check and done.returncode:
+            raise GeofedError("INTERNAL", f"{' '.join(done.args)} ended with {done.returncode}:\n{done.stderr}")
+        return done
 
 
 class Running:
@@ -105,6 +128,16 @@ class Running:
             return bool(parts) and all(p["round"] >= least for p in parts if region in (None, p["region"]))
 
         eventually(there, f"round {least} of {job}")
+
+    def wait_round_or_end(self, job: str, least: int) -> None:
+        """Until all regions have completed so many rounds, or the job has ended."""
+
+        def there() -> bool:
+            now = self.describe(job)
+            rounds = [part["round"] for part in now["partitions"]]
+            return bool(now["finished_at"]) or (bool(rounds) and min(rounds) >= least)
+
+        eventually(there, f"round {least} of {job} or its end", 120.0)
 
     def wait_step(self, job: str, least: int, region: str) -> None:
         """Until a region has made so many steps."""

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from sync.wan._controller import (
     Bounds,
@@ -98,7 +99,7 @@ def test_a_single_bad_round_changes_nothing() -> None:
     assert not told
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=budget(40))
 @given(
     st.integers(1, 30),
     st.integers(1, 30),

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from support.budget import budget
 
 from geofed_pb.errors import GeofedError
 from sync import framing
@@ -95,7 +96,7 @@ def test_a_frame_that_is_cut_or_continued_is_refused(
 
 
 @given(st.binary(max_size=300), st.integers(0, 3), st.integers(0, 3))
-@settings(max_examples=300)
+@settings(max_examples=budget(300))
 def test_any_header_that_checks_is_read_or_refused(table: bytes, entries: int, facts: int) -> None:
     """Somebody who computes the checksum may write anything; it must never be more than refused."""
     prefix = struct.pack("<4sIIIQ", b"GFT1", entries, facts, len(table), 28 + len(table))

@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from support.budget import budget
 from support.memory_channel import MemoryChannel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -127,7 +128,7 @@ def trained(
         return list(pool.map(work, range(workers)))
 
 
-@examples(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(max_examples=budget(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     way=st.sampled_from(WAYS),
     asked=st.sampled_from([None, ASKED]),

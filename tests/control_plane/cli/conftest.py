@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import signal
@@ -16,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from control_plane.cli import main as entry
-from control_plane.cli._settings import Format, settings
+from support.commands import run_here
 
 ROOT = Path(__file__).parents[3]
 JOB = """\
@@ -65,19 +62,12 @@ Run = Callable[..., Ran]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+def run() -> Run:
     """The command, in this process: fast, and all that it leaves open is seen."""
 
     def call(*arguments: str) -> Ran:
-        settings.debug, settings.ask, settings.format = False, True, Format.TABLE
-        monkeypatch.setattr(sys, "argv", ["control-plane", *arguments])
-        out, err, status = io.StringIO(), io.StringIO(), 0
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                entry.main()
-            except SystemExit as end:
-                status = int(end.code or 0)
-        return Ran(status, out.getvalue(), err.getvalue())
+        done = run_here(*arguments)
+        return Ran(done.returncode, done.stdout, done.stderr)
 
     return call
 

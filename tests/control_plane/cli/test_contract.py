@@ -20,6 +20,8 @@ from control_plane.cli.main import app
 from tests.control_plane.cli.conftest import Federation, Run
 from tests.control_plane.clouds.recorded import aws, serving
 
+pytestmark = pytest.mark.processes
+
 ALL = frozenset(format.value for format in Format)
 NONE: frozenset[str] = frozenset()
 

@@ -22,6 +22,8 @@ from control_plane.cli._connect import ask_control_plane
 from tests.control_plane.cli.conftest import HOLD, Federation, Run, running_federation
 from tests.control_plane.cli.scripted_agents import MODEL
 
+pytestmark = pytest.mark.processes
+
 FAIL = ("--set", "task.config.play=fail")
 
 

@@ -91,6 +91,7 @@ def test_completion_knows_the_commands(run: Run, shell: str) -> None:
         assert word in script
 
 
+@pytest.mark.processes
 def test_bash_completes(run: Run, tmp_path: Path) -> None:
     (tmp_path / "completion").write_text(run("completion", "bash").out)
 
@@ -154,6 +155,7 @@ def test_the_live_display_shows_regions_and_events(monkeypatch: pytest.MonkeyPat
     assert ("\x1b[33m" in out.getvalue()) == colour
 
 
+@pytest.mark.processes
 def test_a_reader_who_has_enough_is_no_failed_job() -> None:
     read, write = os.pipe()
     os.close(read)

@@ -11,6 +11,8 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
+
 from control_plane.server import ServeConfig
 from geofed_pb.v1 import common_pb2
 from tests.control_plane.cli.conftest import ROOT
@@ -18,6 +20,8 @@ from tests.control_plane.conftest import staged
 from tests.control_plane.scenario import bring_up, figures, run, train
 from tests.control_plane.test_succession import LONG, close, come, end_early, ended, rounds
 from tests.control_plane.test_users import refused
+
+pytestmark = pytest.mark.processes
 
 
 @contextlib.asynccontextmanager

@@ -134,6 +134,7 @@ def test_wrong_use_has_its_exit_status(run: Run, arguments: str, status: int) ->
     assert "Traceback" not in ran.err
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("package", "cloud", "extra"),
     [

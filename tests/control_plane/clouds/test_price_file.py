@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from control_plane.clouds import Confidence, Price, Provenance, Purchase, Unit, open_price_file, region_prices
 from geofed_pb.errors import GeofedError
@@ -110,7 +111,7 @@ def test_files_and_questions_that_are_none(tmp_path: Path) -> None:
         assert caught.value.code == "USAGE"
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=budget(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(
         st.tuples(words, words, words, st.sampled_from(["on_demand", "spot"])),

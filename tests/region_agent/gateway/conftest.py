@@ -32,7 +32,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from support.processes import running_as
+from support.processes import are_wanted, running_as
 
 from region_agent.gateway import BasicAuth, FunctionSpec, GatewayClient, RetryPolicy, timeout_env
 from region_agent.gateway.functions import Response
@@ -290,5 +290,8 @@ async def gateway(request: pytest.FixtureRequest, anyio_backend: str) -> AsyncIt
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _gateways_live_longer_than_a_test(shared: Embedded, embedded_session: object) -> None:
+def _gateways_live_longer_than_a_test(request: pytest.FixtureRequest) -> None:
     """Started before the first test looks at what is there, so that none of them counts as left behind."""
+    if are_wanted(request.session, Path(__file__).parent):
+        for name in ("shared", "embedded_session"):
+            request.getfixturevalue(name)

@@ -17,6 +17,8 @@ import pytest
 
 from tests.region_agent.gateway.conftest import until
 
+pytestmark = pytest.mark.processes
+
 HANDLERS = Path(__file__).parent / "handlers"
 
 

@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from geofed_pb.errors import GeofedError
 from region_agent.gateway import CallbackReceiver, CallbackResult, FunctionSpec, GatewayClient, fixed_scale_labels
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.processes]
 SOON = timedelta(seconds=20)
 
 

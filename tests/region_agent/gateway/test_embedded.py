@@ -21,7 +21,7 @@ from region_agent.gateway.functions import SHARE_ANNOTATION
 
 from .conftest import QUICK, open_target, until
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.processes]
 SOON = timedelta(seconds=20)
 MIB = 2**20
 

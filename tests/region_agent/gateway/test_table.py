@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from region_agent.gateway import FunctionSpec, fixed_scale_labels
 from region_agent.gateway.embedded.table import (
@@ -161,7 +162,7 @@ def test_a_label_that_is_no_number_is_refused() -> None:
         FunctionTable().handle(Deploy(replace(SPEC, labels={"com.openfaas.scale.min": "two"})))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=budget(150), deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(["scale", "ready", "exit", "update", "due"]), st.integers(0, 5)), max_size=40)
 )

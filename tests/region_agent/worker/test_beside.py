@@ -20,6 +20,8 @@ from region_agent.worker.ps_client import SliceOver
 from sync import framing
 from sync.channel import FileChannel
 
+pytestmark = pytest.mark.processes
+
 EACH, ROUNDS = 8, 3
 
 

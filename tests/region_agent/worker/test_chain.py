@@ -25,6 +25,8 @@ from sync.channel import FileChannel
 from sync.layout import Vector
 from sync.seeding import seed_all
 
+pytestmark = pytest.mark.processes
+
 STEPS, ROUNDS, WORKERS = 4, 3, 2
 COSINE = Schedule(shape="cosine", floor=0.1)
 

@@ -30,6 +30,7 @@ print(faults() - before)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
 def test_what_is_freed_is_taken_again() -> None:
     def faults(how: str) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 from support.memory_channel import MemoryChannel
 
 from region_agent.worker.invocation import Invocation
@@ -171,7 +172,7 @@ def _attempt(world: World, attempt: int, degree: int, resume_key: str, ends: int
     return max(left)[1]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=budget(300), deadline=None)
 @given(
     st.integers(0, 10**6),
     st.integers(1, 4),

@@ -29,7 +29,7 @@ from sync.channel import FileChannel, fence_key
 from sync.layout import Vector
 from sync.pipeline import Layers
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 STEPS, ROUNDS, BATCH, SEED, SAMPLES = 4, 3, 10, 5, 50
 

@@ -7,6 +7,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from region_agent.worker.scratch import scratch_folder
 
 _MADE = """
@@ -24,6 +26,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.processes
 def test_what_a_killed_worker_left_goes_when_the_next_one_starts(tmp_path: Path) -> None:
     (tmp_path / "another").mkdir()
     lives, killed = (

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from scheduler.deadline import Capacity, Curve, Job, Overhead, Rules, admit
 
@@ -115,7 +116,7 @@ def test_a_region_that_is_not_there_is_said() -> None:
     assert math.isinf(answer.refused[0].earliest_s)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=budget(60), deadline=None)
 @given(st.lists(st.tuples(st.floats(20, 900), st.floats(50, 600)), min_size=1, max_size=10), st.floats(50, 3000))
 def test_what_a_refusal_says_would_help_does(busy: list[tuple[float, float]], work: float) -> None:
     rules = Rules()
@@ -135,7 +136,7 @@ def test_what_a_refusal_says_would_help_does(busy: list[tuple[float, float]], wo
             assert admit(0.0, {R: more}, taken, [asked], rules).promised
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=budget(40), deadline=None)
 @given(st.lists(st.tuples(st.floats(20, 900), st.floats(50, 600)), min_size=2, max_size=14), st.integers(1, 10))
 def test_answers_do_not_depend_on_whether_books_are_kept(asked: list[tuple[float, float]], devices: int) -> None:
     """Promises given one by one on kept books hold when everything is filled anew."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from scheduler.deadline import LIVE, Capacity, Gang, Held, Overhead, Pace, Rules, allot, offer, promised_at_once
 
@@ -79,7 +80,7 @@ def progress(job: Gang, held: Held) -> float:
     return sum((end - begin) * job.paces[pace].rate for begin, end, pace in spans if pace >= 0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=budget(300), deadline=None)
 @given(gangs(), CAPACITIES)
 def test_nobody_has_what_is_not_there_now_or_later(jobs: list[Gang], capacities: dict[str, Capacity]) -> None:
     answer = allot(0.0, capacities, jobs, LIVE)
@@ -109,7 +110,7 @@ def course_work(job: Gang, held: Held) -> float:
     return done
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=budget(300), deadline=None)
 @given(gangs(), CAPACITIES)
 def test_what_is_held_does_the_work_in_time(jobs: list[Gang], capacities: dict[str, Capacity]) -> None:
     answer = allot(0.0, capacities, jobs, LIVE)
@@ -137,7 +138,7 @@ def with_nothing_to_spare() -> list[Gang]:
     ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=budget(300), deadline=None)
 @given(gangs(), CAPACITIES)
 @example(with_nothing_to_spare(), room(east=9, west=11))
 def test_an_offer_can_be_kept_with_all_that_were_promised(jobs: list[Gang], capacities: dict[str, Capacity]) -> None:
@@ -155,7 +156,7 @@ def test_an_offer_can_be_kept_with_all_that_were_promised(jobs: list[Gang], capa
         assert any(answer.deadline_s is not None for answer in later), "no date near the one named can be promised"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=budget(100), deadline=None)
 @given(gangs(), CAPACITIES)
 def test_promises_are_kept_as_time_passes(jobs: list[Gang], capacities: dict[str, Capacity]) -> None:
     """Each job is asked for when its turn comes; then everybody goes on, with a pause for each change."""
@@ -256,7 +257,7 @@ def test_best_effort_work_takes_nothing_of_a_quota() -> None:
     assert offer(0.0, room(east=8, west=8), [runs], gang("new", 50.0, 50.0, user="ann"), rules).deadline_s == 50.0
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=budget(150))
 @given(st.lists(gangs().map(lambda made: made[0]), min_size=2, max_size=6), CAPACITIES, st.integers(0, 8))
 def test_no_offer_has_a_user_hold_more_than_its_quota(
     asked: list[Gang], capacities: dict[str, Capacity], limit: int
@@ -343,7 +344,7 @@ def test_what_is_fixed_and_runs_stays_whatever_its_course_was() -> None:
     assert answer.paces == {"a": 0, "b": -1}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=budget(300), deadline=None)
 @given(gangs(), gangs(), CAPACITIES, st.data())
 def test_paces_may_become_others_from_one_answer_to_the_next(
     jobs: list[Gang], later: list[Gang], capacities: dict[str, Capacity], data: st.DataObject

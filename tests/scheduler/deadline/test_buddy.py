@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from scheduler.deadline import Buddy
 
@@ -19,7 +20,7 @@ def check(buddy: Buddy) -> None:
         taken |= block
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=budget(150), deadline=None)
 @given(
     st.sampled_from((8, 16, 32, 64, 12, 24, 48)),
     st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 99)), max_size=60),

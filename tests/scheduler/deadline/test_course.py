@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from scheduler.deadline import Overhead
 from scheduler.deadline._course import Going, Plan, follow
@@ -113,7 +114,7 @@ def planned(draw: st.DrawFn) -> list[Going]:
     return jobs
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=budget(300), deadline=None)
 @given(planned(), st.booleans())
 def test_from_any_instant_on_the_rest_of_a_course_is_as_the_whole_said(jobs: list[Going], everyone: bool) -> None:
     """Played step by step, each time from the state reached, it ends as when played at once."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from scheduler.deadline import Capacity, Curve, Job, Overhead, Rules, admit, least_device_seconds
 from scheduler.deadline._book import Book, Holding
@@ -59,7 +60,7 @@ def check(book: Book, capacity: Capacity, jobs: list[Job]) -> None:
             assert done_by(held, job.curves[R], book.now, job.deadline_s) >= job.work * (1 - 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=budget(60), deadline=None)
 @given(regions(), st.booleans())
 def test_every_promise_is_covered_and_nothing_is_given_twice(region: tuple[Capacity, list[Job]], pauses: bool) -> None:
     capacity, jobs = region
@@ -75,7 +76,7 @@ def test_every_promise_is_covered_and_nothing_is_given_twice(region: tuple[Capac
     check(again.books[R], capacity, running)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=budget(60), deadline=None)
 @given(curves(), st.floats(50, 5000), st.floats(0.05, 0.98))
 def test_alone_a_job_takes_no_more_than_any_single_level(curve: Curve, window: float, part: float) -> None:
     job = Job("j", {R: curve}, part * window * curve.rates[-1], window)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from scheduler.deadline import Curve, Job, Overhead, refuge, spot_share
 
@@ -15,7 +16,7 @@ def job(work: float, deadline_s: float) -> Job:
     return Job("j", {"r": CURVE}, work, deadline_s)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=budget(100), deadline=None)
 @given(st.floats(10, 5000), st.floats(20, 5000), st.floats(0, 200))
 def test_whoever_leaves_at_the_last_safe_moment_is_in_time(work: float, deadline_s: float, lost_s: float) -> None:
     way_out = refuge(job(work, deadline_s), CURVE, 0.0, OVERHEAD, lost_s=lost_s)

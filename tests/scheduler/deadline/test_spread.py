@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from scheduler.deadline import Capacity, Curve, Job, Overhead, Rules, admit, spread
 
@@ -61,7 +62,7 @@ def test_nobody_is_paused_while_a_job_ends_that_could_not_bear_it() -> None:
     assert spread(free, R, [tight, loose], (), OWN).shares["loose"] == 8
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=budget(80), deadline=None)
 @given(
     st.lists(st.tuples(st.floats(10, 3000), st.floats(30, 3000), st.sampled_from((0, 1, 2, 4))), max_size=10),
     st.lists(st.floats(10, 3000), max_size=4),

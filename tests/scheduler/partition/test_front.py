@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from scheduler.partition import (
     FunctionSize,
@@ -26,7 +27,9 @@ from scheduler.partition._front import ways_of
 from .plain import plain_front
 from .problems import MB, brute_force, problem
 
-QUICK = settings(max_examples=25, deadline=None)
+pytestmark = pytest.mark.slow
+
+QUICK = settings(max_examples=budget(25), deadline=None)
 SEEDS = st.integers(0, 100_000)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from scheduler.partition import Cut, NothingFitsError, Problem, Way, evaluate, front, played
 from scheduler.partition._evaluate import _lanes, merge_seconds
@@ -16,7 +17,7 @@ from sync.collective import ChannelCosts, Merge, estimate
 
 from .problems import problem
 
-QUICK = settings(max_examples=40, deadline=None)
+QUICK = settings(max_examples=budget(40), deadline=None)
 
 
 @QUICK

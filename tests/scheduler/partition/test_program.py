@@ -10,6 +10,8 @@ from scheduler.partition._front import ways_of
 from .problems import problem
 from .program import least_usd
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("seed", range(1000, 1040))
 def test_the_solver_agrees_all_along_the_front(seed: int) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from scheduler import Path
 from scheduler.placement import Device, Federation, Job, Outcome, Region, Shard, audit, federation
@@ -16,7 +17,7 @@ from scheduler.placement._sites import paces_of, sites_of
 
 from .strategies import GB, worlds
 
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=budget(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @QUICK

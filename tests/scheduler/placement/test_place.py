@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from scheduler import Path
 from scheduler.placement import (
@@ -38,8 +39,8 @@ from scheduler.placement._sites import MOST_FREE, need_of, sites_of
 
 from .strategies import GB, federations, jobs_over, worlds
 
-QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-FEW = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=budget(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(max_examples=budget(15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 World = tuple[Federation, tuple[Job, ...]]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from scheduler.scaling import (
     Decision,
@@ -117,7 +118,7 @@ def draws(seed: int, size: float) -> Iterator[float]:
 
 @given(job=JOBS, seed=st.integers(0, 99), size=st.floats(0.0, 0.2), patience=st.sampled_from([None, 0.0, 0.02, 0.5]),
        least=st.integers(1, MOST), begin=st.integers(0, MOST))  # fmt: skip
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=budget(10), deadline=None)
 def test_never_outside_the_bounds(
     job: Job, seed: int, size: float, patience: float | None, least: int, begin: int
 ) -> None:
@@ -128,7 +129,7 @@ def test_never_outside_the_bounds(
 
 
 @given(job=JOBS, seed=st.integers(0, 99), size=st.floats(0.0, 0.05))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=budget(10), deadline=None)
 def test_the_published_one_never_adds_and_removes_one_by_one(job: Job, seed: int, size: float) -> None:
     tuner = PublishedTuner(PublishedSettings(least=5, knee_slope=-1e-3, interval_seconds=5.0, ahead_seconds=2.5))
     made, _, _ = job.run(tuner.observe, errors=draws(seed, size), steps=300)
@@ -161,7 +162,7 @@ def test_the_published_one_stops_where_the_loss_would_be_worse() -> None:
 
 
 @given(job=JOBS, least=st.integers(4, 40), seed=st.integers(0, 99))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=budget(10), deadline=None)
 def test_no_decision_before_there_are_enough_observations(job: Job, least: int, seed: int) -> None:
     tuner = ScalingTuner(job.terms, Goal(job.target, None), ScalingSettings(least_observations=least))
     made, _, _ = job.run(tuner.observe, errors=draws(seed, 0.05), steps=least + 20)
@@ -169,7 +170,7 @@ def test_no_decision_before_there_are_enough_observations(job: Job, least: int, 
 
 
 @given(job=JOBS, later=st.floats(-1e5, 1e5), dearer=st.floats(0.01, 100.0))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=budget(10), deadline=None)
 def test_the_clock_and_the_currency_do_not_matter(job: Job, later: float, dearer: float) -> None:
     def made(later: float, dearer: float) -> list[int]:
         each, rest = job.terms.worker_usd_per_second, job.terms.usd_per_second
@@ -188,7 +189,7 @@ def test_the_clock_and_the_currency_do_not_matter(job: Job, later: float, dearer
         length=st.floats(150.0, 250.0), join=st.just(0.5),
     )
 )  # fmt: skip
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=budget(15), deadline=None)
 def test_without_errors_it_comes_near_the_best_policy(job: Job) -> None:
     """Least money, in any time: beside all constant numbers, and all that change once from the pool.
 
@@ -208,7 +209,7 @@ def test_without_errors_it_comes_near_the_best_policy(job: Job) -> None:
 
 
 @given(job=JOBS, law=LAWS, begun=st.booleans(), size=st.sampled_from([0.0, 0.01]), seed=st.integers(0, 99))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=budget(20), deadline=None)
 def test_it_about_keeps_the_time(job: Job, law: type[Job], begun: bool, size: float, seed: int) -> None:
     """A patience of 2 % is an aim, of the mean: docs/scaling.md tells the worst of many such jobs."""
     job.__class__ = law
@@ -228,7 +229,7 @@ def told(job: Job, workers: list[int], errors: Iterator[float]) -> list[Observat
 
 
 @given(job=JOBS, law=st.sampled_from([Job, Network]), workers=st.integers(1, MOST), seed=st.integers(0, 99))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=budget(20), deadline=None)
 def test_one_number_of_workers_tells_nothing_of_the_noise(job: Job, law: type[Job], workers: int, seed: int) -> None:
     job.__class__ = law
     found, before = outlook(told(job, [workers] * 40, draws(seed, 0.01)), MOST, job.target), unseen(MOST)
@@ -238,7 +239,7 @@ def test_one_number_of_workers_tells_nothing_of_the_noise(job: Job, law: type[Jo
 
 @given(job=JOBS, law=st.sampled_from([Job, Network]), before=st.integers(4, 80), after=st.integers(6, 40),
        seed=st.integers(0, 99))  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=budget(40), deadline=None)
 def test_a_change_tells_the_noise_whatever_the_form_of_the_losses(
     job: Job, law: type[Job], before: int, after: int, seed: int
 ) -> None:
@@ -252,7 +253,7 @@ def test_a_change_tells_the_noise_whatever_the_form_of_the_losses(
 
 
 @given(job=JOBS, law=st.sampled_from([Job, Network]), seed=st.integers(0, 99))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=budget(20), deadline=None)
 def test_changes_that_follow_closely_do_not_make_it_surer_than_it_may_be(job: Job, law: type[Job], seed: int) -> None:
     """Each loss tells once, however many changes it is near."""
     job.__class__ = law
@@ -365,7 +366,7 @@ def test_it_begins_with_no_more_than_it_wants_where_time_does_not_matter() -> No
 
 
 @pytest.mark.parametrize("follows", ["ours", "mlless"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=budget(60), deadline=None)
 @given(data=st.data())
 def test_no_loss_whatever_breaks_a_tuner(follows: str, data: st.DataObject) -> None:
     job = Job(noise=4.0, compute=1.0, each=0.02, length=60.0)

@@ -6,6 +6,7 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from scheduler.deadline import Overhead, Rules, curve_from_table
 from scheduler.simulate import POLICIES, Pauses, TraceJob, simulate
@@ -29,7 +30,7 @@ def arrivals(count: int, seed: int, every_s: float, tight: float) -> list[TraceJ
     return jobs
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=budget(30), deadline=None)
 @given(
     policy=st.sampled_from(["geofed", "geofed-live"]),
     seed=st.integers(0, 10**6),

@@ -16,6 +16,8 @@ from scheduler.simulate._published import _Published
 
 from .traces import generated
 
+pytestmark = pytest.mark.slow
+
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data" / "traces"
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from scheduler.tuning import (
     Channel,
@@ -34,7 +35,7 @@ from scheduler.tuning import (
 S3 = Channel("s3", 0.1, 0.02, 1e8, 1e8, 0.02, 0.03, 16, merge_seconds_per_byte=3e-10, request_cpu_seconds=2e-4)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=budget(50), deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 1769.0]))
 def test_compute_is_found_again_though_a_tenth_of_the_points_is_far_off(seed: int, core_mb: float) -> None:
     rng = random.Random(seed)
@@ -74,7 +75,7 @@ def test_memory_is_never_foretold_below_a_point() -> None:
         assert found.base_mb + found.mb_per_sample * point.batch >= point.peak_mb - 1e-6
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=budget(30), deadline=None)
 @given(st.integers(0, 2**32))
 def test_a_correction_is_found_again_from_merges(seed: int) -> None:
     rng = random.Random(seed)

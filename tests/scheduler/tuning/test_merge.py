@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 from support.tuning_draws import drawn_task
 
 from scheduler.tuning import Channel, Correction, Merges, merged
@@ -20,7 +21,7 @@ def test_a_channel_has_all_that_is_probed() -> None:
     assert set(SHARED) == set(ChannelCosts.__dataclass_fields__)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=budget(300), deadline=None)
 @given(
     st.integers(0, 2**32),
     st.sampled_from(["server-reduce", "all-reduce", "scatter-reduce", "pipelined-scatter-reduce", "k-reduce"]),

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 from support.tuning_draws import drawn_limits, drawn_space, drawn_task, enumerated
 
 from scheduler.tuning import Limits, cheapest, fasdl_heuristic, fastest, front
@@ -20,7 +21,7 @@ def kept(one: object, limits: Limits) -> bool:
     return one.seconds <= limits.deadline_seconds and one.usd <= limits.budget_usd  # type: ignore[attr-defined, no-any-return]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=budget(120), deadline=None)
 @given(seeds)
 def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
     rng = random.Random(seed)
@@ -43,7 +44,7 @@ def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
     assert {by_cost, by_time} <= set(every)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=budget(60), deadline=None)
 @given(seeds)
 def test_nothing_is_better_than_the_front_and_nothing_on_it_is_worse(seed: int) -> None:
     rng = random.Random(seed)
@@ -57,7 +58,7 @@ def test_nothing_is_better_than_the_front_and_nothing_on_it_is_worse(seed: int) 
         assert any(best.seconds <= one.seconds and best.usd <= one.usd for best in told)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=budget(60), deadline=None)
 @given(seeds)
 def test_the_published_search_is_never_cheaper_and_sometimes_finds_nothing(seed: int) -> None:
     rng = random.Random(seed)

@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.processes import are_wanted
 from support.stores import RedisServer, S3Server, redis_server, s3_server
 
 from sync.channel import Channel, FileChannel, open_channel
+
+_SERVED = pytest.mark.processes
 
 
 class Store:
@@ -52,12 +55,13 @@ def s3() -> Iterator[S3Server]:
 @pytest.fixture(scope="session", autouse=True)
 def _started(request: pytest.FixtureRequest) -> None:
     """Starts them before a test begins, which would otherwise be taken to have left them behind."""
-    for name in ("redis", "s3"):
-        with contextlib.suppress(pytest.skip.Exception):
-            request.getfixturevalue(name)
+    if are_wanted(request.session, Path(__file__).parent):
+        for name in ("redis", "s3"):
+            with contextlib.suppress(pytest.skip.Exception):
+                request.getfixturevalue(name)
 
 
-@pytest.fixture(params=["disk", "shared memory", "redis", "s3"])
+@pytest.fixture(params=["disk", "shared memory", *(pytest.param(kind, marks=_SERVED) for kind in ("redis", "s3"))])
 def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     own = f"geofed-test-{uuid.uuid4().hex}"
     folder = Path("/dev/shm") / own if request.param == "shared memory" else tmp_path / "channel"

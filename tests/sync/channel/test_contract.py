@@ -101,6 +101,7 @@ class TestEveryChannel:
         assert usage.requests == 4
         assert reopen().usage.puts == 0
 
+    @pytest.mark.processes
     def test_readers_of_a_value_that_others_replace_see_one_or_the_other(self, reopen: Store) -> None:
         context = multiprocessing.get_context("fork")
         stop = context.Event()

@@ -17,6 +17,7 @@ from geofed_pb.errors import GeofedError
 from sync.channel import FileChannel, _arrivals, _inotify
 
 
+@pytest.mark.processes
 def test_a_full_channel_is_told_and_keeps_what_it_has(tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", bytes_=1 << 17) as folder:
         channel = FileChannel(folder / "channel")
@@ -138,6 +139,7 @@ def test_a_watch_that_is_used_again_knows_nothing_of_before(tmp_path: Path) -> N
     channel.close()
 
 
+@pytest.mark.processes
 def test_a_forked_worker_does_not_take_what_its_parent_waits_for(tmp_path: Path) -> None:
     channel = FileChannel(tmp_path)
     with pytest.raises(GeofedError, match="CHANNEL_TIMEOUT"):

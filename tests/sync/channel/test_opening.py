@@ -11,6 +11,8 @@ import pytest
 from geofed_pb.errors import GeofedError
 from sync.channel import FileChannel, open_channel
 
+pytestmark = pytest.mark.processes
+
 
 def test_a_channel_is_opened_by_its_name(tmp_path: Path) -> None:
     assert isinstance(open_channel("file", str(tmp_path)), FileChannel)

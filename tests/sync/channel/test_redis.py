@@ -16,6 +16,8 @@ from support.stores import RedisServer, redis_server, start_redis
 from geofed_pb.errors import GeofedError
 from sync.channel import Channel, open_channel
 
+pytestmark = pytest.mark.processes
+
 LONG = 30.0
 
 

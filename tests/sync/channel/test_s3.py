@@ -15,6 +15,8 @@ from support.stores import S3Server
 from geofed_pb.errors import GeofedError
 from sync.channel import open_channel
 
+pytestmark = pytest.mark.processes
+
 Open = Callable[..., Any]
 MB = 1 << 20
 

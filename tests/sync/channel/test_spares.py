@@ -17,6 +17,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.budget import budget
 from support.small_disk import small_disk
 
 from geofed_pb.errors import GeofedError
@@ -169,6 +170,7 @@ def test_on_a_disk_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert files(tmp_path) == set()
 
 
+@pytest.mark.processes
 def test_no_more_is_kept_than_an_eighth_of_the_room(tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", bytes_=32 * LARGE) as folder:
         channel = FileChannel(folder)
@@ -180,6 +182,7 @@ def test_no_more_is_kept_than_an_eighth_of_the_room(tmp_path: Path) -> None:
         assert 1 <= len(kept) <= 4
 
 
+@pytest.mark.processes
 def test_a_channel_that_is_full_gives_up_its_spares_first(tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", bytes_=16 * LARGE) as folder:
         channel = FileChannel(folder)
@@ -234,6 +237,7 @@ def _play(folder: str, number: int, seconds: float) -> None:
     os._exit(0)
 
 
+@pytest.mark.processes
 def test_whoever_reads_sees_one_whole_value_of_that_key(shared: Path) -> None:
     """Several processes at once, one of which is killed."""
     context = multiprocessing.get_context("fork")
@@ -298,4 +302,4 @@ class Values(RuleBasedStateMachine):
 
 
 TestValues = Values.TestCase
-TestValues.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestValues.settings = settings(max_examples=budget(40), stateful_step_count=25, deadline=None)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
+from support.budget import budget
 
 from geofed_pb.errors import GeofedError
 from sync import framing
@@ -115,7 +116,7 @@ def test_dense_codecs_are_as_near_as_their_bits_allow(vector: npt.NDArray[np.flo
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
-@settings(max_examples=30)
+@settings(max_examples=budget(30))
 @given(data=st.data())
 def test_sent_plus_residual_is_all_there_was(codec: Codec, data: st.DataObject) -> None:
     size = data.draw(st.sampled_from([1, 255, 257, 4097]))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
+from support.budget import budget
 
 from geofed_pb.errors import GeofedError
 from sync import framing
@@ -45,7 +46,7 @@ def test_which_codecs_leave_the_state_aside() -> None:
 
 
 @pytest.mark.parametrize("bulk", BULKS, ids=lambda codec: codec.name)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=budget(30), deadline=None)
 @given(vector=changes(finite))
 def test_what_is_held_back_is_exact(bulk: Codec, vector: npt.NDArray[np.float32]) -> None:
     decoded = through_a_frame(Mixed(bulk, TRAINED), vector)
@@ -55,7 +56,7 @@ def test_what_is_held_back_is_exact(bulk: Codec, vector: npt.NDArray[np.float32]
 
 
 @pytest.mark.parametrize("bulk", BULKS, ids=lambda codec: codec.name)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=budget(20), deadline=None)
 @given(rounds=st.lists(changes(tame), min_size=1, max_size=4))
 def test_sent_plus_residual_is_all_there_was(bulk: Codec, rounds: list[npt.NDArray[np.float32]]) -> None:
     feedback = ErrorFeedback(Mixed(bulk, TRAINED))

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from sync.codec import BFloat16, ChunkedTopK, Codec, ErrorFeedback, Exact, Float32, Int8Blocks, Mixed, Ternary
 from sync.codec._slabs import apart, joined
@@ -27,7 +28,7 @@ def mixed_up(size: int, seed: int, exponents: tuple[int, int]) -> Vector:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=budget(25), deadline=None)
 @given(size=sizes, seed=st.integers(0, 99), trained=st.floats(0, 1))
 def test_slabs_one_behind_the_other_are_the_whole(codec: Codec, size: int, seed: int, trained: float) -> None:
     vector = mixed_up(size, seed, (-100, 100))
@@ -45,7 +46,7 @@ def test_slabs_one_behind_the_other_are_the_whole(codec: Codec, size: int, seed:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=budget(25), deadline=None)
 @given(size=sizes, seed=st.integers(0, 99), ends=st.tuples(st.floats(0, 1), st.floats(0, 1)), few=st.booleans())
 def test_feedback_is_what_it_is_over_the_whole(
     codec: Codec, size: int, seed: int, ends: tuple[float, float], few: bool

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
+from support.budget import budget
 from support.memory_channel import MemoryChannel
 from support.virtual_channel import Program, Virtual
 
@@ -33,7 +34,7 @@ def changes(size: int, density: float, seed: int) -> Vector:
 # The lists
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=budget(60), deadline=None)
 @given(st.integers(0, 30_000), st.floats(0, 1), st.integers(0, 9), st.sampled_from(["fp32", "bf16", "fp8", "int4"]))
 def test_lists_say_what_they_were_told(size: int, density: float, seed: int, values: str) -> None:
     vector, codec = changes(size, density**4, seed), Lists(values)
@@ -117,7 +118,7 @@ def test_damaged_lists_are_refused(broken: str, density: float) -> None:
     assert raised.value.code == "FRAME_INVALID"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=budget(150), deadline=None)
 @given(st.binary(max_size=60), st.integers(0, 200), st.sampled_from(["fp32", "bf16", "fp8", "int4"]))
 def test_any_bytes_are_read_or_refused(raw: bytes, size: int, values: str) -> None:
     with contextlib.suppress(GeofedError):
@@ -127,7 +128,7 @@ def test_any_bytes_are_read_or_refused(raw: bytes, size: int, values: str) -> No
 # The filter
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=budget(60), deadline=None)
 @given(
     st.lists(st_numpy.arrays(np.float32, 60, elements=tame), min_size=1, max_size=6),
     st_numpy.arrays(np.float32, 60, elements=tame),
@@ -214,7 +215,7 @@ def share(
     return models, exact, virtual
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=budget(25), deadline=None)
 @given(
     st.integers(2, 9), st.integers(1, 3000), st.integers(0, 4), st.sampled_from(["fp32", "bf16", "fp8", "int4"]),
     st.booleans(), st.floats(0, 3), st.data(),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from support.budget import budget
 from support.memory_channel import MemoryChannel
 from support.virtual_channel import Program, Virtual
 
@@ -63,7 +64,7 @@ def played(
     return virtual, taken
 
 
-@examples(max_examples=60, deadline=None)
+@examples(max_examples=budget(60), deadline=None)
 @given(
     workers=st.integers(2, 11),
     chunks=st.integers(1, 4),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 from support.memory_channel import MemoryChannel
 from support.virtual_channel import Program, Virtual
 
@@ -80,7 +81,7 @@ def _cases(draw: st.DrawFn) -> tuple[int, int, Settings, list[list[float]], int]
     return workers, size, given, weights, draw(st.integers(0, 1 << 30))
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=budget(70), deadline=None)
 @given(_cases())
 def test_all_take_up_the_exact_weighted_means_in_order(
     case: tuple[int, int, Settings, list[list[float]], int],
@@ -252,7 +253,7 @@ def test_another_attempt_is_not_disturbed() -> None:
         assert all(mine[0].vector.tobytes() == expected.tobytes() for mine in taken[attempt])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=budget(40), deadline=None)
 @given(st.integers(0, 3), st.integers(1, 30), st.integers(1, 4))
 def test_a_worker_that_dies_at_any_request_leaves_no_wrong_result(worker: int, request: int, chunks: int) -> None:
     """The others have every step's exact mean, or none of it; never another."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 from support.memory_channel import MemoryChannel
 from support.virtual_channel import Program, Virtual
 
@@ -77,7 +78,7 @@ def draw_costs(rng: random.Random) -> ChannelCosts:
     )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=budget(200), deadline=None)
 @given(st.integers(2, 64), st.floats(4, 9), st.integers(0, 1 << 30), st.booleans())
 def test_the_closed_form_finds_the_best_chunks(workers: int, log_size: float, seed: int, by_cost: bool) -> None:
     costs, size, rate = draw_costs(random.Random(seed)), 10**log_size, 3e-5
@@ -90,7 +91,7 @@ def test_the_closed_form_finds_the_best_chunks(workers: int, log_size: float, se
     assert worth(best) == pytest.approx(min(worth(chunks) for chunks in range(1, workers + 1)), rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=budget(60), deadline=None)
 @given(st.integers(2, 32), st.floats(4, 9), st.integers(0, 1 << 30), st.sampled_from(["time", "cost"]))
 def test_nothing_beats_the_choice(workers: int, log_size: float, seed: int, minimise: str) -> None:
     costs, size, rate = draw_costs(random.Random(seed)), 10**log_size, 3e-5
@@ -138,7 +139,7 @@ class Puts:
         return self._stored and self._takes is None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=budget(40), deadline=None)
 @given(st.integers(2, 24), st.floats(3, 6.3), st.integers(0, 1 << 30))
 def test_a_parameter_server_takes_what_the_form_says(workers: int, log_size: float, seed: int) -> None:
     costs, size = replace(draw_costs(random.Random(seed)), parallel=workers), int(10**log_size)

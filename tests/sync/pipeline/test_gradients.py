@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 from support.memory_channel import MemoryChannel
 from support.pipelines import Crew, mse
 from support.stores import RedisServer, S3Server, s3_server, start_redis
@@ -103,7 +104,7 @@ def _check(case: dict[str, Any], dtype: torch.dtype, open_one: Callable[[], Chan
                     torch.testing.assert_close(found[name], gradient, rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=budget(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=_cases(), dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_any_cut_degree_order_and_rematerialisation_gives_the_same(case: dict[str, Any], dtype: torch.dtype) -> None:
     store = MemoryChannel()
@@ -128,6 +129,7 @@ def test_over_files(tmp_path: Path) -> None:
     _check(CASE, torch.float32, lambda: FileChannel(str(tmp_path / "channel")))
 
 
+@pytest.mark.processes
 def test_over_redis(redis: RedisServer) -> None:
     _check(CASE, torch.float32, lambda: open_channel("redis", redis.unix("pipeline")))
 
@@ -138,6 +140,7 @@ def s3() -> Iterator[S3Server]:
         yield server
 
 
+@pytest.mark.processes
 def test_over_an_object_store(s3: S3Server) -> None:
     _check(CASE, torch.float32, lambda: open_channel("s3", s3.address("pipeline")))
 

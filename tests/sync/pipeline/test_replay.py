@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 from support.memory_channel import MemoryChannel
 from support.pipelines import Crew, cut, mse, shares
 from torch import nn
@@ -36,7 +37,7 @@ def _shapes(draw: st.DrawFn) -> Pipeline:
     return Pipeline(stages, draw(st.integers(1, 3)), draw(st.sampled_from([2, 4])), order, again)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=budget(15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_shapes(), st.integers(0, 9), st.sampled_from(["fp32", "bf16"]))
 def test_a_step_made_anew_is_the_step_that_was_made(shape: Pipeline, seed: int, codec: str) -> None:
     draw = torch.Generator().manual_seed(seed)

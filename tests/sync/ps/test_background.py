@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from support.server_process import NumpyWorker, Server, wait_until
 
+pytestmark = pytest.mark.processes
+
 Servers = Callable[..., list[Server]]
 Workers = Callable[..., NumpyWorker]
 

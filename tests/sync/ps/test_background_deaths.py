@@ -24,6 +24,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.at_once import AtOnce
+from support.budget import budget, stride
 
 from sync import framing
 from sync.channel import FileChannel
@@ -495,7 +496,7 @@ def test_a_life_without_a_death(codec: str) -> None:
 def test_a_death_before_any_file_operation_loses_and_doubles_nothing(codec: str, late: int) -> None:
     whole = play(codec, [], 7, late=late).count
     assert whole > 100, "the life is longer than that"
-    for moment in range(late, whole, 4):
+    for moment in range(late, whole, stride(4)):
         operations = play(codec, [moment], 7, late=late)
         assert operations.died == 1
 
@@ -504,11 +505,11 @@ def test_a_death_before_any_file_operation_loses_and_doubles_nothing(codec: str,
 def test_a_loss_of_power_before_any_file_operation_loses_and_doubles_nothing(late: int) -> None:
     """Memory is lost with it, and so are the workers and the channel, with rounds that were not durable yet."""
     whole = play("fp32", [], 7, late=late).count
-    for moment in range(late, whole, 4):
+    for moment in range(late, whole, stride(4)):
         assert play("fp32", [moment], 7, power=True, late=late).died == 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=budget(40), deadline=None)
 @given(
     codec=st.sampled_from(["fp32", "int8", "ternary"]),
     deaths=st.lists(st.integers(0, 90), max_size=8),
@@ -519,7 +520,7 @@ def test_many_deaths_in_a_row(codec: str, deaths: list[int], seed: int, late: in
     play(codec, deaths, seed, late=late)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=budget(40), deadline=None)
 @given(
     codec=st.sampled_from(["fp32", "int8", "ternary"]),
     deaths=st.lists(st.integers(0, 90), max_size=6),
@@ -536,13 +537,13 @@ def test_deaths_of_servers_and_workers(codec: str, deaths: list[int], seed: int,
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_what_is_sent_summed_up_after_a_cut_counts_once(codec: str) -> None:
     """Whenever the one or the other server dies while sums are made, sent or merged."""
-    whole = [play(codec, [], seed, cuts=True) for seed in range(40)]
-    assert sum(life.sums > 0 for life in whole) > 5
-    for seed in range(100, 140):
+    whole = [play(codec, [], seed, cuts=True) for seed in range(budget(40))]
+    assert sum(life.sums > 0 for life in whole) > len(whole) / 8
+    for seed in range(100, 100 + budget(40)):
         play(codec, [seed * 7 % 90, seed * 11 % 70], seed, cuts=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=budget(40), deadline=None)
 @given(
     deaths=st.lists(st.integers(0, 90), max_size=5), seed=st.integers(0, 1 << 20), power=st.booleans(),
     late=st.integers(0, 4),

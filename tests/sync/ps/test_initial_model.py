@@ -79,6 +79,7 @@ def test_numbers_that_are_none_and_files_that_are_none_are_refused(tmp_path: Pat
             from_safetensors(LAYOUT, path)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("background", [False, True])
 def test_all_regions_begin_with_it_wherever_the_server_died(
     tmp_path: Path,
@@ -101,6 +102,7 @@ def test_all_regions_begin_with_it_wherever_the_server_died(
         assert np.array_equal(worker.finals[0], np.full(LAYOUT.size, 7.0, np.float32))
 
 
+@pytest.mark.processes
 def test_a_mismatch_ends_the_server_and_tells_the_worker(
     tmp_path: Path, servers: Callable[..., list[Server]], workers: Callable[..., NumpyWorker]
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
+from support.budget import budget
 from support.federation_in_miniature import Miniature, Pairs
 
 from tests.sync.ps.test_machine import AnythingMayHappen
@@ -39,7 +40,7 @@ class StateIsLost(AnythingMayHappen):
 
 TestStateIsLost = StateIsLost.TestCase
 TestStateIsLost.settings = settings(
-    max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=budget(150), stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.budget import budget
 from support.federation_in_miniature import Miniature, Site
 
 from geofed_pb.bounds import MOST_METRICS
@@ -141,7 +142,7 @@ class AnythingMayHappen(RuleBasedStateMachine):
 
 TestAnythingMayHappen = AnythingMayHappen.TestCase
 TestAnythingMayHappen.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=budget(150), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -25,6 +25,8 @@ from geofed_pb.v1 import sync_pb2, sync_pb2_grpc, worker_pb2, worker_pb2_grpc
 from sync import framing
 from sync.transport.sockets import Tls
 
+pytestmark = pytest.mark.processes
+
 Servers = Callable[..., list[Server]]
 Workers = Callable[..., NumpyWorker]
 

@@ -12,6 +12,8 @@ import grpc
 import pytest
 from support.server_process import NumpyWorker, Server, wait_until
 
+pytestmark = pytest.mark.processes
+
 Servers = Callable[..., list[Server]]
 Workers = Callable[..., NumpyWorker]
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from sync.codec import codec_named
 from sync.layout import Vector
@@ -22,7 +23,7 @@ def normal(random: np.random.Generator, size: int) -> Vector:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=budget(10), deadline=None)
 @given(size=sizes, trained=st.floats(0, 1), seed=st.integers(0, 99), together=st.booleans())
 def test_a_merge_is_the_policys_over_the_whole(name: str, size: int, trained: float, seed: int, together: bool) -> None:
     random, policy = np.random.default_rng(seed), policy_named(name, POLICIES[name])
@@ -44,7 +45,7 @@ def test_a_merge_is_the_policys_over_the_whole(name: str, size: int, trained: fl
         assert all(np.array_equal(kept[key], vector) for key, vector in memory.items())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=budget(20), deadline=None)
 @given(seed=st.integers(0, 99), doings=st.lists(st.sampled_from(["round", "restart", "late"]), min_size=4, max_size=9))
 def test_memory_that_is_used_again_changes_no_number(seed: int, doings: list[str]) -> None:
     """Beside a replica that is made anew for each doing, from what a checkpoint would hold."""

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 from support.failures import filled
 from support.small_disk import small_disk
 
@@ -147,7 +148,7 @@ def test_a_death_before_any_file_operation_loses_and_mixes_nothing(tmp_path: Pat
     assert moment > 60, "the life is longer than that"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=budget(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(deaths=st.lists(st.integers(0, 40), max_size=6))
 def test_many_deaths_in_a_row(
     tmp_path_factory: pytest.TempPathFactory, digests: dict[int, str], deaths: list[int]
@@ -388,6 +389,7 @@ def full(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.processes
 def test_a_full_disk_is_told_and_the_old_state_stays(full: Path) -> None:
     storage = _storage(full)
     model = np.ones(8, np.float32)
@@ -409,6 +411,7 @@ def test_writing_replaces_the_whole_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("count", [100, 100_000])
 def test_a_full_disk_is_told_of_small_files_too(tmp_path: Path, count: int) -> None:
     """What is written first stays in the process for a while."""

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
+from support.budget import budget
 from support.federation_in_miniature import Miniature
 from support.small_disk import small_disk
 
@@ -79,7 +80,7 @@ class RegionsAreAway(WaysChange):
 
 TestRegionsAreAway = RegionsAreAway.TestCase
 TestRegionsAreAway.settings = settings(
-    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=budget(150), stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -99,7 +100,7 @@ class LinksCarryTooLittle(RegionsAreAway):
 
 
 TestLinksCarryTooLittle = LinksCarryTooLittle.TestCase
-TestLinksCarryTooLittle.settings = settings(TestRegionsAreAway.settings, max_examples=100)
+TestLinksCarryTooLittle.settings = settings(TestRegionsAreAway.settings, max_examples=budget(100))
 
 
 def _go_on(federation: Miniature, times: int) -> None:
@@ -343,6 +344,7 @@ def test_where_the_age_of_updates_counts_sums_are_not_taken() -> None:
 # Where its bytes lie
 
 
+@pytest.mark.processes
 def test_a_disk_without_room_for_a_sum_costs_no_more_than_the_sum(tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", bytes_=1 << 17) as folder:
         setup = Setup("a", ("a", "b"), 1, 8, 1, 0, background=True, sums=True)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
+from support.budget import budget
 from support.federation_in_miniature import Miniature, around
 
 from sync.ps.events import PeerHas
@@ -73,7 +74,7 @@ def _ways(kind: str, regions: int) -> tuple[tuple[str, str], ...]:
 
 TestWaysChange = WaysChange.TestCase
 TestWaysChange.settings = settings(
-    max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=budget(150), stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

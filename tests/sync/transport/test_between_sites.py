@@ -235,6 +235,7 @@ async def test_a_restart_of_the_sender_sends_nothing_again_that_arrived(make: Ma
     assert west.links.received_bytes["east"] <= 24 * MIB + 2 * MIB
 
 
+@pytest.mark.processes
 @runs
 async def test_a_full_disk_is_told_and_the_update_goes_through_once_there_is_room(make: Making, folder: Path) -> None:
     east = await make("east")

@@ -96,6 +96,7 @@ def test_nobody_writes_into_a_landing_that_is_complete(tmp_path: Path) -> None:
     assert landing.have == [(0, 1)]
 
 
+@pytest.mark.processes
 def test_the_room_for_an_update_is_taken_at_its_beginning(tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", bytes_=1 << 16) as folder:
         landing = Landing(folder / "1.part", 1 << 20)
