@@ -340,7 +340,7 @@ class _Extra(_Own):
 
     def extra(self, x: torch.Tensor) -> Any:
         if self.training:
-            self.total = self.total + x[:, :2].sum(0).double() / 7
+            self.total = self.total + x[:, :2].sum(0).double().cpu() / 7
         return 0.0
 
     def get_extra_state(self) -> torch.Tensor:

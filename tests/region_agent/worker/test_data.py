@@ -114,9 +114,11 @@ def test_the_test_data_is_dealt_out_once(size: int, workers: int) -> None:
     data = TensorDataset(torch.arange(size))
     seen: list[int] = []
     for worker in range(workers):
-        count, batches = evaluation_batches(data, worker, workers)
-        mine = [int(value) for (batch,) in batches for value in batch]
-        assert len(mine) == count
+        sizes, batches = evaluation_batches(data, worker, workers, 4)
+        dealt = [[int(value) for value in batch] for (batch,) in batches]
+        assert [len(batch) for batch in dealt] == sizes
+        assert all(size <= 4 for size in sizes)
+        mine = [value for batch in dealt for value in batch]
         seen += mine
     assert sorted(seen) == list(range(size))
 

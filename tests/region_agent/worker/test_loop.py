@@ -187,7 +187,6 @@ _BAD_ITEMS = """class Bad(TensorDataset):
         (_failing("optimizer", "nothing"), "optimizer raised NameError: name 'nothing' is not defined at task.py:23"),
         (_changed("nn.functional.mse_loss(model(x), y)", "x.sum()"), "the backward pass raised RuntimeError"),
         (_changed("return TensorDataset(", _BAD_ITEMS), "dataset raised KeyError"),
-        (_changed("return nn.Linear(4, 2)", "return nn.LazyLinear(2)"), "model raised"),
     ],
 )
 def test_what_job_code_raises_is_told_with_its_place(place: Server, script: Script, task: str, says: str) -> None:
