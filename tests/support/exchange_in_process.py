@@ -175,12 +175,16 @@ class Federation:
             )
         while bodies:
             for name in list(bodies):
-                outcome: Outcome = call(bodies[name])
-                assert outcome.status in ("continue", "done"), outcome
-                if outcome.status == "done":
-                    del bodies[name]
-                else:
+                # A region goes on until it has to wait: to load another's task takes longer than a step.
+                while name in bodies:
+                    outcome: Outcome = call(bodies[name])
+                    assert outcome.status in ("continue", "done"), outcome
+                    if outcome.status == "done":
+                        del bodies[name]
+                        break
                     bodies[name] = bodies[name].model_copy(update={"resume_key": outcome.resume_key})
+                    if self.regions[name].end is not None:
+                        break
 
     def exported(self) -> bytes:
         """The model's file, which is the same in all regions."""

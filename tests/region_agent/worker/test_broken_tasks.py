@@ -151,11 +151,6 @@ BROKEN: dict[str, tuple[str, str]] = {
         "    def forward(self, x):\n        self.gone = None\n        return super().forward(x)\n" + MODEL + "return Net()",
         "gone",
     ),
-    "a parameter that is replaced": (
-        "class Net(Own):\n    def forward(self, x):\n        self.bias = nn.Parameter(torch.zeros(2))\n"
-        "        return super().forward(x)\n" + MODEL + "return Net()",
-        "bias",
-    ),
     "dataset raises": (DATA + "raise FileNotFoundError(uri)", "FileNotFoundError"),
     "dataset is None": (DATA + "pass", "dataset"),
     "a dataset without a length": (DATA + "return iter([1, 2])", "dataset"),

@@ -19,6 +19,7 @@ from region_agent.worker.data import BatchStream
 from sync.device import device
 from sync.seeding import reseed, seed_all
 
+pytestmark = pytest.mark.slow
 STEPS, ROUNDS, BATCH, SEED = 3, 3, 8, 5
 
 TASK = """
