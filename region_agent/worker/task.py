@@ -23,7 +23,7 @@ import torch
 from geofed_pb.bounds import TEXT_BYTES, clean
 from geofed_pb.errors import GeofedError
 from region_agent.worker.modules import import_task
-from sync.pipeline import Layers
+from sync.pipeline import Layers, Taken
 
 __all__ = ["Task", "load_task", "task_errors", "task_fault", "unpack"]
 
@@ -184,6 +184,9 @@ def task_errors(folder: Path, doing: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         text = f"the GPU ran out of memory in {doing}{_place(error, folder)}"
         raise GeofedError("FUNCTION_OUT_OF_MEMORY", text, hint=_GPU_TOO_SMALL) from None
+    except Taken:
+        # What stands in for a model has what it was called for.
+        raise
     except BaseException as error:  # noqa: BLE001 - the edge to the user's code: anything may come
         raise task_fault(error, folder, doing) from None
 

@@ -1,6 +1,6 @@
 """Models that are larger than one function: stages of layers, run as a pipeline over a channel."""
 
-from sync.pipeline._contract import Loss, model_input
+from sync.pipeline._contract import Loss, Taken, model_input
 from sync.pipeline._layers import Layers
 from sync.pipeline._measure import LayerMeasure, measure_layers
 from sync.pipeline._merge import GroupMerge
@@ -22,6 +22,7 @@ __all__ = [
     "Position",
     "StageRunner",
     "StepDone",
+    "Taken",
     "dependencies",
     "live_micro_batches",
     "logged_keys",

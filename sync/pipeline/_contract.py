@@ -14,13 +14,13 @@ from torch import nn
 
 from geofed_pb.errors import GeofedError
 
-__all__ = ["Answering", "Loss", "model_input"]
+__all__ = ["Answering", "Loss", "Taken", "model_input"]
 
 Loss = Callable[[nn.Module, Any], Any]
 """``(model, batch)`` to a tensor of one element: the mean over the batch's samples."""
 
 
-class _Taken(BaseException):
+class Taken(BaseException):
     """Ends a loss in the first stage. Not an Exception: job code may catch those."""
 
 
@@ -36,7 +36,7 @@ class _Taking(nn.Module):
             text = f"the task calls the model with {len(given)} arguments; a model in stages takes one"
             raise GeofedError("TASK_INVALID", text, hint="hand over one tensor, or a tuple of tensors")
         self.given = given[0]
-        raise _Taken
+        raise Taken
 
 
 def model_input(loss: Loss, batch: Any, *, training: bool = True) -> Any:
@@ -44,7 +44,7 @@ def model_input(loss: Loss, batch: Any, *, training: bool = True) -> Any:
     model = _Taking().train(training)
     try:
         loss(model, batch)
-    except _Taken:
+    except Taken:
         return model.given
     raise GeofedError("TASK_INVALID", "the task does not call the model", hint="call model(x) once")
 

@@ -119,6 +119,7 @@ async def _check_dashboard(stage: Stage) -> None:
         assert len(page) < 1 << 20
 
 
+@pytest.mark.processes
 def test_the_command_line_pages_by_itself(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:

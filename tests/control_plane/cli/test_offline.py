@@ -182,6 +182,7 @@ def test_rounds_are_told_as_a_range_where_regions_differ() -> None:
         "deploy.emulator.cli profiles -o json",
     ],
 )
+@pytest.mark.processes
 def test_output_that_finds_no_space_is_told(command: str) -> None:
     module, *arguments = command.split()
     words = [sys.executable, "-c", f"from {module} import main; main()", *arguments]
@@ -194,6 +195,7 @@ def test_output_that_finds_no_space_is_told(command: str) -> None:
     assert "Exception ignored" not in ran.stderr
 
 
+@pytest.mark.processes
 def test_an_error_is_told_although_its_envelope_finds_no_space() -> None:
     with open("/dev/full", "w") as full:
         ran = subprocess.run(

@@ -208,6 +208,7 @@ def test_data_classes_and_pickles(tmp_path: Path) -> None:
         assert pickle.loads(pickle.dumps(point(2))) == point(2)
 
 
+@pytest.mark.processes
 def test_processes_that_load_data_have_the_tasks_modules(tmp_path: Path) -> None:
     helper = (
         "from dataclasses import dataclass\n@dataclass\nclass Item:\n    x: int\n"

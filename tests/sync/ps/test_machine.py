@@ -203,7 +203,7 @@ def test_a_model_of_another_shape_is_refused() -> None:
     (refused,) = machine.handle(Attached(1, 0, 1, "init", "w is float32 [2] here and float32 [3] there"))
     assert isinstance(refused, Refuse)
     assert refused.code == "TASK_INVALID"
-    assert "w is float32 [2] here and float32 [3] there" in refused.message
+    assert "w is float32 [2] here and float32 [3] there" in refused.text
 
 
 def test_metrics_count_only_once_they_are_durable() -> None:
