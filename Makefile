@@ -4,7 +4,7 @@ PYTHON := .venv/bin/python
 # Daemons start again and again: what they are compiled to is kept, also where the environment has Python write none of it.
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick soak coverage check setup proto clean
+.PHONY: help demo test quick soak coverage bench check setup proto clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -23,6 +23,15 @@ soak: .venv/.ready-dev ## Run all again and again, with many examples and random
 
 coverage: .venv/.ready-dev ## Run all tests and tell which branches none of them takes (PYTEST=ARGUMENTS for pytest)
 	@$(PYTHON) -m pytest -n 2 --cov --cov-report=term $(PYTEST)
+
+bench: .venv/.ready-dev ## List the benchmarks, or run one: make bench NAME (ARGS=--quick)
+	@$(PYTHON) tests/bench$(if $(BENCH),/$(BENCH).py) $(ARGS)
+
+ifeq (bench,$(firstword $(MAKECMDGOALS)))
+# What follows `bench` is the name of one, not another goal.
+BENCH := $(wordlist 2,2,$(MAKECMDGOALS))
+$(eval $(BENCH):;@:)
+endif
 
 check: .venv/.ready-dev ## Lint, types, import rules, and whether generated code is up to date
 	@$(PYTHON) -m ruff check .

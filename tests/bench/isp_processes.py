@@ -37,6 +37,7 @@ __all__ = ["DDP", "Link", "possible", "run"]
 
 DDP = "PyTorch DDP, gloo"
 _CLONE_NEWNET = 0x40000000
+_CLONE_NEWUTS = 0x04000000
 _BRIDGE, _STORE = "ispbench", "10.77.0.254"
 _PATIENCE_SECONDS = 120.0
 
@@ -144,8 +145,10 @@ def _memory() -> str | None:
 def _worker(scene: _Scene, number: int) -> None:
     try:
         torch.set_num_threads(1)
-        if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
+        if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET | _CLONE_NEWUTS):
             raise OSError(ctypes.get_errno(), "no network namespace")
+        # Gloo looks the machine's name up, which not every machine can do.
+        socket.sethostname("localhost")
         scene.ready.wait(_PATIENCE_SECONDS)
         scene.begin.wait(_PATIENCE_SECONDS)
         torch.manual_seed(scene.seed)

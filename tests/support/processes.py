@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-import pytest
+
+if TYPE_CHECKING:
+    # Benchmarks use this, too, and have no pytest.
+    import pytest
 
 __all__ = ["alive", "are_wanted", "family", "running_as"]
 

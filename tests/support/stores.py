@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -13,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
+from unittest import mock
 from urllib.parse import urlencode
-
-import pytest
 
 BUCKET = "channel"
 _KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
@@ -59,6 +60,13 @@ class RedisServer:
         self.process.stdout.close()
 
 
+def _cannot(why: str) -> NoReturn:
+    """Skips a test; benchmarks, which have no pytest, end."""
+    if pytest := sys.modules.get("pytest"):
+        pytest.skip(why)
+    raise SystemExit(f"this cannot run here: {why}")
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -68,7 +76,7 @@ def _free_port() -> int:
 def start_redis(folder: Path, *options: str, port: int = 0, password: str | None = None) -> RedisServer:
     """Start a redis-server that keeps nothing on disk; returns when it is ready."""
     if shutil.which("redis-server") is None or shutil.which("redis-cli") is None:
-        pytest.skip("redis-server is not installed: apt-get install redis-server")
+        _cannot("redis-server is not installed: apt-get install redis-server")
     port = port or _free_port()
     path = folder / "redis.sock"
     argv = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--unixsocket", str(path)]
@@ -113,15 +121,14 @@ class S3Server:
 
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
-    pytest.importorskip("moto")
+    if importlib.util.find_spec("moto") is None:
+        _cannot("moto is not installed: pip install 'moto[server]'")
     program = Path(__file__).with_name("s3_server.py")
     process = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout
         endpoint = f"http://127.0.0.1:{int(process.stdout.readline())}"
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in _KEYS.items():
-                patch.setenv(name, value)
+        with mock.patch.dict(os.environ, _KEYS):
             request = urllib.request.Request(f"{endpoint}/{BUCKET}", method="PUT")
             urllib.request.urlopen(request).close()
             server = S3Server(endpoint)
