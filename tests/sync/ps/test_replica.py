@@ -10,7 +10,7 @@ from support.budget import budget
 
 from sync.codec import codec_named
 from sync.layout import Vector
-from sync.ps.replica import _BLOCK, Numbers, Replica
+from sync.ps.replica import _BLOCK, Numbers, Replica, expanded
 from sync.wan import Contribution, ExchangeSettings, StateAveraged, policy_named
 
 POLICIES = {"ma": {}, "diloco": {}, "asgd": {"damping": 1.0}, "asgd-ga": {"compensation": 0.04}}
@@ -83,3 +83,75 @@ def test_memory_that_is_used_again_changes_no_number(seed: int, doings: list[str
         given_ = lasting.correction()
         assert np.array_equal(given_, lasting.correction(np.full(size, np.nan, np.float32)))
         assert np.array_equal(given_, fresh.correction())
+
+
+@settings(max_examples=budget(20), deadline=None)
+@given(size=st.integers(1, 40), fragments=st.integers(1, 12), policy=st.sampled_from(["ma", "asgd"]))
+def test_fragments_take_turns_and_nothing_is_lost(size: int, fragments: int, policy: str) -> None:
+    """Each round sends one part, in turn; what the others have changed waits for theirs, and the last round sends all."""
+    random, rounds = np.random.default_rng(size), 2 * fragments + 1
+    first = normal(random, size)
+    exchange = ExchangeSettings(fragments=float(fragments), guard=0.0)
+    replica = Replica(policy_named(policy), exchange, codec_named("fp32"), Numbers(first, first))
+    changed, seen = np.zeros(size), np.zeros(size, int)
+    for sequence in range(1, rounds + 1):
+        last = sequence == rounds
+        step = normal(random, size)
+        changed += step
+        made = replica.own(replica.start + step, sequence, last=last)
+        parts = 1 if last or fragments > size else fragments
+        begin, stop, _ = made.part.indices(size)
+        assert (begin, stop) == (size * (sequence % parts) // parts, size * (sequence % parts + 1) // parts)
+        assert made.sent.shape == (stop - begin,)
+        seen[begin:stop] += 1
+        whole = expanded(made.sent, made.part, size)
+        assert np.array_equal(whole[made.part], made.sent)
+        assert not whole[:begin].any()
+        assert not whole[stop:].any()
+        replica.merge([Contribution("a", 1.0, whole)], None, own="a", rounds=1)
+        replica.restart()
+    assert (seen >= 2).all()
+    np.testing.assert_allclose(replica.model, first + changed, rtol=1e-4, atol=1e-5)
+
+
+def test_small_changes_wait_until_they_are_significant_or_the_job_ends() -> None:
+    first = np.ones(4, np.float32)
+    exchange = ExchangeSettings(significance=0.1, guard=0.0)
+    replica = Replica(policy_named("asgd"), exchange, codec_named("int8"), Numbers(first, first))
+    small = np.float32([0.5, 0.01, 0.0, -0.5])
+    made = replica.own(first + small, 1)
+    assert made.codec.name == "sparse"
+    assert made.sent.tolist() == [0.5, 0.0, 0.0, -0.5]
+    replica.merge([Contribution("a", 1.0, made.sent)], None, own="a", rounds=1)
+    replica.restart()
+    made = replica.own(replica.start, 2, last=True)
+    assert made.codec.name == "int8", "the last update says all that there is"
+    assert made.sent[1] == pytest.approx(0.01, rel=0.02)
+
+
+@pytest.mark.parametrize(("codec", "used"), [("topk", "int8"), ("int8", "int8"), ("fp32", "fp32")])
+def test_the_last_update_holds_back_as_little_as_it_can(codec: str, used: str) -> None:
+    first = np.zeros(600, np.float32)
+    replica = Replica(policy_named("ma"), ExchangeSettings(guard=0.0), codec_named(codec), Numbers(first, first))
+    change = normal(np.random.default_rng(0), 600)
+    assert replica.own(change, 1).codec.name == codec
+    replica = Replica(policy_named("ma"), ExchangeSettings(guard=0.0), codec_named(codec), Numbers(first, first))
+    made = replica.own(change, 1, last=True)
+    assert made.codec.name == used
+    assert replica.codec.name == codec, "it is the usual one again"
+    np.testing.assert_allclose(made.sent, change, atol=0.02 * float(np.abs(change).max()))
+
+
+@pytest.mark.parametrize("policy", ["ma", "asgd", "diloco"])
+def test_a_region_that_trains_alone_goes_on_from_where_it_ended_bit_for_bit(policy: str) -> None:
+    random = np.random.default_rng(1)
+    first = normal(random, 500)
+    replica = Replica(policy_named(policy), ExchangeSettings(), codec_named("fp32"), Numbers(first, first))
+    replica.alone = True
+    for sequence in range(1, 4):
+        end = normal(random, 500) * np.float32(1e-3) ** sequence
+        made = replica.own(end, sequence)
+        assert made.whole == (policy != "diloco")
+        replica.merge([Contribution("a", 1.0, made.sent, whole=made.whole)], None, own="a", rounds=1)
+        replica.restart()
+        assert np.array_equal(replica.model, end) == (policy != "diloco")
