@@ -156,4 +156,7 @@ def _slot(raw: Mapping[str, Any]) -> Slot:
 
 
 def _told(slot: Slot | None) -> str:
-    return "missing" if slot is None else f"{slot.dtype} {list(slot.shape)}"
+    if slot is None:
+        return "missing"
+    more = "" if slot.coding == PLAIN else f" in {slot.coding.coordinates} coordinates"
+    return f"{slot.dtype} {list(slot.shape)}{more}"

@@ -412,6 +412,9 @@ class WorkerLoop:
             return False
         frame = framing.decode(left)
         facts = frame.facts
+        if "x/tree" not in frame.tensors:
+            # An earlier version has left it: the round begins anew.
+            return False
         if facts["attempt"] == self._call.attempt:
             # They are this worker's own: no server knows of them.
             self._flat.load_named(load_tree(frame.tensors, "n/"))

@@ -49,7 +49,8 @@ def load_state(
     ``Optimizer.load_state_dict`` makes a parameter's type of what was kept in another one, so that of torch is not
     called; an optimiser's own is, and what it has rounded is put right.
     """
-    owners = sorted({int(name.split("/", 1)[0]) for name in tensors})
+    # Earlier versions have left tensors of which no tree tells: an optimiser begins anew after them.
+    owners = sorted(int(name.split("/", 1)[0]) for name in tensors if name.endswith("/tree"))
     device = next((p.device for group in optimizer.param_groups for p in group[_PARAMS]), None)
     state = {owner: load_tree(tensors, f"{owner}/", device) for owner in owners if owner != _WHOLE}
     whole = load_tree(tensors, f"{_WHOLE}/", device) if _WHOLE in owners else {"groups": [], "state": {}, "more": {}}
