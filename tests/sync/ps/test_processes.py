@@ -346,5 +346,5 @@ def test_a_model_that_is_not_finite_ends_the_partition_with_its_reason(servers: 
     worker = workers(server, float("inf"))
     assert server.process is not None
     assert server.process.wait(20) == 1
-    assert "error[TASK_FAILED]: the model is not finite after round 1" in server.log.read_text()
+    assert "error[TASK_FAILED]: w is not finite after round 1" in server.log.read_text()
     worker.stop.set()
