@@ -70,16 +70,23 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     yield from _without_processes(item)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Iterator[Any]:
-    global _started
-    before = _started
-    try:
-        return (yield)
-    finally:
-        if fixturedef.scope == "session":
-            # For many tests: that of the first is not to answer for it.
-            _started = before
+class _SessionFixtures:
+    """What they start is for many tests: the first of these is not to answer for it. A plugin, since the fixtures of a
+    session know nothing of a conftest below it."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[Any]:
+        global _started
+        before = _started
+        try:
+            return (yield)
+        finally:
+            if fixturedef.scope == "session":
+                _started = before
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_SessionFixtures())
 
 
 def _without_processes(item: pytest.Item) -> Iterator[None]:

@@ -318,7 +318,8 @@ SURFACES = {
         "weighted_sum",
     },
     "sync.device": {"device", "finish"},
-    "sync.flat": {"FlatModel"},
+    "sync.coordinates": {"PLAIN", "Coding", "array_dtype", "coding_of", "decode", "encode"},
+    "sync.flat": {"FlatModel", "layout_of"},
     "sync.framing": {"Array", "Buffer", "Frame", "decode", "digest_of", "encode"},
     "sync.layout": {"Layout", "Slot", "Vector"},
     "sync.parted": {
@@ -345,6 +346,7 @@ SURFACES = {
         "Position",
         "StageRunner",
         "StepDone",
+        "Taken",
         "dependencies",
         "live_micro_batches",
         "logged_keys",

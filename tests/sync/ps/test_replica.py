@@ -88,7 +88,7 @@ def test_memory_that_is_used_again_changes_no_number(seed: int, doings: list[str
 @settings(max_examples=budget(20), deadline=None)
 @given(size=st.integers(1, 40), fragments=st.integers(1, 12), policy=st.sampled_from(["ma", "asgd"]))
 def test_fragments_take_turns_and_nothing_is_lost(size: int, fragments: int, policy: str) -> None:
-    """Each round sends one part, in turn; what the others have changed waits for theirs, and the last round sends all."""
+    """Each round sends one part, in turn; what has changed elsewhere waits, and the last round sends all."""
     random, rounds = np.random.default_rng(size), 2 * fragments + 1
     first = normal(random, size)
     exchange = ExchangeSettings(fragments=float(fragments), guard=0.0)
