@@ -30,6 +30,9 @@ RAISES_IN_DATASET = "def dataset(uri, split, config):\n    return {}['train']\n"
 RAISES_IN_LOSS = (
     "def loss(model, batch):\n    x, y = batch\n    return helper(x)\n\n\ndef helper(x):\n    return x.unknown\n"
 )
+EATS_MEMORY_WHERE_IT_MEASURES = (
+    "def metrics(model, batches):\n    held = []\n    while True:\n        held.append(np.ones(4 << 20))\n"
+)
 DIVERGES = "def loss(model, batch):\n    return model(batch[0]).sum() * float('nan')\n"
 EATS_MEMORY = "held = []\n\n\ndef loss(model, batch):\n    while True:\n        held.append(np.ones(4 << 20))\n"
 
@@ -139,6 +142,18 @@ def test_a_job_that_cannot_work_fails_soon_and_says_why(
     assert f"{code}: " in failure.text
     assert words in failure.text
     assert "region " in failure.text
+
+
+def test_an_evaluation_that_is_killed_costs_its_metrics_and_not_the_model(shared: Running, tmp_path: Path) -> None:
+    job = _job(shared, tmp_path, EATS_MEMORY_WHERE_IT_MEASURES)
+    chosen = [part for setting in (*TINY, "function.memoryMb=512") for part in ("--set", setting)]
+    name = shared.federation.control_plane("submit", str(job), *chosen, "-o", "name").stdout.strip()
+    ended = shared.wait_end(name)
+    assert ended["state"] == "succeeded"
+    assert ended["result"]["model"]["digest"].startswith("sha256:")
+    told = [event["text"] for event in shared.events(name) if event["kind"] == "partition.unmeasured"]
+    assert told
+    assert all("memory" in text for text in told)
 
 
 def test_what_is_wrong_beforehand_is_refused_and_makes_no_job(shared: Running, tmp_path: Path) -> None:
