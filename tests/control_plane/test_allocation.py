@@ -17,6 +17,7 @@ from tests.control_plane.scenario import bring_up, run, train
 HELD = "train.workers=2"
 
 
+@pytest.mark.slow
 def test_a_job_without_room_waits_in_line_and_starts_when_there_is(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:
@@ -53,6 +54,7 @@ def test_a_job_without_room_waits_in_line_and_starts_when_there_is(serve_config:
     run(scenario())
 
 
+@pytest.mark.slow
 def test_jobs_give_up_workers_for_those_that_wait(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:
@@ -75,6 +77,7 @@ def test_jobs_give_up_workers_for_those_that_wait(serve_config: ServeConfig, job
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_job_pauses_for_one_with_a_deadline_and_goes_on_after_it(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:

@@ -146,6 +146,7 @@ def test_where_nobody_else_has_a_promise_none_is_blamed(job_file: Path) -> None:
         assert "other jobs" not in no.reasons[0].text
 
 
+@pytest.mark.slow
 def test_a_date_costs_hardly_more_than_a_plan_where_shards_may_be_processed_anywhere(
     job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

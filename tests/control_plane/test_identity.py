@@ -132,6 +132,7 @@ async def refused(open_channel: Any, name: str, kind: Any, method: Any, metadata
     return "answered"
 
 
+@pytest.mark.slow
 def test_an_invitation_works_once_and_for_its_time(serve_config: ServeConfig) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:

@@ -109,6 +109,7 @@ def test_no_step_is_shorter_with_more_samples_and_no_sample_longer(runs: list[tu
     assert step >= was * (1 - 1e-9) if grown else step <= was * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_name_rests_on_what_was_measured(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:

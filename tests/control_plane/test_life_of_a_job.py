@@ -177,6 +177,7 @@ def test_the_account_of_an_ended_job_takes_in_what_its_regions_tell_late(
     run(scenario())
 
 
+@pytest.mark.slow
 def test_cancel_ends_a_job_once_all_have_stopped(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:
@@ -226,6 +227,7 @@ def test_a_broken_connection_loses_and_doubles_nothing(serve_config: ServeConfig
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_region_whose_lease_ends_comes_back_under_a_new_epoch(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(replace(serve_config, lease=timedelta(seconds=2))) as stage:
@@ -263,6 +265,7 @@ async def beat(agent: FakeAgent) -> None:
         await asyncio.sleep(0.5)
 
 
+@pytest.mark.slow
 def test_a_region_that_stays_away_fails_the_job(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(replace(serve_config, lease=timedelta(seconds=1))) as stage:

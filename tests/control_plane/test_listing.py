@@ -56,6 +56,7 @@ async def _fill(stage: Stage, job_file: Path) -> JobRow:
     return row
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_large_federation_is_listed_page_by_page(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:

@@ -74,6 +74,7 @@ def test_jobs_with_slack_train_there_and_leave_the_others_to_those_in_a_hurry(
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_where_its_workers_are_taken_away_also_over_a_restart(
     serve_config: ServeConfig, job_file: Path
 ) -> None:
@@ -180,6 +181,7 @@ def _scales(agent: FakeAgent, job: str) -> list[agent_pb2.ScalePartition]:
     return [c.scale for c in agent.commands if c.WhichOneof("body") == "scale" and c.scale.job == job]
 
 
+@pytest.mark.slow
 def test_a_job_begins_there_once_those_who_make_room_have_been_told(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:
@@ -223,6 +225,7 @@ def test_by_hand_no_region_is_put_onto_workers_that_others_have(serve_config: Se
     run(scenario())
 
 
+@pytest.mark.slow
 def test_one_that_is_cancelled_takes_no_workers_that_stay_on_its_way_out(
     serve_config: ServeConfig, job_file: Path
 ) -> None:

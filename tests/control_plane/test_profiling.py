@@ -68,6 +68,7 @@ async def test_a_plan_after_a_profile_rests_on_what_was_measured(serve_config: S
         assert (await plan(stage, job_file))["estimate"]["basis"] == "measured"
 
 
+@pytest.mark.slow
 @on_a_loop
 async def test_an_agent_that_comes_back_is_asked_again_under_the_same_id(
     serve_config: ServeConfig, job_file: Path

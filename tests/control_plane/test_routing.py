@@ -153,6 +153,7 @@ def test_there_is_no_second_change_before_all_know_the_first(star: Watched) -> N
     assert len(star.told) == 1
 
 
+@pytest.mark.slow
 def test_links_that_come_and_go_are_followed_ever_more_slowly(star: Watched) -> None:
     """One of the links in use always is slow, and good again once it is given up."""
     for _ in range(3600):

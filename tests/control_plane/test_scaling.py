@@ -202,6 +202,7 @@ def test_no_finite_metric_breaks_the_session_of_an_agent(tmp_path: Path, follows
     assert not [event for event in life.events("job.tuning") if "failed" in event.text]
 
 
+@pytest.mark.slow
 def test_a_tuner_that_fails_is_told_once_and_not_asked_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

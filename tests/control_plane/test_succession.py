@@ -82,6 +82,7 @@ async def close(*agents: FakeAgent) -> None:
         await agent.close()
 
 
+@pytest.mark.slow
 def test_another_job_goes_on_over_the_region_that_has_come(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:
@@ -126,6 +127,7 @@ def test_another_job_goes_on_over_the_region_that_has_come(serve_config: ServeCo
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_crash_between_the_two_loses_neither(
     serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +194,7 @@ async def silent(stage: Stage, agent: FakeAgent) -> None:
     await stage.until(gone)
 
 
+@pytest.mark.slow
 def test_nothing_waits_for_a_region_that_has_left_meanwhile(
     serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

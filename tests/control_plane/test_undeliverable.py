@@ -134,6 +134,7 @@ def test_a_stored_command_that_cannot_be_sent_fails_its_job_alone(
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_job_file_that_no_agent_could_be_told_is_refused(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:

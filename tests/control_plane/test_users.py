@@ -199,6 +199,7 @@ def _pems(identity: Any) -> tuple[bytes, bytes, bytes]:
     return identity.ca_pem, identity.certificate_pem, identity.key_pem
 
 
+@pytest.mark.slow
 def test_whose_jobs_have_had_less_comes_first_in_line(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:

@@ -299,6 +299,7 @@ def test_the_region_with_the_most_data_is_asked(serve_config: ServeConfig, job_f
     run(scenario())
 
 
+@pytest.mark.slow
 def test_an_agent_that_goes_away_leaves_what_it_has_told(serve_config: ServeConfig, job_file: Path) -> None:
     """And one that comes back is asked again under the same id."""
 

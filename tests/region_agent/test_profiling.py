@@ -139,6 +139,7 @@ def on_a_loop(test: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[P
     return run
 
 
+@pytest.mark.slow
 @on_a_loop
 async def test_what_is_told_is_a_profile_and_nothing_is_left_behind(scene: Scene) -> None:
     scene.ask()
@@ -159,6 +160,7 @@ async def test_what_is_told_is_a_profile_and_nothing_is_left_behind(scene: Scene
     assert "measures the channel (file)" in [report.condition for report in scene.told]
 
 
+@pytest.mark.slow
 @on_a_loop
 async def test_a_task_is_weighed_before_its_steps_are_timed_and_nothing_is_left_behind(scene: Scene) -> None:
     scene.weigh()
@@ -176,6 +178,7 @@ async def test_a_task_is_weighed_before_its_steps_are_timed_and_nothing_is_left_
     assert not list((scene.folder / "channel").glob("weigh-*"))
 
 
+@pytest.mark.slow
 @on_a_loop
 async def test_the_model_is_known_where_its_data_cannot_be_read_or_its_loss_fails(scene: Scene) -> None:
     (scene.folder / "data.npz").unlink()
@@ -192,6 +195,7 @@ async def test_the_model_is_known_where_its_data_cannot_be_read_or_its_loss_fail
     assert told.weight.note.startswith("TASK_FAILED: loss raised")
 
 
+@pytest.mark.slow
 @on_a_loop
 async def test_a_model_that_cannot_be_made_has_no_weight(scene: Scene) -> None:
     scene.bundle = pack({"task.py": LINEAR_TASK.replace("nn.Linear(4, 2)", "nn.Linear(4, width)")})
@@ -205,6 +209,7 @@ async def test_a_model_that_cannot_be_made_has_no_weight(scene: Scene) -> None:
     assert (await scene.answer(2)).error.code == "RESIDENCY_VIOLATION"
 
 
+@pytest.mark.slow
 @on_a_loop
 async def test_a_model_that_needs_what_dataset_sets_is_weighed_after_it(scene: Scene) -> None:
     task = LINEAR_TASK.replace("nn.Linear(4, 2)", "nn.Linear(width, 2)").replace(
@@ -217,6 +222,7 @@ async def test_a_model_that_needs_what_dataset_sets_is_weighed_after_it(scene: S
     assert told.steps
 
 
+@pytest.mark.slow
 @on_a_loop
 async def test_the_same_command_is_measured_once(scene: Scene) -> None:
     scene.gateway.open.clear()
@@ -231,6 +237,7 @@ async def test_the_same_command_is_measured_once(scene: Scene) -> None:
     assert scene.gateway.calls == calls
 
 
+@pytest.mark.slow
 @on_a_loop
 async def test_another_command_waits_for_its_turn(scene: Scene) -> None:
     scene.gateway.open.clear()
@@ -243,6 +250,7 @@ async def test_another_command_waits_for_its_turn(scene: Scene) -> None:
     assert {(await scene.answer(1)).id, (await scene.answer(2)).id} == {"profile-1", "profile-2"}
 
 
+@pytest.mark.slow
 @on_a_loop
 async def test_a_task_that_nobody_waits_for_any_more_costs_nothing(scene: Scene) -> None:
     """It is dropped while others are before it, and those that come later are not held up."""
@@ -259,6 +267,7 @@ async def test_a_task_that_nobody_waits_for_any_more_costs_nothing(scene: Scene)
     assert (await scene.answer(3)).weight.steps
 
 
+@pytest.mark.slow
 @on_a_loop
 async def test_one_that_goes_on_too_long_is_broken_off_and_tells_what_it_took(scene: Scene) -> None:
     scene.gateway.open.clear()

@@ -281,6 +281,7 @@ def test_the_owner_decides_where_it_may_go(
     asyncio.run(within())
 
 
+@pytest.mark.slow
 @runs
 async def test_another_region_at_the_address_gets_nothing(source: Source, west: Path) -> None:
     """The order names north, but west answers: its certificate gives it away."""
@@ -433,6 +434,7 @@ def test_a_list_is_not_longer_than_was_counted_on(names: list[tuple[str]]) -> No
         assert len(told.to_bytes()) <= counted + 100
 
 
+@pytest.mark.slow
 def test_a_shard_in_an_object_store_takes_the_same_way(tmp_path: Path, store: StoreConfig) -> None:
     async def within() -> None:
         folder = tmp_path / "east"

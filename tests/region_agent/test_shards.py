@@ -48,6 +48,7 @@ _KEYS = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_
 )
 
 
+@pytest.mark.slow
 @given(key=_KEYS)
 @example(key="run#1/train.npz")
 @example(key="q?v=2/train.npz")
@@ -101,6 +102,7 @@ def test_an_object_comes_as_it_is_stored(store: StoreConfig, tmp_path: Path) -> 
     assert Path(fetch_split((file,), tmp_path)).read_bytes() == packed
 
 
+@pytest.mark.slow
 def test_a_folder_of_objects_is_a_folder(store: StoreConfig, tmp_path: Path) -> None:
     files = shard_files(_dataset("s3://shards/train/"), {"minio": store})["train"]
     assert [(file.name, file.size) for file in files] == [("a.npy", 1000), ("deep/b.npy", 1)]

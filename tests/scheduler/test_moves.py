@@ -236,6 +236,7 @@ def test_a_region_that_is_named_may_have_no_data() -> None:
     assert answer.reasons[0].code == "DATASET_UNKNOWN"
 
 
+@pytest.mark.slow
 def test_many_regions_are_planned_soon() -> None:
     """Bounded by the number of plans that are asked for, not by the regions."""
     regions = [region(f"r{n:02}", workers=n % 3, usd=1e-6 * (n + 1), size=n * MB) for n in range(40)]

@@ -141,6 +141,7 @@ def test_a_name_that_is_too_long_is_refused() -> None:
         framing.encode({"x" * 256: np.zeros(1, np.float32)})
 
 
+@pytest.mark.slow
 def test_many_tensors_fit() -> None:
     tensors = {str(number): np.zeros((), np.float32) for number in range(70_000)}
     assert len(framing.decode(_bytes(tensors)).tensors) == 70_000

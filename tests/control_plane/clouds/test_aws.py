@@ -28,6 +28,7 @@ def test_a_machine_costs_what_the_plain_offer_says(cloud: Cloud, aws_site: Site)
     assert price.provenance.source == "AWS price list, c5.4xlarge, eu-central-1"
 
 
+@pytest.mark.slow
 def test_a_spot_price_is_the_median_of_the_newest_of_each_zone(cloud: Cloud, aws_site: Site) -> None:
     price = cloud.machine_price(FRANKFURT, "c5.4xlarge", Purchase.PREEMPTIBLE)
     assert price.usd == 0.3010
@@ -56,6 +57,7 @@ def test_every_page_of_offers_is_read(aws_keys: None) -> None:
         assert site.asked == ["pricing"] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("purchase", list(Purchase))
 def test_a_machine_type_that_is_none(cloud: Cloud, purchase: Purchase) -> None:
     with pytest.raises(GeofedError, match=r"no price for .*c5\.huge") as caught:
@@ -72,6 +74,7 @@ def test_a_region_that_is_none(cloud: Cloud, purchase: Purchase) -> None:
         cloud.egress_price(FRANKFURT, "eu-atlantis-1")
 
 
+@pytest.mark.slow
 def test_zero_and_other_money_are_unknown(cloud: Cloud, aws_keys: None) -> None:
     with pytest.raises(GeofedError) as caught:
         cloud.machine_price(FRANKFURT, "free.large")
@@ -143,6 +146,7 @@ def test_a_profile_that_is_none_and_an_address_that_is_none(aws_keys: None) -> N
     assert caught.value.code == "USAGE"
 
 
+@pytest.mark.slow
 def test_shards_are_listed_page_by_page(cloud: Cloud, aws_site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "2")
     client = boto3.client("s3", endpoint_url=aws_site.url, region_name=FRANKFURT)

@@ -56,6 +56,7 @@ def test_the_block_goes_into_the_region_s_file(run: Run, aws_site: Site, tmp_pat
     assert channel["prices"]["usdPerGet"] == 0.00000043
 
 
+@pytest.mark.slow
 def test_the_envelope_has_the_block_and_where_it_comes_from(run: Run, aws_site: Site, tmp_path: Path) -> None:
     ran = run(*ASK.split(), aws_site.url, "-o", "yaml", "--purchase", "preemptible")
     assert ran.status == 0
@@ -158,6 +159,7 @@ main.main()
     assert f"hint: in a clone of geofed: pip install '.[{extra}]'" in ran.stderr
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_are_understood(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each as it stands there; without credentials those that need some end with that, and none with wrong use."""
     monkeypatch.chdir(tmp_path)

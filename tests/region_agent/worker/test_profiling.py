@@ -54,6 +54,7 @@ def test_a_profile_tells_sizes_seconds_memory_and_noise(tmp_path: Path) -> None:
     assert "nn.Sequential" in told.layers_note
 
 
+@pytest.mark.slow
 def test_a_model_that_is_a_chain_is_measured_layer_by_layer(tmp_path: Path) -> None:
     task = LINEAR_TASK.replace("nn.Linear(4, 2)", "nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))")
     told, _ = profiled(tmp_path, task)
@@ -97,6 +98,7 @@ def test_a_model_is_weighed_without_looking_at_data(tmp_path: Path) -> None:
     assert (told.parameters, told.model_bytes) == (18, 4 * (18 + 4 + 4 + 3))
 
 
+@pytest.mark.slow
 def test_a_model_that_the_function_cannot_hold_is_weighed_without_being_made(tmp_path: Path) -> None:
     """Of a chain and of what is none; one that needs its values to be made is made."""
     whole, _ = profiled(tmp_path, DEEP, measure="size", splits={})
@@ -164,6 +166,7 @@ def test_a_body_that_is_no_call_is_refused_in_its_own_form() -> None:
     assert Outcome.model_validate_json(str(answer["body"])).code == "CONFIG_INVALID"
 
 
+@pytest.mark.slow
 def test_a_model_that_the_function_cannot_hold_is_measured_without_being_made_whole(tmp_path: Path) -> None:
     """Each layer may be made, all together not: the task counts its living parameters."""
     told, _ = profiled(tmp_path, DEEP, memory_mb=64)

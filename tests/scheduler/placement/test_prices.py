@@ -72,6 +72,7 @@ def test_the_bound_is_that_of_the_prices() -> None:
     assert placement_of(sites, choice).usd == choice.usd
 
 
+@pytest.mark.slow
 def test_a_dozen_steps_prove_nearly_all_that_prices_can() -> None:
     where, jobs = crowd()
     few, many = (prices(where, jobs, steps)[0].bound_usd for steps in (12, 80))

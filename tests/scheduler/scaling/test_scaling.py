@@ -116,6 +116,7 @@ def draws(seed: int, size: float) -> Iterator[float]:
         yield float(random.normal(0.0, size))
 
 
+@pytest.mark.slow
 @given(job=JOBS, seed=st.integers(0, 99), size=st.floats(0.0, 0.2), patience=st.sampled_from([None, 0.0, 0.02, 0.5]),
        least=st.integers(1, MOST), begin=st.integers(0, MOST))  # fmt: skip
 @settings(max_examples=budget(10), deadline=None)
@@ -169,6 +170,7 @@ def test_no_decision_before_there_are_enough_observations(job: Job, least: int, 
     assert set(made[:least]) == {MOST}
 
 
+@pytest.mark.slow
 @given(job=JOBS, later=st.floats(-1e5, 1e5), dearer=st.floats(0.01, 100.0))
 @settings(max_examples=budget(10), deadline=None)
 def test_the_clock_and_the_currency_do_not_matter(job: Job, later: float, dearer: float) -> None:
@@ -183,6 +185,7 @@ def test_the_clock_and_the_currency_do_not_matter(job: Job, later: float, dearer
     assert made(0.0, 1.0) == made(float(round(later)), exact)
 
 
+@pytest.mark.slow
 @given(
     job=st.builds(
         Job, noise=st.floats(3.0, 30.0), compute=st.floats(0.5, 2.0), each=st.floats(0.0, 0.2),
@@ -208,6 +211,7 @@ def test_without_errors_it_comes_near_the_best_policy(job: Job) -> None:
     assert usd <= 1.1 * best
 
 
+@pytest.mark.slow
 @given(job=JOBS, law=LAWS, begun=st.booleans(), size=st.sampled_from([0.0, 0.01]), seed=st.integers(0, 99))
 @settings(max_examples=budget(20), deadline=None)
 def test_it_about_keeps_the_time(job: Job, law: type[Job], begun: bool, size: float, seed: int) -> None:

@@ -37,6 +37,7 @@ def run(name: str, count: int = 60, seed: int = 1) -> Run:
     return simulate(generated(count, seed), policy, 2, 8, pauses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_every_job_ends_or_is_declined_and_no_device_is_used_twice(name: str) -> None:
     done = run(name)
@@ -61,6 +62,7 @@ def test_ours_keeps_every_promise_where_a_change_pauses_whom_it_changes(seed: in
     assert done.broken == 0
 
 
+@pytest.mark.slow
 def test_ours_meets_more_than_others_and_breaks_no_promise_where_a_change_pauses_all() -> None:
     met = dict.fromkeys(("geofed", "elasticflow", "edf", "tiresias", "themis-like", "gandiva-like"), 0)
     broken = 0

@@ -94,6 +94,7 @@ def test_all_hold_the_weighted_mean(
     assert {key.split("/")[3] for key in virtual.values} == {"m"}
 
 
+@pytest.mark.slow
 def test_owners_read_less_and_all_are_done_sooner() -> None:
     slow = replace(S3, up_bytes_per_second=2e7, down_bytes_per_second=2e7)
     flat, grouped = (

@@ -186,6 +186,7 @@ def test_codecs_hold_nothing_back_for_good(codec: str, chunks: int) -> None:
         one.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("codec", "least"), [("int8", 3.5), ("fp8", 8.0), ("int4", 13.0)])
 def test_of_sparse_gradients_only_what_there_is_travels(codec: str, least: float) -> None:
     """Rows of an embedding: each of 16 workers has one in ten, all of them together four in five."""

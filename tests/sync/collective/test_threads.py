@@ -166,6 +166,7 @@ def test_a_vector_is_handed_in_part_by_part(settings: Settings, opened: Callable
             assert merged.tobytes() == weighted_mean([vector_of(w, step) for w in range(3)], [2.0] * 3).tobytes()
 
 
+@pytest.mark.slow
 def test_the_first_bucket_leaves_before_the_last_is_there(opened: Callable[..., list[Any]]) -> None:
     channel = MemoryChannel()
     one = opened(Settings("k-reduce", chunks=2), channel.another)[0]
@@ -195,6 +196,7 @@ def test_who_waits_in_vain_is_told(opened: Callable[..., list[Any]]) -> None:
     assert raised.value.code == "CHANNEL_TIMEOUT"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["put", "get"])
 def test_what_the_channel_raises_reaches_the_caller(what: str, opened: Callable[..., list[Any]]) -> None:
     def broken(kind: str, key: str) -> None:
@@ -232,6 +234,7 @@ def test_a_damaged_part_is_told(opened: Callable[..., list[Any]]) -> None:
     assert raised.value.code == "FRAME_INVALID"
 
 
+@pytest.mark.slow
 def test_closing_ends_what_still_waits(opened: Callable[..., list[Any]]) -> None:
     one = opened(Settings("k-reduce", chunks=2), MemoryChannel().another)[0]
     buckets = one.begin(1, 1.0)
@@ -287,6 +290,7 @@ def test_another_invocation_goes_on_where_the_last_one_stopped(
     assert chain([[1, 2], [3], [4, 5, 6]]) == long
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_the_others_go_on_without_one_that_is_lost(codec: str, chunks: int, opened: Callable[..., list[Any]]) -> None:

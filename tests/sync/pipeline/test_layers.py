@@ -132,6 +132,7 @@ def test_only_one_layer_is_in_memory_at_a_time() -> None:
     assert most == 1
 
 
+@pytest.mark.slow
 def test_times_grow_with_the_work() -> None:
     small, large = measure_layers(
         # So much more that what a busy machine adds to either is little beside it.

@@ -98,6 +98,7 @@ def _never(model: nn.Module, batch: Any) -> torch.Tensor:
     return batch[0].sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "says"), [(_twice, "calls the model 2 times"), (_never, "does not call the model")])
 def test_a_loss_that_does_not_fit_is_told(loss: Any, says: str) -> None:
     with Crew(Pipeline(STAGES, 1, 8), _layers(), MemoryChannel().another, loss, timeout_seconds=3.0) as crew:

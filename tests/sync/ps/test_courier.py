@@ -39,6 +39,7 @@ def test_an_idle_link_is_as_fast_as_it_was() -> None:
     assert asyncio.run(idle()) == (0, 20.0)
 
 
+@pytest.mark.slow
 def test_what_takes_far_longer_than_its_link_explains_is_told(tmp_path: Path) -> None:
     """Nothing has broken: the other side stands still."""
     update = tmp_path / "update"

@@ -34,6 +34,7 @@ def write(folder: Path, layout: Layout, value: float = 1.0) -> Path:
     return path
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(SLOTS, st.randoms(use_true_random=False))
 def test_what_is_written_is_read_also_in_another_order(tmp_path: Path, drawn: list, order: object) -> None:  # type: ignore[type-arg]

@@ -130,6 +130,7 @@ def _check(storage: Storage, recovered: Recovered, digests: dict[int, str]) -> N
         assert recovered.metrics.metrics == {"accuracy": recovered.metrics.sequence / 10}
 
 
+@pytest.mark.slow
 def test_a_death_before_any_file_operation_loses_and_mixes_nothing(tmp_path: Path, digests: dict[int, str]) -> None:
     moment, over = 0, False
     while not over:

@@ -420,6 +420,7 @@ async def test_a_stranger_is_not_let_in(make: Making, folder: Path) -> None:
     await asyncio.to_thread(talk)
 
 
+@pytest.mark.slow
 @runs
 async def test_a_slow_receiver_holds_the_sender_back(make: Making, folder: Path) -> None:
     """Nobody reads: what has left the sender is what fits the connection's buffers, not the update."""
@@ -451,6 +452,7 @@ async def test_a_slow_receiver_holds_the_sender_back(make: Making, folder: Path)
     await carrying
 
 
+@pytest.mark.slow
 @runs
 async def test_a_transfer_without_progress_is_given_up_and_tried_again(make: Making, folder: Path) -> None:
     """A peer that accepts connections and then says nothing."""

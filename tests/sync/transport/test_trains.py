@@ -83,6 +83,7 @@ def test_a_cut_between_them_loses_and_doubles_none(tmp_path: Path) -> None:
     assert cuts == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_connection_that_has_fallen_silent_is_not_waited_for_as_long_as_a_transfer_may_stall(
     tmp_path: Path, count: int
@@ -94,6 +95,7 @@ def test_a_connection_that_has_fallen_silent_is_not_waited_for_as_long_as_a_tran
     assert courier._direct._given_up == 0, "it has carried something since"
 
 
+@pytest.mark.slow
 def test_what_is_offered_over_a_connection_that_has_fallen_silent_is_not_waited_for_as_long_either(
     tmp_path: Path,
 ) -> None:
@@ -104,6 +106,7 @@ def test_what_is_offered_over_a_connection_that_has_fallen_silent_is_not_waited_
     assert courier.meter.failures == 1
 
 
+@pytest.mark.slow
 def test_a_connection_is_not_given_up_where_a_new_one_does_not_come_about_either(tmp_path: Path) -> None:
     """The link may only have become slow: what is on its way comes sooner than what is sent again."""
 
@@ -133,6 +136,7 @@ def test_a_connection_is_not_given_up_where_a_new_one_does_not_come_about_either
     assert min(rates) < 1000 * 8 / 1e6 / 2.0, "while it is on its way it shows what the link carries at most"
 
 
+@pytest.mark.slow
 def test_the_time_of_an_answer_does_not_count_the_dialling(tmp_path: Path) -> None:
     """Only the first of many small updates is offered."""
 
