@@ -70,10 +70,6 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-def _nothing(doing: str) -> AbstractContextManager[object]:
-    return nullcontext()
-
-
 def _of_the_module(
     method: Callable[Concatenate[FlatModel, _Arguments], _Result],
 ) -> Callable[Concatenate[FlatModel, _Arguments], _Result]:
@@ -95,7 +91,7 @@ class FlatModel:
     module holds what cannot travel.
     """
 
-    def __init__(self, module: torch.nn.Module, *, part: bool = False, calling: Calling = _nothing) -> None:
+    def __init__(self, module: torch.nn.Module, *, part: bool = False, calling: Calling = nullcontext) -> None:
         """``part``: of a larger model, so it need not have anything that is trained. ``calling``: entered around all
         that calls into the module, with what it is for; it may tell a fault of the module's from others."""
         self.module, self._calling = module, calling
@@ -124,13 +120,15 @@ class FlatModel:
         if out is None:
             out = np.empty(self.layout.size, np.float32)
         with torch.no_grad():
-            self._copy_out(out, 0, len(self._places), 0)
+            self._copy_out(out, 0)
         return out
 
     @_of_the_module
     def load(self, vector: Vector) -> None:
         """Put a whole state into the module."""
-        self._copy_in(vector, 0, 0)
+        with torch.no_grad():
+            for number, (_, at) in enumerate(self.layout.places()):
+                self._put(number, vector[at])
 
     @_of_the_module
     def add(self, change: Vector) -> None:
@@ -219,7 +217,7 @@ class FlatModel:
         head = self.layout.trainable_size
         out = np.empty(self.layout.gradient_size - head, np.float32)
         with torch.no_grad():
-            self._copy_out(out, self.layout.trainable, len(self._places), 0)
+            self._copy_out(out, self.layout.trainable)
         for place in self._places[self.layout.trainable :]:
             if place.kind == "parameter" and place.tensor().grad is not None:
                 text = "was frozen when model(config) returned it, and has a gradient now"
@@ -273,21 +271,16 @@ class FlatModel:
 
     # Between tensors and coordinates
 
-    def _copy_out(self, out: Vector, first: int, last: int, at: int) -> None:
-        for number in range(first, last):
+    def _copy_out(self, out: Vector, first: int) -> None:
+        """Coordinates of the tensors from one on, into the beginning of ``out``."""
+        at = 0
+        for number in range(first, len(self._places)):
             slot, tensor = self.layout.slots[number], self._tensor(number)
             if self._plain[number]:
                 torch.from_numpy(out[at : at + slot.size]).copy_(tensor.reshape(-1))
             else:
                 out[at : at + slot.size] = slot.encode(_as_array(tensor))
             at += slot.size
-
-    def _copy_in(self, vector: Vector, first: int, at: int) -> None:
-        with torch.no_grad():
-            for number in range(first, len(self._places)):
-                size = self.layout.slots[number].size
-                self._put(number, vector[at : at + size])
-                at += size
 
     def _put(self, number: int, coordinates: Vector) -> None:
         slot = self.layout.slots[number]

@@ -86,10 +86,9 @@ def weigh(call: ProfileCall, task: Task) -> Profiled:
     shell = _without_values(call, task)
     seed_all(call.seed)
     whole = shell is None or not call.memory_mb or _peak_mb() + _held_mb(shell) < call.memory_mb
-    made_whole = shell is None or whole
-    module = task.model(call.seed) if made_whole or shell is None else shell
+    module = task.model(call.seed) if shell is None or whole else shell
     with task.calling("model"):
-        size = 4 * (FlatModel(module).layout if made_whole else layout_of(module)).size
+        size = 4 * (layout_of(module) if module is shell else FlatModel(module).layout).size
     made = time.monotonic() - begun
     return Profiled(status="done", parameters=_parameters(module), model_bytes=size, loaded_seconds=made)
 
