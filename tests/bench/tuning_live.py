@@ -22,6 +22,7 @@ from sync.collective import ChannelCosts, Settings
 MB = 1e6
 ITERATIONS = {"redis": 8, "s3": 20}
 """Of one setting; the first is not counted. Requests of S3 take as long as is drawn, each."""
+QUICK_ITERATIONS = {"redis": 5, "s3": 7}
 _DISTURBED, _AGAIN = 1.25, 2
 """A setting whose slowest iteration took so many times its fastest is tried again, at most so often."""
 
@@ -80,8 +81,10 @@ def compute_seconds(batch: int, memory_mb: int, per_sample_seconds: float) -> fl
     return (0.03 + per_sample_seconds * batch) * max(1.0, 1769 / memory_mb)
 
 
-def measured(settings: Sequence[Setting]) -> Iterator[tuple[Setting, Measured, ChannelCosts]]:
-    """Try settings, those of one store after another; with the constants that the store's first worker has probed."""
+def measured(settings: Sequence[Setting], *, quick: bool = False) -> Iterator[tuple[Setting, Measured, ChannelCosts]]:
+    """Try settings, those of one store after another; with the constants that the store's first worker has probed.
+    Quick: a third of the iterations, each setting once."""
+    iterations, again = (QUICK_ITERATIONS, 0) if quick else (ITERATIONS, _AGAIN)
     workers = Workers(max(setting.workers for setting in settings))
     places = dict.fromkeys((setting.kind, setting.size_mb, setting.workers) for setting in settings)
     try:
@@ -92,29 +95,30 @@ def measured(settings: Sequence[Setting]) -> Iterator[tuple[Setting, Measured, C
                 with group(workers, kind, int(size_mb * MB), count, slower, Path(folder)) as one:
                     costs = one.probed()
                     for number, setting in enumerate(mine):
-                        yield setting, _undisturbed(one, f"it{number}", setting, costs), costs
+                        took = _undisturbed(one, f"it{number}", setting, costs, iterations[kind], again)
+                        yield setting, took, costs
     finally:
         workers.close()
 
 
-def _undisturbed(group: Group, name: str, setting: Setting, costs: ChannelCosts) -> Measured:
+def _undisturbed(group: Group, name: str, setting: Setting, costs: ChannelCosts, count: int, again: int) -> Measured:
     """What was disturbed is tried again, and the calmest counts: other work on the machine is not in the model."""
-    took = _iterations(group, name, setting, costs)
-    for again in range(_AGAIN):
+    took = _iterations(group, name, setting, costs, count)
+    for number in range(again):
         if took.most <= _DISTURBED * took.least:
             break
-        other = _iterations(group, f"{name}.{again}", setting, costs)
+        other = _iterations(group, f"{name}.{number}", setting, costs, count)
         took = min(took, other, key=lambda one: one.most / one.least)
     return took
 
 
-def _iterations(group: Group, name: str, setting: Setting, costs: ChannelCosts) -> Measured:
+def _iterations(group: Group, name: str, setting: Setting, costs: ChannelCosts, count: int) -> Measured:
     load = float(Path("/proc/loadavg").read_text().split()[0])
     group.open(name, setting.contender, costs)
     compute = compute_seconds(setting.batch, setting.memory_mb, setting.per_sample_seconds) * group.slower
     if group.control:
         counts(group.control)
-    begin, count = time.monotonic() + 0.06, ITERATIONS[setting.kind]
+    begin = time.monotonic() + 0.06
     told = group.workers.ask(group.count, "iterate", name, begin, count, compute)
     group.workers.ask(group.count, "close", name)
     asked = counts(group.control) if group.control else {}
