@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from scheduler._codec import (
-    CODEC_BYTES_PER_SECOND,
     HANDLED_BYTES_PER_SECOND,
     ROUND_END_BYTES_PER_SECOND,
     update_bytes,
@@ -18,6 +17,7 @@ from scheduler._link import LinkTable, link_table, pace
 from scheduler._model import Copy, Cost, Estimate, Partition, Phase, Plan, Prices, Range, Region, Snapshot
 from scheduler._overheads import Overheads, overheads, slice_ends
 from scheduler._topology import Topology, evaluate_topology
+from sync.codec import codec_named
 
 PRIOR_SAMPLES_PER_SECOND = 1000.0
 """One worker, when nobody has stated or measured anything: a small CNN on one core."""
@@ -242,7 +242,7 @@ def round_compute_seconds(part: Partition) -> float:
 
 def coding_seconds(model_bytes: int, codec: str) -> float:
     """An update coded and decoded."""
-    return model_bytes / CODEC_BYTES_PER_SECOND[codec]
+    return model_bytes / codec_named(codec).bytes_per_second
 
 
 def exchange_seconds(topology: Topology, model_bytes: int, codec: str) -> float:

@@ -17,6 +17,7 @@ from scheduler._estimate import (
 from scheduler._link import link_table
 from scheduler._model import Alternative, Declined, Demand, Partition, Reason, Region, Snapshot
 from scheduler._topology import HIDDEN_SHARE, Topologies, Topology, choose_topology, weigh_topologies
+from sync.codec import Automatic, codecs
 
 __all__ = ["WanChoice", "choose_wan"]
 
@@ -103,7 +104,7 @@ def _best(choices: Sequence[WanChoice], compute: float) -> WanChoice:
     waiting = [choice for choice in choices if not choice.settings.get("background")]
     if len(waiting) == len(choices):
         return _worth_coding(choices)
-    short = [c for c in waiting if c.codec != "ternary"]
+    short = [c for c in waiting if c.codec in codecs(Automatic.ALWAYS)]
     hidden = [c for c in choices if c.settings.get("background") and c.exchange_seconds <= HIDDEN_SHARE * compute]
     return [*short, *hidden, _worth_coding(choices)][0]
 
@@ -121,11 +122,11 @@ def _codecs(demand: Demand, rounds: int, snapshot: Snapshot) -> tuple[str, ...]:
     """What is weighed where the demand names none, from the least lossy one on."""
     if demand.wan_policy == "asp" or snapshot.model_bytes is None:
         # By a guess of the model's size nothing is lost; in the background what is measured is followed at once.
-        return ("fp32",)
+        return codecs(Automatic.ALWAYS)[:1]
     # Where all wait, fewer bits are for the user to choose; in the background they are better than to fall behind.
     # top-k, with fewer still, costs more accuracy than it is worth where the user does not ask for it.
     waits = demand.exchange == "synchronous" or demand.wan_policy == "bsp" or rounds < FEWEST_TERNARY_ROUNDS
-    return ("fp32", "int8") if waits else ("fp32", "int8", "ternary")
+    return codecs(Automatic.ALWAYS if waits else Automatic.BACKGROUND)
 
 
 def _in_background(demand: Demand, seconds: float, compute: float, rounds: int) -> bool:

@@ -13,6 +13,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     PlainSerializer,
     PlainValidator,
     WithJsonSchema,
@@ -20,8 +21,10 @@ from pydantic import (
     model_validator,
 )
 from pydantic.alias_generators import to_camel
+from pydantic_core import CoreSchema, core_schema
 
 from control_plane._durations import format_duration, parse_duration
+from sync.codec import codecs
 
 LONGEST_SLICE = timedelta(minutes=10)
 _FIRST_YEAR, _LAST_YEAR = 2000, 2199
@@ -71,6 +74,16 @@ def _deadline(value: Any) -> Any:
     if not _FIRST_YEAR <= moment.year <= _LAST_YEAR:
         raise ValueError(f"{value!r} is not between the years {_FIRST_YEAR} and {_LAST_YEAR}")
     return value
+
+
+class _OneOf:
+    """Of a key that takes one of these names: as `Literal`, of names that are known only when this runs."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.literal_schema(list(self._names))
 
 
 AutoOrCount = Annotated[
@@ -288,7 +301,7 @@ class Wan(_Section):
     updates."""
     interval: AutoOrCount = "auto"
     """Local steps between WAN exchanges of the region that makes the most."""
-    codec: Literal["auto", "fp32", "bf16", "int8", "ternary", "topk"] = "auto"
+    codec: Annotated[str, _OneOf("auto", *codecs())] = "auto"
     """How an update becomes bytes; what a lossy one holds back is sent with the next update. `auto`: fp32, or int8
     where that shortens the exchange; in the background also ternary, where neither keeps up."""
     topology: Literal["auto", "mesh", "star", "tree", "ring", "two-level"] = "auto"

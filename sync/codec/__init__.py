@@ -1,16 +1,23 @@
-"""How an update becomes bytes."""
+"""How an update becomes bytes: a codec is a module of this package, which says all that there is to say of it."""
 
-from sync.codec._contract import Codec, Tensors
-from sync.codec._dense import BFloat16, Float32, Int8Blocks
-from sync.codec._exact import Exact
+from functools import cache
+
+from geofed_pb.errors import GeofedError
+from sync.codec._contract import Automatic, Codec, Tensors
 from sync.codec._feedback import ErrorFeedback
 from sync.codec._mixed import MIXED, Mixed
 from sync.codec._slabs import decoded
-from sync.codec._sparse import Sparse
-from sync.codec._ternary import Ternary
-from sync.codec._topk import ChunkedTopK
+from sync.codec.bf16 import BFloat16
+from sync.codec.exact import Exact
+from sync.codec.fp32 import Float32
+from sync.codec.int8 import Int8Blocks
+from sync.codec.sparse import Sparse
+from sync.codec.ternary import Ternary
+from sync.codec.topk import ChunkedTopK
+from sync.registry import Registry
 
 __all__ = [
+    "Automatic",
     "BFloat16",
     "ChunkedTopK",
     "Codec",
@@ -24,29 +31,41 @@ __all__ = [
     "Ternary",
     "codec_named",
     "codec_of",
+    "codecs",
     "decoded",
     "with_state",
 ]
 
-_CODECS: dict[str, Codec] = {
-    codec.name: codec for codec in (Float32(), BFloat16(), Int8Blocks(), ChunkedTopK(), Sparse(), Ternary(), Exact())
-}
-_BY_MARK: dict[int, Codec] = {codec.mark: codec for codec in _CODECS.values()}
+_MARKS_OF_OTHERS = range(12, MIXED)
+
+
+def _check(codec: Codec) -> str:
+    if codec.mark not in _MARKS_OF_OTHERS:
+        return f"its mark must be {_MARKS_OF_OTHERS.start} to {_MARKS_OF_OTHERS.stop - 1}, not {codec.mark}"
+    if not 0 < codec.size_factor <= 4 or not codec.bytes_per_second > 0:
+        return f"size_factor {codec.size_factor} or bytes_per_second {codec.bytes_per_second} cannot be"
+    return ""
+
+
+_REGISTRY: Registry[Codec] = Registry("codec", "sync.codec", "geofed.codecs", _check)
+
+
+@cache
+def codecs(least: Automatic = Automatic.NEVER) -> tuple[str, ...]:
+    """Names of the codecs that a job file may give, or of those among them that ``auto`` may choose; the least lossy
+    first."""
+    offered = [codec for codec in _REGISTRY.all.values() if codec.offered and codec.automatic >= least]
+    return tuple(codec.name for codec in sorted(offered, key=lambda codec: (-codec.size_factor, codec.name)))
 
 
 def codec_named(name: str) -> Codec:
     """The codec that a plan names; raises ``GeofedError("CONFIG_INVALID")`` for one that is not known."""
-    if name not in _CODECS:
-        from geofed_pb.errors import GeofedError
-
-        raise GeofedError("CONFIG_INVALID", f"unknown codec {name!r}", hint=f"known: {', '.join(_CODECS)}")
-    return _CODECS[name]
+    return _REGISTRY.named(name)
 
 
 def with_state(codec: Codec, trained: int, size: int) -> Codec:
     """What codes ``size`` coordinates of a model of which the first ``trained`` are parameters that gradients train."""
-    blocks = codec.name in ("int8", "topk", "ternary")
-    return Mixed(codec, max(0, trained)) if blocks and trained < size else codec
+    return Mixed(codec, max(0, trained)) if codec.in_blocks and trained < size else codec
 
 
 def codec_of(mark: int, trained: int | None = None) -> Codec:
@@ -54,10 +73,15 @@ def codec_of(mark: int, trained: int | None = None) -> Codec:
 
     ``trained``: how many of its coordinates, from the first, are parameters that gradients train.
     """
-    if mark - MIXED in _BY_MARK and trained is not None:
-        return Mixed(_BY_MARK[mark - MIXED], max(0, trained))
-    if mark not in _BY_MARK:
-        from geofed_pb.errors import GeofedError
-
+    by_mark = _by_mark()
+    if mark - MIXED in by_mark and trained is not None:
+        return Mixed(by_mark[mark - MIXED], max(0, trained))
+    if mark not in by_mark:
         raise GeofedError("FRAME_INVALID", f"an update made with a codec of number {mark}, which is not known here")
-    return _BY_MARK[mark]
+    return by_mark[mark]
+
+
+@cache
+def _by_mark() -> dict[int, Codec]:
+    """Where two of other packages have one mark, the first by name keeps it."""
+    return {codec.mark: codec for codec in reversed(_REGISTRY.all.values())}

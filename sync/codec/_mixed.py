@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from sync.codec._arrays import require
 from sync.codec._contract import Codec, Tensors
-from sync.codec._dense import Float32, require
 from sync.codec._slabs import Slab, apart, joined
+from sync.codec.fp32 import Float32
 from sync.layout import Vector
 
 __all__ = ["MIXED", "Mixed"]
@@ -30,6 +31,7 @@ class Mixed(Codec):
     def __init__(self, bulk: Codec, trained: int) -> None:
         self._bulk, self._trained, self._state = bulk, trained, Float32()
         self.name, self.mark, self.lossy = bulk.name, MIXED + bulk.mark, bulk.lossy
+        self.size_factor, self.bytes_per_second = bulk.size_factor, bulk.bytes_per_second
 
     def encode(self, vector: Vector) -> Tensors:
         state = self._state.encode(vector[self._trained :])["delta"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from sync.codec._dense import require
+from sync.codec._arrays import require
 
 __all__ = ["Bytes", "Places", "pack_places", "unpack_places"]
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from sync.codec import BFloat16
-from sync.codec._dense import require
+from sync.codec._arrays import require
 from sync.collective._places import Bytes
 from sync.layout import Vector
 

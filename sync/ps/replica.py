@@ -168,9 +168,8 @@ class Replica:
         used = codec
         if keep is not None:
             used = Sparse()
-        elif last and codec.name == "topk":
-            # It holds back most of what it is given, and nothing will follow that could bring it.
-            used = codec_named("int8")
+        elif last and codec.last:
+            used = codec_named(codec.last)
         begin, stop, _ = part.indices(end.size)
         used = with_state(used, self.trained - begin, stop - begin)
         self._feedback.codec = used

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
+from sync.codec import Automatic, codecs
 from sync.wan import Bounds, ExchangeSettings, LinkSample, Observation, initial, observe
 
 __all__ = ["Steering"]
 
-_CODECS = ("fp32", "int8", "ternary", "topk")
 _LONGEST = 16
 """Times the planned interval."""
 _LEAST_ROUNDS = 16
@@ -23,7 +23,8 @@ class Steering:
 
     def __init__(self, exchange: ExchangeSettings, codec: str, interval_steps: int, steps: int) -> None:
         longest = max(interval_steps, min(_LONGEST * interval_steps, steps // _LEAST_ROUNDS))
-        choices = _CODECS if exchange.choose_codec and codec in _CODECS else (codec,)
+        known = codecs(Automatic.UNDER_WAY)
+        choices = known if exchange.choose_codec and codec in known else (codec,)
         self._bounds = Bounds(interval_steps, longest if exchange.choose_interval else interval_steps, choices, 1)
         self._state = initial(self._bounds, codec)
         self.active = bool(exchange.background) and bool(exchange.choose_codec or exchange.choose_interval)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from sync.codec import codec_named, codecs
 from sync.wan._streams import StreamState, first_streams, next_streams
 
 __all__ = [
@@ -28,12 +29,6 @@ __all__ = [
     "observe",
 ]
 
-CODECS = ("fp32", "bf16", "int8", "ternary", "topk")
-"""The least lossy first."""
-SIZE_FACTOR = {"fp32": 1.0, "bf16": 0.5, "int8": 0.251, "ternary": 0.052, "topk": 0.0072}
-"""Bytes of an encoded update over those in float32."""
-CODEC_BYTES_PER_SECOND = {"fp32": math.inf, "bf16": 200e6, "int8": 300e6, "ternary": 100e6, "topk": 200e6}
-"""float32 bytes coded and decoded in a second, where nobody has measured it."""
 LINE_OVERHEAD = 1.05
 FULL_SHARE, MARGIN = 0.8, 0.85
 """Communication over compute that still stays hidden, and what a change must leave of it: a gain of 15 %."""
@@ -58,15 +53,16 @@ class Bounds:
     """As configured or planned; never shorter."""
     longest_steps: int
     """Equal to `interval_steps`: the interval is fixed."""
-    codecs: tuple[str, ...] = CODECS
+    codecs: tuple[str, ...] = field(default_factory=codecs)
     """The least lossy first; one: it is fixed."""
     streams: int | None = None
     """None: chosen for each link."""
 
     def __post_init__(self) -> None:
-        known = [CODECS.index(codec) for codec in self.codecs if codec in CODECS]
+        every = codecs()
+        known = [every.index(codec) for codec in self.codecs if codec in every]
         if not known or len(known) != len(self.codecs) or known != sorted(set(known)):
-            raise ValueError(f"codecs must be some of {', '.join(CODECS)}, in this order, not {self.codecs}")
+            raise ValueError(f"codecs must be some of {', '.join(every)}, in this order, not {self.codecs}")
         if not 1 <= self.interval_steps <= self.longest_steps:
             raise ValueError(f"an interval of {self.interval_steps} to {self.longest_steps} steps cannot be")
 
@@ -211,8 +207,8 @@ class _Load:
     def _communication(self, codec: str) -> float:
         """Coding and the transfer over the slowest link."""
         seen = self._seen
-        speed = seen.codec_bytes_per_second.get(codec) or CODEC_BYTES_PER_SECOND[codec]
-        line = seen.model_bytes * SIZE_FACTOR[codec] * LINE_OVERHEAD
+        speed = seen.codec_bytes_per_second.get(codec) or codec_named(codec).bytes_per_second
+        line = seen.model_bytes * codec_named(codec).size_factor * LINE_OVERHEAD
         return seen.model_bytes / speed + max(self._transfer(name, line) for name in seen.links)
 
     def _transfer(self, name: str, line_bytes: float) -> float:
@@ -237,7 +233,7 @@ class _Load:
 
     def words(self, rung: _Rung) -> str:
         """How a setting fares, and on which link."""
-        line = self._seen.model_bytes * SIZE_FACTOR[self.bounds.codecs[rung[1]]] * LINE_OVERHEAD
+        line = self._seen.model_bytes * codec_named(self.bounds.codecs[rung[1]]).size_factor * LINE_OVERHEAD
         slowest = max(self._seen.links, key=lambda name: self._transfer(name, line))
         compute = rung[0] * self._seen.step_seconds
         mbps = self._rates[slowest] * 8 / 1e6

@@ -270,6 +270,7 @@ SURFACES = {
         "open_channel",
     },
     "sync.codec": {
+        "Automatic",
         "BFloat16",
         "ChunkedTopK",
         "Codec",
@@ -283,6 +284,7 @@ SURFACES = {
         "Ternary",
         "codec_named",
         "codec_of",
+        "codecs",
         "decoded",
         "with_state",
     },

@@ -234,6 +234,6 @@ def test_names_and_marks() -> None:
     assert [codec_of(codec.mark).name for codec in CODECS] == ["fp32", "bf16", "int8", "topk", "ternary", "exact"]
     with pytest.raises(GeofedError, match="gzip") as caught:
         codec_named("gzip")
-    assert caught.value.hint == "known: fp32, bf16, int8, topk, sparse, ternary, exact"
+    assert caught.value.hint == "known: bf16, exact, fp32, int8, sparse, ternary, topk"
     with pytest.raises(GeofedError, match="not known here"):
         codec_of(99)

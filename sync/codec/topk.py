@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from sync.codec._contract import Tensors
-from sync.codec._dense import in_rows, powers, require
+from sync.codec._arrays import in_rows, powers, require
+from sync.codec._contract import Automatic, Tensors
 from sync.codec._slabs import Slab, Slabwise, one_behind_the_other
 from sync.layout import Vector
 
-__all__ = ["ChunkedTopK"]
+__all__ = ["METHODS", "ChunkedTopK"]
 
 _LEAST, _MOST = -126, 120
 _CHUNK, _KEEP = 4096, 64
@@ -30,6 +30,8 @@ class ChunkedTopK(Slabwise):
     """
 
     name, mark, lossy = "topk", 3, True
+    size_factor, bytes_per_second, automatic, in_blocks = 0.0072, 200e6, Automatic.UNDER_WAY, True
+    last = "int8"
 
     def encode(self, vector: Vector) -> Tensors:
         return self.joined([slab.encode(vector[part]) for part, slab in self.apart(vector.size)])
@@ -54,6 +56,7 @@ class _Unpacked(Slabwise):
     """The same with two bytes for each index, and one for each value."""
 
     name, mark, lossy = ChunkedTopK.name, ChunkedTopK.mark, ChunkedTopK.lossy
+    size_factor, bytes_per_second = ChunkedTopK.size_factor, ChunkedTopK.bytes_per_second
     slab = 32 * _CHUNK
 
     def encode(self, vector: Vector) -> Tensors:
@@ -177,3 +180,6 @@ def _unpack2(tensors: Tensors, name: str, count: int) -> npt.NDArray[np.uint8]:
     shifts = np.array([0, 2, 4, 6], np.uint8)
     fields = np.right_shift(np.asarray(packed, np.uint8)[:, None], shifts) & np.uint8(3)
     return np.asarray(fields, np.uint8).reshape(-1)[:count]
+
+
+METHODS = (ChunkedTopK(),)

@@ -6,12 +6,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from sync.codec._contract import Tensors
-from sync.codec._dense import in_rows, powers, require
+from sync.codec._arrays import in_rows, powers, require
+from sync.codec._contract import Automatic, Tensors
 from sync.codec._slabs import Slabwise
 from sync.layout import Vector
 
-__all__ = ["Ternary"]
+__all__ = ["METHODS", "Ternary"]
 
 _BLOCK = 256
 _LEAST, _MOST = -126, 120
@@ -31,6 +31,7 @@ class Ternary(Slabwise):
     """
 
     name, mark, lossy = "ternary", 7, True
+    size_factor, bytes_per_second, automatic, in_blocks = 0.052, 100e6, Automatic.BACKGROUND, True
     slab = 56 * 5 * _BLOCK
     """Whole blocks and whole bytes."""
 
@@ -119,3 +120,6 @@ def _squares(blocks: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
     if odd.any():
         exact[odd] = np.einsum("ij,ij->i", blocks[odd], blocks[odd], dtype=np.float64)
     return exact
+
+
+METHODS = (Ternary(),)

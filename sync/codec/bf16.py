@@ -1,0 +1,44 @@
+"""The codec ``bf16``: the upper half of each float32."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sync.codec._arrays import require
+from sync.codec._contract import Tensors
+from sync.codec._slabs import Slabwise
+from sync.layout import Vector
+
+__all__ = ["METHODS", "BFloat16"]
+
+_LARGEST_BF16 = np.uint32(0x7F7F0000)
+"""Bits of the largest finite bfloat16, as float32."""
+
+
+class BFloat16(Slabwise):
+    """The upper half of each float32, rounded to nearest even: 16 bits a coordinate."""
+
+    name, mark, lossy = "bf16", 1, True
+    size_factor, bytes_per_second = 0.5, 200e6
+
+    def encode(self, vector: Vector) -> Tensors:
+        bits = vector.view(np.uint32)
+        rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        # What would round up to infinity becomes the largest finite value of its sign.
+        overflown = (rounded & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
+        if overflown.any():
+            rounded[overflown] = (bits[overflown] & np.uint32(0x80000000)) | _LARGEST_BF16
+        return {"bf16": (rounded >> np.uint32(16)).astype(np.uint16)}
+
+    def decode_into(self, tensors: Tensors, out: Vector) -> None:
+        halves = tensors.get("bf16")
+        require(
+            halves is not None and halves.dtype == np.uint16 and halves.shape == out.shape, "not a vector of bfloat16"
+        )
+        bits = out.view(np.uint32)
+        for part, _ in self.apart(out.size):
+            bits[part] = np.asarray(halves)[part]
+            bits[part] <<= np.uint32(16)
+
+
+METHODS = (BFloat16(),)

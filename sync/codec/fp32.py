@@ -1,0 +1,39 @@
+"""The codec ``fp32``: coordinates as they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from sync.codec._arrays import require
+from sync.codec._contract import Automatic, Codec, Tensors
+from sync.codec._slabs import SLAB, Slab, in_slabs, one_behind_the_other
+from sync.layout import Vector
+
+__all__ = ["METHODS", "Float32"]
+
+
+class Float32(Codec):
+    """The vector as it is: 32 bits a coordinate."""
+
+    name, mark, lossy = "fp32", 0, False
+    size_factor, bytes_per_second, automatic = 1.0, math.inf, Automatic.ALWAYS
+
+    def encode(self, vector: Vector) -> Tensors:
+        return {"delta": vector}
+
+    def apart(self, size: int) -> Iterator[Slab]:
+        return in_slabs(self, size, SLAB)
+
+    def joined(self, parts: Sequence[Tensors]) -> Tensors:
+        return one_behind_the_other(parts)
+
+    def decode(self, tensors: Tensors, size: int) -> Vector:
+        delta = tensors.get("delta")
+        require(delta is not None and delta.dtype == np.float32 and delta.shape == (size,), "not a vector of float32")
+        return np.asarray(delta, np.float32)
+
+
+METHODS = (Float32(),)
