@@ -15,11 +15,10 @@ from scheduler._topology import Topologies
 from scheduler._tuned import Tuned, merging_of, tuned
 from scheduler._wan import choose_wan
 from scheduler._ways import Ways
+from sync.policy import DEFAULT, policy_named
 
 DEFAULT_INTERVAL_STEPS = 20
 """Local steps between WAN exchanges where the job file says `auto` (the H = 20 of wan-sync measurements)."""
-POLICY_INTERVAL_STEPS = {"bsp": 1, "asgd": 1, "asp": 1, "asgd-ga": 4}
-"""Of policies that have one of their own; 4 is the smaller of the accumulation frequencies of Cloudless-Training."""
 DEFAULT_MEMORY_MB = 1024
 
 
@@ -173,7 +172,7 @@ def _planned(
         channel=demand.channel or "auto",
         merging=_merging(demand, taken_by_all),
         merging_codec=demand.merging_codec,
-        wan_policy=demand.wan_policy or "ma",
+        wan_policy=demand.wan_policy or DEFAULT,
         wan_settings=wan.settings,
         codec=wan.codec,
         topology=wan.topology.name,
@@ -405,7 +404,7 @@ def _unfit(region: Region, part: Partition, snapshot: Snapshot, demand: Demand) 
 def _steps(partitions: list[Partition], demand: Demand) -> tuple[list[Partition], int, int]:
     """Rounds and steps per round, such that the demanded epochs are made to within one step a round."""
     total, shares = _by_speed(partitions, demand) if demand.balance == "speed" else _by_data(partitions, demand)
-    usual = POLICY_INTERVAL_STEPS.get(demand.wan_policy or "", DEFAULT_INTERVAL_STEPS)
+    usual = policy_named(demand.wan_policy or DEFAULT).interval_steps or DEFAULT_INTERVAL_STEPS
     interval = min(demand.interval or usual, total)
     rounds = math.ceil(total / interval)
     interval = math.ceil(total / rounds)

@@ -18,6 +18,7 @@ from scheduler._link import link_table
 from scheduler._model import Alternative, Declined, Demand, Partition, Reason, Region, Snapshot
 from scheduler._topology import HIDDEN_SHARE, Topologies, Topology, choose_topology, weigh_topologies
 from sync.codec import Automatic, codecs
+from sync.policy import DEFAULT, WanPolicy, policy_named
 
 __all__ = ["WanChoice", "choose_wan"]
 
@@ -66,7 +67,7 @@ def choose_wan(
     known = {} if known is None else known
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
     table, slowest = link_table(regions), max(round_compute_seconds(part) for part in parts)
-    named = {region.name: region for region in regions}
+    named, policy = {region.name: region for region in regions}, _policy(demand)
     compute = slowest if speeds_known(named, snapshot) else None
     waiting = waiting_usd_per_second(parts, named)
     choices: list[WanChoice] = []
@@ -89,14 +90,18 @@ def choose_wan(
         waited = seconds + round_end_seconds(parts, model_bytes)
         background = len(regions) > 1 and _in_background(demand, waited, slowest, rounds)
         settings = demand.wan_settings | ({"background": 1.0} if background else {})
-        if background and demand.codec is None and demand.wan_policy != "asp":
+        if background and demand.codec is None and not policy.significance:
             settings["choose_codec"] = 1.0
-        if background and demand.interval is None and demand.wan_policy in (None, "ma", "diloco"):
+        if background and demand.interval is None and policy.adapts_interval:
             settings["choose_interval"] = 1.0
         if demand.topology is None and len(regions) > 2:
             settings["choose_topology"] = 1.0
         choices.append(WanChoice(codec, topology, seconds if background else waited, settings, alternatives))
     return _best(choices, slowest)
+
+
+def _policy(demand: Demand) -> WanPolicy:
+    return policy_named(demand.wan_policy or DEFAULT)
 
 
 def _best(choices: Sequence[WanChoice], compute: float) -> WanChoice:
@@ -120,21 +125,23 @@ def _worth_coding(choices: Sequence[WanChoice]) -> WanChoice:
 
 def _codecs(demand: Demand, rounds: int, snapshot: Snapshot) -> tuple[str, ...]:
     """What is weighed where the demand names none, from the least lossy one on."""
-    if demand.wan_policy == "asp" or snapshot.model_bytes is None:
+    policy = _policy(demand)
+    if policy.significance or snapshot.model_bytes is None:
         # By a guess of the model's size nothing is lost; in the background what is measured is followed at once.
         return codecs(Automatic.ALWAYS)[:1]
     # Where all wait, fewer bits are for the user to choose; in the background they are better than to fall behind.
     # top-k, with fewer still, costs more accuracy than it is worth where the user does not ask for it.
-    waits = demand.exchange == "synchronous" or demand.wan_policy == "bsp" or rounds < FEWEST_TERNARY_ROUNDS
+    waits = demand.exchange == "synchronous" or policy.synchronous or rounds < FEWEST_TERNARY_ROUNDS
     return codecs(Automatic.ALWAYS if waits else Automatic.BACKGROUND)
 
 
 def _in_background(demand: Demand, seconds: float, compute: float, rounds: int) -> bool:
     if demand.exchange is not None:
         return demand.exchange == "background"
-    if demand.wan_policy in ("asgd", "asgd-ga", "asp") or not _ONLY_IN_BACKGROUND.isdisjoint(demand.wan_settings):
+    policy = _policy(demand)
+    if policy.on_arrival or not _ONLY_IN_BACKGROUND.isdisjoint(demand.wan_settings):
         return True
-    return demand.wan_policy != "bsp" and rounds >= FEWEST_ROUNDS and seconds > WORTH_WAITING * compute
+    return not policy.synchronous and rounds >= FEWEST_ROUNDS and seconds > WORTH_WAITING * compute
 
 
 def _of_kind(weighed: Topologies, kind: str | None) -> Topologies:

@@ -18,7 +18,8 @@ _log = logging.getLogger("geofed.methods")
 
 
 class _Named(Protocol):
-    name: str
+    @property
+    def name(self) -> str: ...
 
 
 MethodT = TypeVar("MethodT", bound=_Named)

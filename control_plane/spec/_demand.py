@@ -5,11 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 
 from control_plane._durations import parse_duration
-from control_plane.spec._model import MERGE_ON_ARRIVAL, JobSpec, Wan
+from control_plane.spec._model import JobSpec, Wan
 from scheduler import Demand
 
-SIGNIFICANCE = 0.01
-"""Gaia's initial threshold (NSDI 2017, section 4.1)."""
 LEAD = 8
 """Rounds; staleness without a bound makes a model diverge where rounds are shorter than the WAN's round trip."""
 COMPENSATION_STRENGTH = 0.04
@@ -73,10 +71,10 @@ def _merging(spec: JobSpec) -> dict[str, float]:
 
 def _settings(wan: Wan) -> dict[str, float]:
     """What the job file sets of policy and exchange, as numbers by name."""
-    found = dict(wan.outer.model_dump()) if wan.outer else {}
+    found = dict(wan.outer or {})
     plain = {"fragments": 1, "guard": 100.0}
     found |= {name: float(getattr(wan, name)) for name, default in plain.items() if getattr(wan, name) != default}
-    if wan.quorum is not None or wan.policy in MERGE_ON_ARRIVAL:
+    if wan.quorum is not None or wan.traits.on_arrival:
         found["quorum"] = float(wan.quorum or 1)
         found["lead"] = float(LEAD if wan.lead is None else wan.lead)
     if wan.grace:
@@ -85,8 +83,8 @@ def _settings(wan: Wan) -> dict[str, float]:
         found["damping"] = 1.0
     if wan.staleness == "compensation":
         found["compensation"] = COMPENSATION_STRENGTH
-    if wan.policy == "asp":
-        found["significance"] = wan.significance or SIGNIFICANCE
+    if wan.traits.significance:
+        found["significance"] = wan.significance or wan.traits.significance
     return found
 
 

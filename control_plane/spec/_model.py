@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import PurePosixPath
@@ -24,7 +25,9 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import CoreSchema, core_schema
 
 from control_plane._durations import format_duration, parse_duration
+from geofed_pb.errors import GeofedError
 from sync.codec import codecs
+from sync.policy import DEFAULT, WanPolicy, policies, policy_named
 
 LONGEST_SLICE = timedelta(minutes=10)
 _FIRST_YEAR, _LAST_YEAR = 2000, 2199
@@ -74,6 +77,11 @@ def _deadline(value: Any) -> Any:
     if not _FIRST_YEAR <= moment.year <= _LAST_YEAR:
         raise ValueError(f"{value!r} is not between the years {_FIRST_YEAR} and {_LAST_YEAR}")
     return value
+
+
+def _those(trait: Callable[[WanPolicy], object]) -> str:
+    """Names, for an error, of the policies that have a trait."""
+    return " or ".join(f"`policy: {name}`" for name in policies() if trait(policy_named(name)))
 
 
 class _OneOf:
@@ -280,21 +288,12 @@ class Regions(_Section):
     itself where that pays, too."""
 
 
-class Outer(_Section):
-    lr: Annotated[float, Field(gt=0, le=10)] = 0.7
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-
-
-MERGE_ON_ARRIVAL = ("asgd", "asgd-ga", "asp")
-"""Policies that sum updates up instead of averaging those of a round."""
-
-
 class Wan(_Section):
-    policy: Literal["auto", "ma", "diloco", "bsp", "asgd", "asgd-ga", "asp"] = "auto"
+    policy: Annotated[str, _OneOf("auto", *policies())] = "auto"
     """`ma`: model averaging every `interval` steps. `diloco`: the same, with an outer optimiser. `bsp`: the exact mean
     after every step. `asgd`, `asgd-ga`: every region's steps are made in every region. `asp`: Gaia's filter."""
-    outer: Outer | None = None
-    """The outer optimiser of `diloco`."""
+    outer: dict[str, float] | None = None
+    """The policy's own settings. Of `diloco`, its outer optimiser: `lr` 0.7, `momentum` 0.9."""
     exchange: Literal["auto", "synchronous", "background"] = "auto"
     """`synchronous`: a round ends when all updates are here. `background`: training goes on while they travel. `auto`:
     in the background, unless waiting costs less than a twentieth of the time; always so with what is said of late
@@ -326,21 +325,36 @@ class Wan(_Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Wan:
-        if self.outer is not None and self.policy != "diloco":
-            raise ValueError("`outer` goes with `policy: diloco`")
-        if self.policy in ("bsp", "asgd", "asp") and self.interval not in ("auto", 1):
+        if self.outer is not None:
+            self._check_settings(self.outer)
+        if self.traits.every_step and self.interval not in ("auto", 1):
             raise ValueError(f"`policy: {self.policy}` exchanges after every step: leave `interval` out")
-        if self.policy == "bsp" and self.exchange == "background":
-            raise ValueError("`policy: bsp` is synchronous")
-        if self.significance is not None and self.policy != "asp":
-            raise ValueError("`significance` goes with `policy: asp`")
-        if self.exchange == "synchronous" or self.policy == "bsp":
+        if self.traits.synchronous and self.exchange == "background":
+            raise ValueError(f"`policy: {self.policy}` is synchronous")
+        if self.significance is not None and not self.traits.significance:
+            raise ValueError(f"`significance` goes with {_those(lambda policy: policy.significance)}")
+        if self.exchange == "synchronous" or self.traits.synchronous:
             late = {"quorum": self.quorum, "grace": self.grace, "lead": self.lead, "staleness": self.staleness}
             if odd := [name for name, value in late.items() if value not in (None, "none")]:
                 raise ValueError(f"`{odd[0]}` goes with `exchange: background`")
-        if self.lead is not None and self.quorum is None and self.policy not in MERGE_ON_ARRIVAL:
+        if self.lead is not None and self.quorum is None and not self.traits.on_arrival:
             raise ValueError("`lead` goes with `quorum`: without one a region is never more than a round ahead")
         return self
+
+    @property
+    def traits(self) -> WanPolicy:
+        """What there is to know of the policy."""
+        return policy_named(DEFAULT if self.policy == "auto" else self.policy)
+
+    def _check_settings(self, given: dict[str, float]) -> None:
+        if not self.traits.settings:
+            raise ValueError(f"`outer` goes with {_those(lambda policy: policy.settings)}")
+        if unknown := sorted(set(given) - set(self.traits.settings)):
+            raise ValueError(f"unknown key `{unknown[0]}` in wan.outer; it takes {', '.join(self.traits.settings)}")
+        try:
+            self.traits.make(**{**self.traits.settings, **given})
+        except GeofedError as error:
+            raise ValueError(error.message) from None
 
 
 class PipelineStages(_Section):
@@ -420,7 +434,7 @@ class JobSpec(_Section):
         key = f"`train.scaling: {self.train.scaling}`"
         if isinstance(self.parallelism, Parallelism):
             raise ValueError(f"{key} goes with whole models: the stages of a pipeline are not given up")
-        if self.wan.exchange == "background" or self.wan.policy in MERGE_ON_ARRIVAL:
+        if self.wan.exchange == "background" or self.wan.traits.on_arrival:
             raise ValueError(
                 f"{key} goes with `wan.exchange: synchronous`, and with the policies `ma`, `diloco` and `bsp`: a batch "
                 "changes between two rounds, and in the background there is no such moment"
@@ -429,7 +443,7 @@ class JobSpec(_Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> JobSpec:
-        if self.train.balance == "speed" and (self.wan.policy in ("bsp", "asgd", "asp") or self.wan.interval == 1):
+        if self.train.balance == "speed" and (self.wan.traits.every_step or self.wan.interval == 1):
             raise ValueError("`train.balance: speed` needs rounds of several steps")
         if self.k != "auto" and self.collective not in ("k-reduce", "isp"):
             raise ValueError("`k` goes with `collective: k-reduce` or `isp`")

@@ -2,7 +2,6 @@
 
 from sync.collective._contract import Collective, Merged, Settings, Settled, State
 from sync.collective._fold import Fold
-from sync.collective._mean import weighted_mean, weighted_sum
 from sync.collective._members import Member, chunk_bounds, owners, succession
 from sync.collective._model import (
     PATTERNS,
@@ -22,6 +21,7 @@ from sync.collective._probe import probe
 from sync.collective._reducing import Buckets, Reducing
 from sync.collective._sharing import Sharing
 from sync.collective._significance import SignificanceFilter
+from sync.means import weighted_mean, weighted_sum
 
 __all__ = [
     "PATTERNS",

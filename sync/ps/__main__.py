@@ -36,7 +36,7 @@ from sync.ps.server import AdminService, WorkerService
 from sync.ps.storage import Storage, write_durably
 from sync.ps.works import Works
 from sync.transport.sockets import Tls
-from sync.wan import ExchangeSettings, policy_named
+from sync.wan import ExchangeSettings, policy_of
 
 _PR_SET_PDEATHSIG = 1
 _STOP_GRACE_SECONDS = 2.0
@@ -63,7 +63,7 @@ async def serve(config: PsConfig) -> None:
     identity = functools.partial(_identity, config)
     identity()
     channel = open_channel(config.channel, config.channel_address)
-    policy = policy_named(config.wan_policy, config.wan_settings)
+    policy = policy_of(config.wan_policy, config.wan_settings)
     storage = Storage(config.state_dir, setup)
     codec, shares = codec_named(config.codec), dict(config.shares)
     works = Works(setup, storage, channel, policy, codec, settings, shares, config.part_elements, config.initial_model)

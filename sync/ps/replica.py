@@ -25,7 +25,8 @@ import numpy.typing as npt
 
 from sync.codec import Codec, ErrorFeedback, Float32, Sparse, Tensors, codec_named, with_state
 from sync.layout import Vector
-from sync.wan import Contribution, ExchangeSettings, Guard, Policy, StateAveraged, significant
+from sync.policy import Contribution, Policy, StateAveraged
+from sync.wan import ExchangeSettings, Guard, significant
 
 __all__ = ["Made", "Numbers", "Replica", "expanded", "fragment"]
 

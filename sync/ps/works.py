@@ -21,6 +21,7 @@ from sync.channel import Channel
 from sync.codec import Codec, Exact, Float32, Tensors, codec_of, decoded
 from sync.collective import weighted_mean
 from sync.layout import Layout, Vector
+from sync.policy import Contribution, Policy
 from sync.ps.actions import Action, Apply, Forget, Keep, Log, Merge, Prepare, Reproduce, Restart, SumUp
 from sync.ps.events import Applied, Event, Kept, Logged, Merged, Prepared, Restarted, Summed
 from sync.ps.export import from_safetensors
@@ -29,7 +30,7 @@ from sync.ps.manifest import Manifest
 from sync.ps.replica import Numbers, Replica, expanded
 from sync.ps.shelf import Shelf
 from sync.ps.storage import Draft, Entry, Storage, correction_key
-from sync.wan import Contribution, ExchangeSettings, Policy
+from sync.wan import ExchangeSettings
 
 __all__ = ["Framed", "Works", "merged_key", "step_back"]
 

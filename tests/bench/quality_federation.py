@@ -23,8 +23,9 @@ from sync import framing
 from sync.codec import Codec, Float32, codec_named, with_state
 from sync.flat import FlatModel
 from sync.layout import Vector
+from sync.policy import Contribution
 from sync.ps.replica import Numbers, Replica, expanded
-from sync.wan import Contribution, ExchangeSettings, policy_named
+from sync.wan import ExchangeSettings, policy_of
 
 __all__ = [
     "REGIONS",
@@ -171,7 +172,7 @@ class _Federation:
         flat = trainers[REGIONS[0]].flat
         # Seeded alike, all have made the same, so nobody sends it (docs/wan.md).
         assert all(np.array_equal(one.flat.vector(), flat.vector()) for one in trainers.values())
-        policy, first = policy_named(setting.policy, setting.settings), flat.vector()
+        policy, first = policy_of(setting.policy, setting.settings), flat.vector()
         codec = codec_named(setting.codec)
         self.replicas = {region: Replica(policy, exchange, codec, Numbers(first, first)) for region in REGIONS}
         for replica in self.replicas.values():

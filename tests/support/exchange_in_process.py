@@ -21,9 +21,10 @@ from sync import framing
 from sync.channel import FileChannel
 from sync.codec import codec_named
 from sync.layout import Layout, Vector
+from sync.policy import Contribution
 from sync.ps.export import to_safetensors
 from sync.ps.replica import Numbers, Replica
-from sync.wan import Contribution, ExchangeSettings, policy_named
+from sync.wan import ExchangeSettings, policy_of
 
 __all__ = ["Federation"]
 
@@ -44,7 +45,7 @@ class _Region:
 
     def begin(self, model: Vector) -> None:
         self.replica = Replica(
-            policy_named("ma"), ExchangeSettings(), codec_named("fp32"), Numbers(model.copy(), model.copy())
+            policy_of("ma"), ExchangeSettings(), codec_named("fp32"), Numbers(model.copy(), model.copy())
         )
         assert self.layout is not None
         self.replica.trained = self.layout.trainable_size

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from geofed_pb.errors import GeofedError
+from sync.policy import Contribution, DiLoCo, ModelAverage, Outer
 from sync.ps.actions import Apply
 from sync.ps.machine import Setup
 from sync.ps.replica import Numbers
 from sync.ps.storage import Storage
-from sync.wan import Contribution, DiLoCo, ModelAverage, Outer, policy_named
+from sync.wan import policy_of
 
 SIZE = 1000
 
@@ -53,7 +54,7 @@ def test_every_region_computes_the_same_bits() -> None:
 
 
 def test_settings() -> None:
-    assert isinstance(policy_named("diloco", {"lr": 0.5, "momentum": 0.8}), DiLoCo)
+    assert isinstance(policy_of("diloco", {"lr": 0.5, "momentum": 0.8}), DiLoCo)
     for lr, momentum in ((0.0, 0.9), (11.0, 0.9), (0.7, 1.0), (0.7, -0.1)):
         with pytest.raises(GeofedError, match="CONFIG_INVALID"):
             DiLoCo(lr, momentum)

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from geofed_pb.errors import GeofedError
-from sync.collective import _mean, weighted_mean
+from sync import means
+from sync.collective import weighted_mean
 from sync.layout import Vector
-from sync.wan import Contribution, ModelAverage, policy_named
+from sync.policy import Contribution, ModelAverage
+from sync.wan import policy_of
 
 _FLOATS = st.floats(-1e6, 1e6, width=32)
 
@@ -47,11 +49,11 @@ def test_equal_vectors_stay_what_they_are(vector: Vector, weights: list[int]) ->
 
 
 def test_a_vector_longer_than_a_block_is_merged_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_mean, "_BLOCK", 7)
+    monkeypatch.setattr(means, "_BLOCK", 7)
     rng = np.random.default_rng(0)
     vectors = [rng.standard_normal(23).astype(np.float32) for _ in range(3)]
     blocked = weighted_mean(vectors, [1.0, 2.0, 3.0])
-    monkeypatch.setattr(_mean, "_BLOCK", 1 << 18)
+    monkeypatch.setattr(means, "_BLOCK", 1 << 18)
     assert blocked.tobytes() == weighted_mean(vectors, [1.0, 2.0, 3.0]).tobytes()
 
 
@@ -105,6 +107,6 @@ def test_model_averaging_is_the_mean_of_the_models_in_any_order(
 
 
 def test_policies_are_found_by_name() -> None:
-    assert isinstance(policy_named("ma"), ModelAverage)
+    assert isinstance(policy_of("ma"), ModelAverage)
     with pytest.raises(GeofedError, match="unknown WAN policy 'x'"):
-        policy_named("x")
+        policy_of("x")

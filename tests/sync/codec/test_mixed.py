@@ -13,7 +13,7 @@ from support.budget import budget
 from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.codec import ChunkedTopK, Codec, ErrorFeedback, Int8Blocks, Mixed, Ternary, codec_named, codec_of, with_state
-from sync.wan import Contribution, DiLoCo, GradientSum, StateAveraged
+from sync.policy import Contribution, DiLoCo, GradientSum, StateAveraged
 
 TRAINED, SIZE = 1300, 1365
 """The last 65: running variances of 64 channels, and num_batches_tracked."""

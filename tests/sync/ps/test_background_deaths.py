@@ -54,7 +54,7 @@ from sync.ps.machine import Setup
 from sync.ps.manifest import Manifest, Peer, Verdict
 from sync.ps.storage import Draft, Storage
 from sync.ps.works import Works
-from sync.wan import ExchangeSettings, policy_named
+from sync.wan import ExchangeSettings, policy_of
 
 REGIONS = ("a", "b")
 SHARES = {"a": 0.6, "b": 0.4}
@@ -242,7 +242,7 @@ class Site:
     def start(self) -> None:
         self.storage = Storage(self._folder / "ps", self.setup)
         self.channel = FileChannel(self._folder / "channel")
-        exchange, policy = ExchangeSettings(background=1.0, guard=0.0), policy_named("ma")
+        exchange, policy = ExchangeSettings(background=1.0, guard=0.0), policy_of("ma")
         codec = codec_named(self._codec)
         self.works = Works(self.setup, self.storage, self.channel, policy, codec, exchange, SHARES)
         machine = Background(self.setup, self.works.recover())

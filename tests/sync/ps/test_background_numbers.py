@@ -10,8 +10,9 @@ import pytest
 
 from sync.codec import codec_named
 from sync.layout import Vector
+from sync.policy import Contribution
 from sync.ps.replica import Numbers, Replica
-from sync.wan import Contribution, ExchangeSettings, policy_named
+from sync.wan import ExchangeSettings, policy_of
 
 OPTIMA = {"a": 3.0, "b": -1.0, "c": 4.0}
 BEST = 2.0
@@ -26,7 +27,7 @@ class Site:
         first = np.full(4, START, np.float32)
         self.name, self._kept = name, kept
         settings = ExchangeSettings(background=1.0, guard=0.0)
-        self.replica = Replica(policy_named(policy), settings, codec_named("fp32"), Numbers(first, first))
+        self.replica = Replica(policy_of(policy), settings, codec_named("fp32"), Numbers(first, first))
         self._correction: Vector | None = None
         self._sequence = 0
 
@@ -84,7 +85,7 @@ def test_what_a_cut_leaves_behind_survives_a_crash() -> None:
         site.merges([site.makes_a_round()], lacking=2 * SHARE * cut)
     numbers = site.replica.numbers
     assert site.replica.view != pytest.approx(site.replica.model)
-    again = Replica(policy_named("ma"), ExchangeSettings(background=1.0), codec_named("fp32"), numbers)
+    again = Replica(policy_of("ma"), ExchangeSettings(background=1.0), codec_named("fp32"), numbers)
     assert (again.view == site.replica.view).all()
     assert (again.correction() == site.replica.correction()).all()
 

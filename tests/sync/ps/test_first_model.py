@@ -28,7 +28,7 @@ from sync.ps.machine import FIRST_WEIGHT, Machine, Setup
 from sync.ps.storage import Storage
 from sync.ps.synchronous import Synchronous
 from sync.ps.works import Framed, Works
-from sync.wan import policy_named
+from sync.wan import policy_of
 
 MIB = 1 << 20
 SETUP = Setup("b", ("a", "b"), 1, 2, 1, 0)
@@ -41,7 +41,7 @@ def works_of(folder: Path, region: str, model: np.ndarray[Any, np.dtype[np.float
     storage.keep_layout(LAYOUT)
     channel = FileChannel(folder / f"{region}-channel")
     channel.put("init/1/0", framing.encode({"model": model}))
-    return Works(setup, storage, channel, policy_named("ma"), codec_named("ternary"))
+    return Works(setup, storage, channel, policy_of("ma"), codec_named("ternary"))
 
 
 def test_both_regions_make_the_same_bytes_of_the_same_model(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from sync.ps.machine import Setup
 from sync.ps.manifest import Manifest
 from sync.ps.storage import Storage
 from sync.ps.works import Works
-from sync.wan import policy_named
+from sync.wan import policy_of
 
 NOW = 1000.0
 
@@ -34,7 +34,7 @@ def _engine(folder: Path, quorum: int = 0) -> Engine:
     """Of a region `a`; it and others have made a round each second, the last a second ago."""
     setup = Setup("a", ("a", "b", "c"), 2, 40, 1, 0, quorum=quorum, lead=8, background=True)
     storage = Storage(folder / "ps", setup)
-    engine = Engine(Works(setup, storage, FileChannel(folder / "channel"), policy_named("ma"), codec_named("fp32")))
+    engine = Engine(Works(setup, storage, FileChannel(folder / "channel"), policy_of("ma"), codec_named("fp32")))
     for region in setup.regions:
         for ago in range(10, 0, -1):
             engine._punctuality.came(region, NOW - ago)

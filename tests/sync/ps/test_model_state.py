@@ -10,8 +10,9 @@ import pytest
 
 from sync.codec import codec_named
 from sync.layout import Vector
+from sync.policy import Contribution
 from sync.ps.replica import Numbers, Replica
-from sync.wan import Contribution, ExchangeSettings, policy_named
+from sync.wan import ExchangeSettings, policy_of
 
 REGIONS = ("a", "b", "c")
 TRAINED, VARIANCES = 128, slice(128, 160)
@@ -39,7 +40,7 @@ def trained(begun: Vector, region: str, steps: int = STEPS) -> Vector:
 def replicas(policy: str, codec: str, settings: dict[str, float]) -> dict[str, Replica]:
     exchange, own = ExchangeSettings.of(settings)
     numbers = Numbers(first_model(), first_model())
-    made = {region: Replica(policy_named(policy, own), exchange, codec_named(codec), numbers) for region in REGIONS}
+    made = {region: Replica(policy_of(policy, own), exchange, codec_named(codec), numbers) for region in REGIONS}
     for replica in made.values():
         replica.trained = TRAINED
     return made

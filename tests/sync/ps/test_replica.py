@@ -10,8 +10,9 @@ from support.budget import budget
 
 from sync.codec import codec_named
 from sync.layout import Vector
+from sync.policy import Contribution, StateAveraged
 from sync.ps.replica import _BLOCK, Numbers, Replica, expanded
-from sync.wan import Contribution, ExchangeSettings, StateAveraged, policy_named
+from sync.wan import ExchangeSettings, policy_of
 
 POLICIES = {"ma": {}, "diloco": {}, "asgd": {"damping": 1.0}, "asgd-ga": {"compensation": 0.04}}
 """Each with settings of its own."""
@@ -26,7 +27,7 @@ def normal(random: np.random.Generator, size: int) -> Vector:
 @settings(max_examples=budget(10), deadline=None)
 @given(size=sizes, trained=st.floats(0, 1), seed=st.integers(0, 99), together=st.booleans())
 def test_a_merge_is_the_policys_over_the_whole(name: str, size: int, trained: float, seed: int, together: bool) -> None:
-    random, policy = np.random.default_rng(seed), policy_named(name, POLICIES[name])
+    random, policy = np.random.default_rng(seed), policy_of(name, POLICIES[name])
     first = normal(random, size)
     replica = Replica(policy, ExchangeSettings(guard=0.0), codec_named("fp32"), Numbers(first, first))
     replica.trained = int(trained * size)
@@ -52,7 +53,7 @@ def test_memory_that_is_used_again_changes_no_number(seed: int, doings: list[str
     size, exchange = _BLOCK + 5, ExchangeSettings(background=1.0)
     random = np.random.default_rng(seed)
     first = normal(random, size)
-    lasting = Replica(policy_named("ma"), exchange, codec_named("ternary"), Numbers(first, first))
+    lasting = Replica(policy_of("ma"), exchange, codec_named("ternary"), Numbers(first, first))
     given_: Vector | None = None
     for turn, doing in enumerate(doings, 1):
         old = lasting.numbers
@@ -62,7 +63,7 @@ def test_memory_that_is_used_again_changes_no_number(seed: int, doings: list[str
             None if old.residual is None else old.residual.copy(),
             {key: vector.copy() for key, vector in old.memory.items()},
         )
-        fresh = Replica(policy_named("ma"), exchange, codec_named("ternary"), known)
+        fresh = Replica(policy_of("ma"), exchange, codec_named("ternary"), known)
         end, other = known.start + normal(random, size) / 64, normal(random, size) / 64
         for replica in (lasting, fresh):
             if doing == "restart":
@@ -92,7 +93,7 @@ def test_fragments_take_turns_and_nothing_is_lost(size: int, fragments: int, pol
     random, rounds = np.random.default_rng(size), 2 * fragments + 1
     first = normal(random, size)
     exchange = ExchangeSettings(fragments=float(fragments), guard=0.0)
-    replica = Replica(policy_named(policy), exchange, codec_named("fp32"), Numbers(first, first))
+    replica = Replica(policy_of(policy), exchange, codec_named("fp32"), Numbers(first, first))
     changed, seen = np.zeros(size), np.zeros(size, int)
     for sequence in range(1, rounds + 1):
         last = sequence == rounds
@@ -117,7 +118,7 @@ def test_fragments_take_turns_and_nothing_is_lost(size: int, fragments: int, pol
 def test_small_changes_wait_until_they_are_significant_or_the_job_ends() -> None:
     first = np.ones(4, np.float32)
     exchange = ExchangeSettings(significance=0.1, guard=0.0)
-    replica = Replica(policy_named("asgd"), exchange, codec_named("int8"), Numbers(first, first))
+    replica = Replica(policy_of("asgd"), exchange, codec_named("int8"), Numbers(first, first))
     small = np.float32([0.5, 0.01, 0.0, -0.5])
     made = replica.own(first + small, 1)
     assert made.codec.name == "sparse"
@@ -132,10 +133,10 @@ def test_small_changes_wait_until_they_are_significant_or_the_job_ends() -> None
 @pytest.mark.parametrize(("codec", "used"), [("topk", "int8"), ("int8", "int8"), ("fp32", "fp32")])
 def test_the_last_update_holds_back_as_little_as_it_can(codec: str, used: str) -> None:
     first = np.zeros(600, np.float32)
-    replica = Replica(policy_named("ma"), ExchangeSettings(guard=0.0), codec_named(codec), Numbers(first, first))
+    replica = Replica(policy_of("ma"), ExchangeSettings(guard=0.0), codec_named(codec), Numbers(first, first))
     change = normal(np.random.default_rng(0), 600)
     assert replica.own(change, 1).codec.name == codec
-    replica = Replica(policy_named("ma"), ExchangeSettings(guard=0.0), codec_named(codec), Numbers(first, first))
+    replica = Replica(policy_of("ma"), ExchangeSettings(guard=0.0), codec_named(codec), Numbers(first, first))
     made = replica.own(change, 1, last=True)
     assert made.codec.name == used
     assert replica.codec.name == codec, "it is the usual one again"
@@ -146,7 +147,7 @@ def test_the_last_update_holds_back_as_little_as_it_can(codec: str, used: str) -
 def test_a_region_that_trains_alone_goes_on_from_where_it_ended_bit_for_bit(policy: str) -> None:
     random = np.random.default_rng(1)
     first = normal(random, 500)
-    replica = Replica(policy_named(policy), ExchangeSettings(), codec_named("fp32"), Numbers(first, first))
+    replica = Replica(policy_of(policy), ExchangeSettings(), codec_named("fp32"), Numbers(first, first))
     replica.alone = True
     for sequence in range(1, 4):
         end = normal(random, 500) * np.float32(1e-3) ** sequence

@@ -22,7 +22,7 @@ from sync.ps.events import Applied, Prepared
 from sync.ps.machine import Setup
 from sync.ps.storage import Storage
 from sync.ps.works import Works
-from sync.wan import policy_named
+from sync.wan import policy_of
 
 SIZE, HALF = 8, 4
 SETUP = Setup("a", ("a",), 2, 4, 1, 0)
@@ -38,7 +38,7 @@ class Server:
     def start(self) -> None:
         self.storage = Storage(self.folder, SETUP)
         self.storage.keep_layout(Layout((Slot("w", (SIZE,), "float32"),), 1))
-        policy, codec = policy_named("ma"), codec_named("fp32")
+        policy, codec = policy_of("ma"), codec_named("fp32")
         self.works = Works(SETUP, self.storage, self.channel, policy, codec, part_elements=HALF)
 
     def hand_over(self, sequence: int, attempt: int = 1) -> Prepare:
@@ -145,7 +145,7 @@ def test_who_begins_anew_from_the_model_is_led_nowhere_after_a_crash_either(
     def life() -> Works:
         storage = Storage(tmp_path / "ps", setup)
         storage.keep_layout(Layout((Slot("w", (SIZE,), "float32"),), 1))
-        return Works(setup, storage, channel, policy_named("ma"), codec_named("fp32"))
+        return Works(setup, storage, channel, policy_of("ma"), codec_named("fp32"))
 
     def ends(works: Works, sequence: int, correction: str) -> str:
         key = f"b/1/{sequence}/model"
@@ -191,7 +191,7 @@ def test_models_that_a_replay_would_need_do_not_pile_up(
     setup = replace(SETUP, workers=1, background=True)
     storage, channel = Storage(tmp_path / "ps", setup), FileChannel(tmp_path / "channel")
     storage.keep_layout(Layout((Slot("w", (SIZE,), "float32"),), 1))
-    works = Works(setup, storage, channel, policy_named("ma"), codec_named("fp32"))
+    works = Works(setup, storage, channel, policy_of("ma"), codec_named("fp32"))
     most, correction = 0, ""
     for sequence in range(40):
         key = f"b/1/{sequence}/model"
@@ -217,7 +217,7 @@ def test_what_workers_hand_over_does_not_pile_up_with_background_exchange(
     setup = replace(SETUP, workers=1, background=True)
     storage, channel = Storage(tmp_path / "ps", setup), FileChannel(tmp_path / "channel")
     storage.keep_layout(Layout((Slot("w", (SIZE,), "float32"),), 1))
-    works = Works(setup, storage, channel, policy_named("ma"), codec_named("fp32"), part_elements=HALF)
+    works = Works(setup, storage, channel, policy_of("ma"), codec_named("fp32"), part_elements=HALF)
     correction = ""
     for sequence in range(40):
         attempt = 1 + sequence // 10

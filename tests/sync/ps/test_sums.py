@@ -28,7 +28,7 @@ from sync.ps.manifest import Manifest, Peer, Verdict
 from sync.ps.replica import Numbers, Replica
 from sync.ps.storage import Storage
 from sync.ps.works import Works
-from sync.wan import ExchangeSettings, policy_named
+from sync.wan import ExchangeSettings, policy_of
 from tests.sync.ps.test_ways import _KINDS, WaysChange, _ways
 
 _NUMBERS = st.integers(0, 1 << 16)
@@ -350,9 +350,9 @@ def test_a_disk_without_room_for_a_sum_costs_no_more_than_the_sum(tmp_path: Path
         setup = Setup("a", ("a", "b"), 1, 8, 1, 0, background=True, sums=True)
         storage, layout = Storage(folder / "ps", setup), Layout((Slot("w", (8192,), "float32"),), 1)
         storage.keep_layout(layout)
-        works = Works(setup, storage, FileChannel(tmp_path / "channel"), policy_named("ma"), codec_named("fp32"))
+        works = Works(setup, storage, FileChannel(tmp_path / "channel"), policy_of("ma"), codec_named("fp32"))
         works.replica = Replica(
-            policy_named("ma"), ExchangeSettings(background=1.0), codec_named("fp32"),
+            policy_of("ma"), ExchangeSettings(background=1.0), codec_named("fp32"),
             Numbers(np.zeros(8192, np.float32), np.zeros(8192, np.float32)),
         )  # fmt: skip
         manifests, changes = [], np.random.default_rng(0).normal(size=(3, 8192)).astype(np.float32)

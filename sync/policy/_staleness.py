@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from sync.layout import Vector
-from sync.wan._contract import Contribution, Outer, Policy
+from sync.policy._contract import Contribution, Outer, Policy
 
 __all__ = ["Damped", "DelayCompensated"]
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from sync.layout import Vector
-from sync.wan._contract import Contribution, Outer, Policy
-from sync.wan._model_average import ModelAverage
+from sync.policy._contract import Contribution, Outer, Policy
+from sync.policy.ma import ModelAverage
 
 __all__ = ["StateAveraged"]
 

@@ -1,5 +1,5 @@
-"""DiLoCo: an outer optimiser with Nesterov momentum over the regions' mean change (Douillard et al. 2023,
-arXiv 2311.08105, algorithm 1)."""
+"""The WAN policy ``diloco``: an outer optimiser with Nesterov momentum over the regions' mean change
+(Douillard et al. 2023, arXiv 2311.08105, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 from geofed_pb.errors import GeofedError
 from sync.layout import Vector
-from sync.wan._contract import Contribution, Outer
-from sync.wan._model_average import mean_delta
+from sync.policy._contract import Contribution, Outer, WanPolicy
+from sync.policy.ma import mean_delta
 
-__all__ = ["DiLoCo"]
+__all__ = ["METHODS", "DiLoCo"]
 
 
 class DiLoCo:
@@ -45,3 +45,6 @@ class DiLoCo:
         velocity = delta if "velocity" not in memory else self._momentum * memory["velocity"] + delta
         step = self._lr * (delta + self._momentum * velocity)
         return Outer(base + step.astype(np.float32, copy=False), {"velocity": velocity})
+
+
+METHODS = (WanPolicy("diloco", DiLoCo, {"lr": 0.7, "momentum": 0.9}, adapts_interval=True),)

@@ -1,15 +1,15 @@
-"""Inter-PS model averaging, weighted by samples (Cloudless-Training, arXiv 2303.05330, "MA"; synchronously the same
-merge as FedAvg, McMahan et al. 2017)."""
+"""The WAN policy ``ma``: model averaging between parameter servers, weighted by samples (Cloudless-Training,
+arXiv 2303.05330, "MA"; synchronously the same merge as FedAvg, McMahan et al. 2017)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sync.collective import weighted_mean, weighted_sum
 from sync.layout import Vector
-from sync.wan._contract import Contribution, Outer
+from sync.means import weighted_mean, weighted_sum
+from sync.policy._contract import Contribution, Outer, WanPolicy
 
-__all__ = ["ModelAverage", "mean_delta"]
+__all__ = ["METHODS", "ModelAverage", "mean_delta"]
 
 
 def mean_delta(contributions: Sequence[Contribution], total: float | None) -> Vector:
@@ -39,3 +39,6 @@ class ModelAverage:
         total: float | None = None,
     ) -> Outer:
         return Outer(base + mean_delta(contributions, total))
+
+
+METHODS = (WanPolicy("ma", ModelAverage, adapts_interval=True),)

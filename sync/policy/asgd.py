@@ -1,15 +1,14 @@
-"""Asynchronous SGD between parameter servers, and its form with gradient accumulation (Cloudless-Training,
-arXiv 2303.05330, "ASGD-GA")."""
+"""The WAN policy ``asgd``: asynchronous SGD between parameter servers (Cloudless-Training, arXiv 2303.05330)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sync.collective import weighted_sum
 from sync.layout import Vector
-from sync.wan._contract import Contribution, Outer
+from sync.means import weighted_sum
+from sync.policy._contract import Contribution, Outer, WanPolicy
 
-__all__ = ["GradientSum"]
+__all__ = ["METHODS", "GradientSum"]
 
 
 class GradientSum:
@@ -32,3 +31,6 @@ class GradientSum:
     ) -> Outer:
         ordered = sorted(contributions, key=lambda contribution: contribution.region)
         return Outer(base + weighted_sum([c.delta for c in ordered], [1.0] * len(ordered)))
+
+
+METHODS = (WanPolicy("asgd", GradientSum, interval_steps=1, every_step=True, on_arrival=True),)

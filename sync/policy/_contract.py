@@ -1,14 +1,14 @@
-"""What every WAN policy decides; pure, without sockets."""
+"""What a WAN policy decides, and what a planner must know of it; pure, without sockets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from sync.layout import Vector
 
-__all__ = ["Contribution", "Outer", "Policy"]
+__all__ = ["Contribution", "Outer", "Policy", "WanPolicy"]
 
 
 @dataclass(frozen=True)
@@ -66,3 +66,26 @@ class Policy(Protocol):
         ``total``: the samples that a round of the whole federation has, where only some of its updates are here; None:
         they are all here.
         """
+
+
+@dataclass(frozen=True)
+class WanPolicy:
+    """A policy as job files name it: how it is made, and what a planner must know of it."""
+
+    name: str
+    make: Callable[..., Policy]
+    """Takes its settings by name; raises ``GeofedError("CONFIG_INVALID")`` for one that cannot be."""
+    settings: Mapping[str, float] = field(default_factory=dict)
+    """Its own, as `wan.outer` gives them, with their defaults."""
+    interval_steps: int | None = None
+    """Local steps of a round where the job file says nothing; None: the planner's default."""
+    every_step: bool = False
+    """It exchanges after each step, and has no other interval."""
+    adapts_interval: bool = False
+    """In the background, a longer interval may be taken while the job runs, where links don't keep up."""
+    synchronous: bool = False
+    """It has a meaning only where every region waits for all."""
+    on_arrival: bool = False
+    """Updates are summed up as they come, in the background, instead of being averaged over a round."""
+    significance: float = 0.0
+    """First threshold of Gaia's filter on what is sent (`wan.significance`); 0: there is no filter."""
