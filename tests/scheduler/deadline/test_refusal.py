@@ -57,9 +57,16 @@ def test_of_several_regions_the_one_that_comes_nearest_is_told() -> None:
     assert (refusal.region, refusal.earliest_s) == ("b", 112.5)
 
 
-def test_with_very_many_promises_the_devices_short_are_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_admit, "_FEW", 0)
-    assert told(FREE_CHANGES, job("new", 390, 100), BUSY).devices_short == 2
+def test_with_very_many_promises_the_devices_short_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device seconds of one more would do; but nobody can use them so, what with the pauses between."""
+    pairs = Job("pairs", {R: Curve((2,), (1.0,))}, 20, 40)
+    burst = [pairs, job("first", 140, 90), job("last", 190, 100)]
+    rules = replace(FREE_CHANGES, overhead=Overhead(2.0, 0.0))
+    for few, short in ((2, 2), (1, 1)):
+        monkeypatch.setattr(_admit, "_FEW", few)
+        answer = admit(0.0, {R: Capacity(3)}, (), burst, rules)
+        assert names(answer.promised) == {"pairs", "first"}
+        assert [refusal.devices_short for refusal in answer.refused] == [short]
 
 
 def test_nobody_comes_while_a_job_that_can_take_no_pause_ends() -> None:
@@ -86,3 +93,12 @@ def test_with_very_many_promises_a_job_pushes_a_dozen_others_back_and_no_more(mo
     assert promised(1) == promised(12) == {"quick"}
     assert promised(13) == set()
     assert promised(2, work=150.0) == set(), "others do not fit behind it"
+
+
+def test_in_a_burst_a_place_is_taken_for_more_value_and_from_none_more_valuable() -> None:
+    def promised(*burst: Job) -> set[str]:
+        return names(admit(0.0, {R: Capacity(4)}, (), burst, FREE_CHANGES).promised)
+
+    assert promised(job("large", 390, 99, value=5.0), job("worth it", 380, 100, value=10.0)) == {"worth it"}
+    assert promised(job("large", 390, 99, value=5.0), job("as dear", 380, 100, value=4.8)) == {"large"}
+    assert promised(job("valuable", 390, 99, value=2.0), job("small", 95, 100)) == {"valuable"}, "though it takes more"
