@@ -275,7 +275,12 @@ def _sum(spans: Floats, correction: Correction) -> Floats:
     """Term after term: a product of matrices rounds otherwise for one row than for many."""
     told = np.zeros(len(spans))
     for term, weight in enumerate(correction.weights):
-        told += weight * spans[:, term]
+        if weight == 1.0:
+            told += spans[:, term]
+        elif weight == -1.0:
+            told -= spans[:, term]
+        elif weight:
+            told += weight * spans[:, term]
     return told
 
 

@@ -251,7 +251,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert isinstance(condition_of(self.machine.state), str)
 
 
-AnyOrder.TestCase.settings = settings(max_examples=budget(150), stateful_step_count=40, deadline=None)
+AnyOrder.TestCase.settings = settings(max_examples=budget(80), stateful_step_count=40, deadline=None)
 TestAnyOrder = AnyOrder.TestCase
 
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from support.budget import budget
 
 from control_plane.blobs import BlobStore
 from control_plane.server import ServeConfig
@@ -228,7 +229,7 @@ def test_what_is_said_after_a_copy_was_put_back_arrives_however_much_it_is(end: 
 
 
 Conversation.TestCase.settings = settings(
-    deadline=None, max_examples=20, stateful_step_count=20, suppress_health_check=list(HealthCheck)
+    deadline=None, max_examples=budget(10), stateful_step_count=20, suppress_health_check=list(HealthCheck)
 )
 TestConversation = Conversation.TestCase
 

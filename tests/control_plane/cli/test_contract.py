@@ -13,6 +13,7 @@ import boto3
 import pytest
 import typer
 from ruamel.yaml import YAML
+from support.commands import run_here
 from support.timing import cpu_seconds
 
 from control_plane.cli._settings import Format
@@ -134,10 +135,9 @@ def jobs(federation: Federation, store: str, tmp_path_factory: pytest.TempPathFa
     (folder / "task.py").write_text(TASK)
 
     def told(*arguments: str) -> str:
-        process = federation.command(*arguments)
-        out, err = process.communicate(timeout=30)
-        assert process.returncode == 0, err.decode()
-        return out.decode().strip()
+        ran = run_here(*arguments, GEOFED_CONTEXT=str(federation.context))
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout.strip()
 
     file = str(folder / "job.yaml")
     for user in ("ann", *(f"r-fresh-{format}" for format in ALL)):

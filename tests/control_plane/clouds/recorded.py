@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from werkzeug.serving import WSGIRequestHandler, make_server
@@ -182,9 +183,7 @@ SPOT_PAGES = [
 
 def aws(offers: dict[str, list[dict[str, Any]]], *, page: int = 1) -> Callable[..., tuple[str, Answer | Wsgi]]:
     """Prices from `offers`, a page at a time, spot prices as recorded, and all else from moto."""
-    from moto.server import DomainDispatcherApplication, create_backend_app
-
-    rest = DomainDispatcherApplication(create_backend_app)
+    rest = _moto()
 
     def answer(environ: dict[str, Any], body: bytes) -> tuple[str, Answer | Wsgi]:
         scope = environ.get("HTTP_AUTHORIZATION", "").partition("Credential=")[2].split("/")
@@ -196,6 +195,15 @@ def aws(offers: dict[str, list[dict[str, Any]]], *, page: int = 1) -> Callable[.
         return service, rest
 
     return answer
+
+
+@cache
+def _moto() -> Wsgi:
+    """One for all: what it is told lasts as long as the process anyway, and each of its services takes a second."""
+    from moto.server import DomainDispatcherApplication, create_backend_app
+
+    served: Wsgi = DomainDispatcherApplication(create_backend_app)
+    return served
 
 
 def _products(offers: dict[str, list[dict[str, Any]]], wanted: dict[str, Any], page: int) -> Answer:

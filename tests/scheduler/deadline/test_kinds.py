@@ -110,7 +110,7 @@ def test_a_region_without_preemptible_workers_keeps_a_job_on_those_that_stay() -
     assert not answer.preemptible
 
 
-@settings(deadline=None, max_examples=budget(200))
+@settings(deadline=None, max_examples=budget(100))
 @given(gangs(), CAPACITIES, CAPACITIES, st.data())
 def test_neither_kind_is_given_twice(
     jobs: list[Gang], lasting: dict[str, Capacity], cheap: dict[str, Capacity], data: st.DataObject
@@ -127,7 +127,7 @@ def test_neither_kind_is_given_twice(
         assert not [job for job in jobs if job.fixed and job.name in answer.preemptible]
 
 
-@settings(deadline=None, max_examples=budget(120))
+@settings(deadline=None, max_examples=budget(60))
 @given(gangs(), CAPACITIES, CAPACITIES, st.data())
 def test_promises_are_kept_whatever_becomes_of_preemptible_workers(
     jobs: list[Gang], lasting: dict[str, Capacity], cheap: dict[str, Capacity], data: st.DataObject

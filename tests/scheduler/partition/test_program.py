@@ -13,7 +13,7 @@ from .program import least_usd
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("seed", range(1000, 1040))
+@pytest.mark.parametrize("seed", range(1000, 1020))
 def test_the_solver_agrees_all_along_the_front(seed: int) -> None:
     asked = problem(seed, layers=4, sizes=2)
     ways = ways_of(asked)

@@ -119,7 +119,7 @@ def draws(seed: int, size: float) -> Iterator[float]:
 @pytest.mark.slow
 @given(job=JOBS, seed=st.integers(0, 99), size=st.floats(0.0, 0.2), patience=st.sampled_from([None, 0.0, 0.02, 0.5]),
        least=st.integers(1, MOST), begin=st.integers(0, MOST))  # fmt: skip
-@settings(max_examples=budget(10), deadline=None)
+@settings(max_examples=budget(6), deadline=None)
 def test_never_outside_the_bounds(
     job: Job, seed: int, size: float, patience: float | None, least: int, begin: int
 ) -> None:
@@ -172,7 +172,7 @@ def test_no_decision_before_there_are_enough_observations(job: Job, least: int, 
 
 @pytest.mark.slow
 @given(job=JOBS, later=st.floats(-1e5, 1e5), dearer=st.floats(0.01, 100.0))
-@settings(max_examples=budget(10), deadline=None)
+@settings(max_examples=budget(6), deadline=None)
 def test_the_clock_and_the_currency_do_not_matter(job: Job, later: float, dearer: float) -> None:
     def made(later: float, dearer: float) -> list[int]:
         each, rest = job.terms.worker_usd_per_second, job.terms.usd_per_second
@@ -192,7 +192,7 @@ def test_the_clock_and_the_currency_do_not_matter(job: Job, later: float, dearer
         length=st.floats(150.0, 250.0), join=st.just(0.5),
     )
 )  # fmt: skip
-@settings(max_examples=budget(15), deadline=None)
+@settings(max_examples=budget(8), deadline=None)
 def test_without_errors_it_comes_near_the_best_policy(job: Job) -> None:
     """Least money, in any time: beside all constant numbers, and all that change once from the pool.
 
@@ -213,7 +213,7 @@ def test_without_errors_it_comes_near_the_best_policy(job: Job) -> None:
 
 @pytest.mark.slow
 @given(job=JOBS, law=LAWS, begun=st.booleans(), size=st.sampled_from([0.0, 0.01]), seed=st.integers(0, 99))
-@settings(max_examples=budget(20), deadline=None)
+@settings(max_examples=budget(12), deadline=None)
 def test_it_about_keeps_the_time(job: Job, law: type[Job], begun: bool, size: float, seed: int) -> None:
     """A patience of 2 % is an aim, of the mean: docs/scaling.md tells the worst of many such jobs."""
     job.__class__ = law

@@ -30,7 +30,7 @@ def arrivals(count: int, seed: int, every_s: float, tight: float) -> list[TraceJ
     return jobs
 
 
-@settings(max_examples=budget(30), deadline=None)
+@settings(max_examples=budget(16), deadline=None)
 @given(
     policy=st.sampled_from(["geofed", "geofed-live"]),
     seed=st.integers(0, 10**6),

@@ -99,7 +99,7 @@ def test_a_step_counts_in_full_where_another_follows() -> None:
     assert _Plan([0.0, 600.0], [2, 0], 60.0, 50.0).spans() == [(0.0, 60.0, 2)], "though it holds them no longer"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("singly", [False, True])
 def test_every_job_ends_or_is_declined(seed: int, singly: bool) -> None:
     jobs = generated(seed=seed)

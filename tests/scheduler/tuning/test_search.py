@@ -21,7 +21,7 @@ def kept(one: object, limits: Limits) -> bool:
     return one.seconds <= limits.deadline_seconds and one.usd <= limits.budget_usd  # type: ignore[attr-defined, no-any-return]
 
 
-@settings(max_examples=budget(120), deadline=None)
+@settings(max_examples=budget(60), deadline=None)
 @given(seeds)
 def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
     rng = random.Random(seed)
@@ -44,7 +44,7 @@ def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
     assert {by_cost, by_time} <= set(every)
 
 
-@settings(max_examples=budget(60), deadline=None)
+@settings(max_examples=budget(40), deadline=None)
 @given(seeds)
 def test_nothing_is_better_than_the_front_and_nothing_on_it_is_worse(seed: int) -> None:
     rng = random.Random(seed)
@@ -58,7 +58,7 @@ def test_nothing_is_better_than_the_front_and_nothing_on_it_is_worse(seed: int) 
         assert any(best.seconds <= one.seconds and best.usd <= one.usd for best in told)
 
 
-@settings(max_examples=budget(60), deadline=None)
+@settings(max_examples=budget(40), deadline=None)
 @given(seeds)
 def test_the_published_search_is_never_cheaper_and_sometimes_finds_nothing(seed: int) -> None:
     rng = random.Random(seed)
