@@ -177,7 +177,7 @@ def test_a_job_pauses_for_one_with_a_deadline_and_both_come_to_their_end(running
     settings, task = _throttled("paused")
     first = running.submit(*settings, "train.end.epochs=60", "wan.interval=10", task=task)
     running.wait_round(first, 1)
-    second = running.submit(*settings, "train.workers=4", "train.end.epochs=10", "objective.deadline=30m")
+    second = running.submit(*settings, "train.workers=4", "train.end.epochs=4", "objective.deadline=30m")
     check_succeeded(running.wait_end(second), accuracy=0.0)
     eventually(lambda: len(_scaled(running, first)) >= 2 * len(PAIR), "the first one goes on")
     _finished(running, first)
