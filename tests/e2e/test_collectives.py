@@ -27,7 +27,6 @@ def running(running_pair: Running) -> Running:
 @pytest.mark.parametrize(
     ("settings", "used"),
     [
-        (("collective=k-reduce", "k=2"), "k-reduce with K = 2"),
         # A worker of three that is a step behind: as many steps again, for as good a model.
         (
             ("collective=k-reduce", "k=2", "merge.staleness=1", "merge.codec=bf16", "train.end.epochs=24"),
@@ -87,14 +86,18 @@ def test_workers_merge_through_an_object_store(tmp_path: Path) -> None:
             assert _used(running, job) == {"all-reduce"}
 
 
-@pytest.mark.parametrize("collective", ["server-reduce", "k-reduce"])
-def test_a_killed_worker_costs_no_more_than_two_steps(running: Running, collective: str) -> None:
+@pytest.mark.parametrize(
+    ("merge", "used"),
+    [(("collective=server-reduce",), "server-reduce"), (("collective=k-reduce", "k=2"), "k-reduce with K = 2")],
+)
+def test_a_killed_worker_costs_no_more_than_two_steps(running: Running, merge: tuple[str, ...], used: str) -> None:
     """Rounds are long, and the worker dies in the middle of one."""
     settings = ("train.end.epochs=25", "wan.interval=200", "train.evaluateEvery=0", "wan.exchange=synchronous")
-    job = running.submit("train.workers=3", *settings, f"collective={collective}")
+    job = running.submit("train.workers=3", *settings, *merge)
     running.wait_step(job, 60, "virginia")
     running.workers("virginia")[0].kill()
     check_succeeded(running.wait_end(job))
+    assert _used(running, job) == {used}
     events = [e for e in running.events(job) if e["region"] == "virginia"]
     assert any(event["kind"] == "worker-failed" for event in events)
     (resumed,) = [event for event in events if event["kind"] == "attempt.resumed"]

@@ -197,8 +197,10 @@ def test_one_request_makes_one_job_and_is_answered_at_once(shared: Running, tmp_
     assert (other.code, other.exit_status) == ("REQUEST_CONFLICT", 8)
     check_succeeded(shared.wait_end(first.strip()), accuracy=0.0)
     # In turn, since a machine is not always as fast: what is answered from memory takes two thirds of it.
-    pairs = [(_seconds(shared, "list"), _seconds(shared, *submission)) for _ in range(4)]
-    assert any(answered < 2.5 * asked for asked, answered in pairs), pairs
+    pairs: list[tuple[float, float]] = []
+    while not pairs or pairs[-1][1] >= 2.5 * pairs[-1][0]:
+        assert len(pairs) < 4, pairs
+        pairs.append((_seconds(shared, "list"), _seconds(shared, *submission)))
 
 
 def _seconds(running: Running, *arguments: str) -> float:
@@ -231,10 +233,12 @@ def test_what_stands_in_a_daemon_s_way_is_told(shared: Running, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["control-plane", "region-agent"])
 def test_help_answers_at_once(name: str) -> None:
-    taken = [cpu_seconds(lambda: command(name, "--help")) for _ in range(3)]
     assert command(name, "--help").returncode == 0
+    taken: list[float] = []
     # A quarter of a second on an idle machine; with torch among what it imports it would be two.
-    assert min(taken) < 0.6, taken
+    while not taken or taken[-1] >= 0.6:
+        assert len(taken) < 3, taken
+        taken.append(cpu_seconds(lambda: command(name, "--help")))
 
 
 def _servers(running: Running, region: str) -> list[psutil.Process]:

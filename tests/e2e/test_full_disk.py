@@ -13,7 +13,7 @@ from support.small_disk import small_disk
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
-LONG = ("train.end.epochs=40", "wan.interval=10", "train.evaluateEvery=0")
+LONG = ("train.end.epochs=15", "wan.interval=10", "train.evaluateEvery=0")
 
 
 @pytest.fixture

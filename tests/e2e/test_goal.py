@@ -8,7 +8,9 @@ from support.running import Running, check_succeeded, eventually
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 PLANNED_EPOCHS = 200
+TWO = "regions.use=[frankfurt, virginia]"
 GOAL = (
+    TWO,
     f"train.end.epochs={PLANNED_EPOCHS}",
     "train.end.goal.metric=accuracy",
     "train.end.goal.atLeast=0.6",
@@ -40,21 +42,9 @@ def test_a_region_that_dies_while_the_job_ends_ends_with_the_others(running: Run
     check_succeeded(running.wait_end(job), accuracy=0.6)
 
 
-@pytest.mark.parametrize("exchange", ["synchronous", "background"])
-def test_a_job_that_is_to_finish_ends_with_the_model_that_it_has(running: Running, exchange: str) -> None:
-    job = running.submit(f"train.end.epochs={PLANNED_EPOCHS}", "wan.interval=10", f"wan.exchange={exchange}")
-    running.wait_round(job, 1)
-    running.federation.control_plane("finish", job, "--reason", "good enough")
-    ended = running.wait_end(job)
-    check_succeeded(ended, accuracy=0.0)
-    assert ended["result"]["ended_early"] == "a user asked for it: good enough"
-    rounds = {part["region"]: part["round"] for part in ended["partitions"]}
-    assert 1 <= max(rounds.values()) < ended["plan"]["rounds"], rounds
-
-
 def test_a_metric_that_nobody_measures_is_told(running: Running) -> None:
     goal = ("train.end.goal.metric=acuracy", "train.end.goal.atLeast=0.6", "train.evaluateEvery=1")
-    job = running.submit("train.end.epochs=6", "wan.interval=10", *goal)
+    job = running.submit(TWO, "train.end.epochs=6", "wan.interval=10", *goal)
     check_succeeded(running.wait_end(job), accuracy=0.0)
     (told,) = [event for event in running.events(job) if event["kind"] == "job.goal"]
     assert told["data"] == {"reached": False, "measured": ["accuracy", "loss"]}

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from support.running import Federation, Running, check_succeeded, digits_sites, eventually
 
+from deploy.local import LocalFederation, RegionSite
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 STILL = ("task.config.lr=0.0", "train.end.epochs=1", "wan.interval=10")
@@ -44,8 +46,8 @@ def trained(running: Running, models: dict[Path, dict[str, Any]]) -> dict[str, A
 def test_a_job_starts_where_another_has_ended(running: Running, trained: dict[str, Any]) -> None:
     start = f"train.initialModel.job={trained['id']}"
     ways = [
-        ("wan.exchange=synchronous",),
-        ("wan.exchange=background",),
+        ("wan.exchange=synchronous", "regions.use=[frankfurt, virginia]"),
+        ("wan.exchange=background", "regions.use=[frankfurt, virginia]"),
         ("collective=scatter-reduce", "wan.policy=diloco", "train.workers={frankfurt: 1, shanghai: 2, virginia: 1}"),
         ("parallelism={pipeline: {stages: 2}}", "train.workers=2", "regions.use=[shanghai]"),
     ]
@@ -101,47 +103,60 @@ def test_what_a_job_starts_from_outlives_deaths(running: Running, trained: dict[
         assert parameters(ended) == parameters(trained), dies
 
 
-@pytest.mark.parametrize(("exchange", "replan"), [("background", "asked"), ("synchronous", "auto")])
-def test_a_job_that_is_planned_anew_goes_on_with_the_region_that_has_come(
-    tmp_path: Path, exchange: str, replan: str
-) -> None:
+@pytest.mark.timeout(500)
+def test_a_job_that_is_planned_anew_goes_on_with_the_region_that_has_come(tmp_path: Path) -> None:
+    """First with one that joins, without a word of anybody; then with one that was away, as a user asks for it."""
     frankfurt, shanghai, virginia = digits_sites(tmp_path, ("frankfurt", "shanghai", "virginia"))
-    with Federation(tmp_path / "federation", [frankfurt, virginia]) as federation:
+    options = ["--lease", "6s"]
+    with Federation(tmp_path / "federation", [frankfurt, virginia], serve_options=options) as federation:
         running = Running(federation, tmp_path)
-        job = running.submit(
-            "train.end.epochs=900", "wan.interval=10", "train.evaluateEvery=0", f"wan.exchange={exchange}",
-            "objective.deadline=20h", "objective.budget=500", "train.learningRate={schedule: cosine}",
-            f"regions.replan={replan}",
-        )  # fmt: skip
-        running.wait_round(job, 2)
-        if replan == "asked":
-            same = federation.control_plane("replan", job, check=False)
-            assert same.returncode == 9, same.stderr
-            assert "in the same regions again" in same.stderr
-        federation.join(shanghai)
-        federation.start_agent("shanghai")
-        federation.wait_connected(["shanghai"])
-        if replan == "asked":
-            told = federation.control_plane("replan", job, "--reason", "shanghai is here").stdout
-            assert "planned anew, over frankfurt, shanghai, virginia: shanghai is here" in told
-        # To wait for it is to wait for the last one that goes on with its model.
-        eventually(lambda: bool(running.describe(job)["finished_at"]), "the job ends", seconds=120.0)
-        first = running.describe(job)
-        check_succeeded(first, accuracy=0.0)
-        after = running.describe(first["successor"])
-        assert after["initial_model"]["job"] == job
-        assert after["deadline_at"][:19] == first["deadline_at"][:19]
-        asked, left = first["spec"], after["spec"]
-        share = min(part["round"] for part in first["partitions"]) / first["plan"]["rounds"]
-        assert left["train"]["end"]["epochs"] == pytest.approx(asked["train"]["end"]["epochs"] * (1 - share))
-        assert left["train"]["learningRate"]["begin"] == pytest.approx(share)
-        assert left["objective"]["budget"] == pytest.approx(500 - first["result"]["usd"], abs=1e-2)
-        kinds = [event["kind"] for event in running.events(job)]
-        assert kinds.index("job.replanning") < kinds.index("job.replanned") < kinds.index("job.succeeded")
-        assert "job.deadline" not in kinds
-        running.wait_round(after["id"], 5)
-        federation.control_plane("finish", after["id"])
-        ended = running.wait_end(after["id"])
-        check_succeeded(ended, accuracy=max(0.9, first["result"]["metrics"]["accuracy"] - 0.02))
-        assert [part["region"] for part in ended["partitions"]] == ["frankfurt", "shanghai", "virginia"]
-        assert losses(running, after["id"])[0] < losses(running, job)[0]
+        _planned_anew(running, shanghai, "synchronous", "auto")
+        federation.kill("shanghai")
+        eventually(lambda: _state(federation, "shanghai") == "lost", "shanghai is gone")
+        _planned_anew(running, shanghai, "background", "asked")
+
+
+def _state(federation: LocalFederation, region: str) -> str:
+    (found,) = [one for one in federation.ask(lambda client: client.regions()) if one.name == region]
+    return found.state
+
+
+def _planned_anew(running: Running, comes: RegionSite, exchange: str, replan: str) -> None:
+    federation = running.federation
+    job = running.submit(
+        "train.end.epochs=900", "wan.interval=10", "train.evaluateEvery=0", f"wan.exchange={exchange}",
+        "objective.deadline=20h", "objective.budget=500", "train.learningRate={schedule: cosine}",
+        f"regions.replan={replan}",
+    )  # fmt: skip
+    running.wait_round(job, 2)
+    if replan == "asked":
+        same = federation.control_plane("replan", job, check=False)
+        assert same.returncode == 9, same.stderr
+        assert "in the same regions again" in same.stderr
+    federation.join(comes)
+    federation.start_agent("shanghai")
+    federation.wait_connected(["shanghai"])
+    if replan == "asked":
+        told = federation.control_plane("replan", job, "--reason", "shanghai is here").stdout
+        assert "planned anew, over frankfurt, shanghai, virginia: shanghai is here" in told
+    # To wait for it is to wait for the last one that goes on with its model.
+    eventually(lambda: bool(running.describe(job)["finished_at"]), "the job ends", seconds=120.0)
+    first = running.describe(job)
+    check_succeeded(first, accuracy=0.0)
+    after = running.describe(first["successor"])
+    assert after["initial_model"]["job"] == job
+    assert after["deadline_at"][:19] == first["deadline_at"][:19]
+    asked, left = first["spec"], after["spec"]
+    share = min(part["round"] for part in first["partitions"]) / first["plan"]["rounds"]
+    assert left["train"]["end"]["epochs"] == pytest.approx(asked["train"]["end"]["epochs"] * (1 - share))
+    assert left["train"]["learningRate"]["begin"] == pytest.approx(share)
+    assert left["objective"]["budget"] == pytest.approx(500 - first["result"]["usd"], abs=1e-2)
+    kinds = [event["kind"] for event in running.events(job)]
+    assert kinds.index("job.replanning") < kinds.index("job.replanned") < kinds.index("job.succeeded")
+    assert "job.deadline" not in kinds
+    running.wait_round(after["id"], 5)
+    federation.control_plane("finish", after["id"])
+    ended = running.wait_end(after["id"])
+    check_succeeded(ended, accuracy=max(0.9, first["result"]["metrics"]["accuracy"] - 0.02))
+    assert [part["region"] for part in ended["partitions"]] == ["frankfurt", "shanghai", "virginia"]
+    assert losses(running, after["id"])[0] < losses(running, job)[0]

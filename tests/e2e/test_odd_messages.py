@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 from support.failures import Told, told
-from support.running import Running, check_succeeded, digits_sites, eventually
+from support.lasting import Lasting
+from support.running import TEMPLATES, Federation, Running, check_succeeded, digits_sites, eventually
 
-from deploy.local import LocalFederation
 from geofed_pb.bounds import MOST_METRICS, TEXT_BYTES, TRUNCATED
 from geofed_pb.v1 import agent_pb2, common_pb2
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
+_SHIPPED = (TEMPLATES / "image-classification" / "task.py").read_text()
 TINY = ("train.end.epochs=1", "train.evaluateEvery=0", "wan.interval=10")
 LONG_TEXT = "def loss(model, batch):\n    raise RuntimeError('unexpected keys: ' + 'größer, ' * 1_000_000)\n"
 UNFIT_TEXT = "def loss(model, batch):\n    raise RuntimeError('cannot read caf\\udce9\\0.txt')\n"
@@ -33,10 +34,8 @@ MANY_METRICS = (
 )
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def _federation(folder: Path) -> Federation:
     """Two regions; one of them also has a folder with a file whose name is not UTF-8."""
-    folder = tmp_path_factory.mktemp("odd")
     bergen, oslo = digits_sites(folder, ("bergen", "oslo"))
     words = folder / "words"
     words.mkdir()
@@ -44,27 +43,29 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     Path(os.fsdecode(os.fsencode(words) + b"/caf\xe9.txt")).write_text("b")
     held = {"words": {"splits": {"train": {"uri": f"{words}/", "samples": 2}}}}
     config: dict[str, Any] = {**oslo.config, "datasets": {**oslo.config["datasets"], **held}}
-    sites = [bergen, replace(oslo, config=config)]
-    with LocalFederation(folder / "federation", sites, serve_options=["--lease", "3s"]) as federation:
-        yield Running(federation, folder)
+    return Federation(folder / "federation", [bergen, replace(oslo, config=config)], serve_options=["--lease", "3s"])
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lasting]:
+    with Lasting(_federation, tmp_path_factory) as federation:
+        yield federation
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Running]:
-    """Two regions for a test that ends their agents."""
-    sites = digits_sites(tmp_path, ("bergen", "oslo"))
-    with LocalFederation(tmp_path / "federation", sites, serve_options=["--lease", "3s"]) as federation:
-        yield Running(federation, tmp_path)
+def running(lasting: Lasting, request: pytest.FixtureRequest, tmp_path: Path) -> Running:
+    return lasting.running(request, tmp_path)
 
 
-def _submit(running: Running, folder: Path, task: str) -> Told:
-    """The shipped job, its task module changed at the end; how the command says that it has failed."""
-    job = folder / "job"
-    shutil.copytree(running.job_folder(), job)
-    with (job / "task.py").open("a") as module:
-        module.write("\n\n" + task)
+def _job(running: Running, task: str) -> Path:
+    """The shipped job, its task module changed at the end."""
+    return running.job_folder(f"{_SHIPPED}\n\n{task}") / "job.yaml"
+
+
+def _submit(running: Running, task: str) -> Told:
+    """How the command says that such a job has failed."""
     chosen = [part for setting in TINY for part in ("--set", setting)]
-    return told(running.federation.control_plane("submit", str(job / "job.yaml"), *chosen, "--wait", check=False))
+    return told(running.federation.control_plane("submit", str(_job(running, task)), *chosen, "--wait", check=False))
 
 
 def _newest(running: Running) -> str:
@@ -72,32 +73,32 @@ def _newest(running: Running) -> str:
 
 
 def _next_job_succeeds(running: Running) -> None:
-    check_succeeded(running.wait_end(running.submit(*TINY)), accuracy=0.0)
+    check_succeeded(running.wait_end(running.submit(*TINY, task=_SHIPPED)), accuracy=0.0)
 
 
-def test_an_error_text_of_megabytes_is_cut_and_the_next_job_succeeds(shared: Running, tmp_path: Path) -> None:
-    failure = _submit(shared, tmp_path, LONG_TEXT)
+def test_an_error_text_of_megabytes_is_cut_and_the_next_job_succeeds(running: Running) -> None:
+    failure = _submit(running, LONG_TEXT)
     assert (failure.code, failure.exit_status) == ("JOB_FAILED", 1)
     assert "TASK_FAILED: " in failure.text
     assert "loss raised RuntimeError: unexpected keys: größer, größer" in failure.text
     assert f"{TRUNCATED} at task.py:" in failure.text
-    error = shared.describe(_newest(shared))["error"]
+    error = running.describe(_newest(running))["error"]
     assert error["code"] == "TASK_FAILED"
     assert len(error["message"].encode()) <= TEXT_BYTES
-    _next_job_succeeds(shared)
+    _next_job_succeeds(running)
 
 
-def test_an_error_text_that_is_no_utf_8_is_shown_escaped(shared: Running, tmp_path: Path) -> None:
-    failure = _submit(shared, tmp_path, UNFIT_TEXT)
+def test_an_error_text_that_is_no_utf_8_is_shown_escaped(running: Running) -> None:
+    failure = _submit(running, UNFIT_TEXT)
     assert "TASK_FAILED: " in failure.text
     assert r"loss raised RuntimeError: cannot read caf\xe9\x00.txt at task.py:" in failure.text
 
 
-def test_the_traceback_is_in_the_log_however_much_was_written_before(shared: Running, tmp_path: Path) -> None:
-    failure = _submit(shared, tmp_path, NOISY)
+def test_the_traceback_is_in_the_log_however_much_was_written_before(running: Running) -> None:
+    failure = _submit(running, NOISY)
     assert "TASK_FAILED: " in failure.text
     assert "NameError" in failure.text
-    logs = shared.federation.control_plane("logs", _newest(shared)).stdout
+    logs = running.federation.control_plane("logs", _newest(running)).stdout
     assert "line 99999" in logs
     assert "Traceback" in logs
     assert "undefined_name()" in logs
@@ -105,23 +106,20 @@ def test_the_traceback_is_in_the_log_however_much_was_written_before(shared: Run
     assert len(logs) < 20 << 20
 
 
-def test_of_very_many_metrics_the_first_are_kept_and_it_is_said(shared: Running, tmp_path: Path) -> None:
-    job = tmp_path / "job"
-    shutil.copytree(shared.job_folder(), job)
-    with (job / "task.py").open("a") as module:
-        module.write("\n\n" + MANY_METRICS)
+def test_of_very_many_metrics_the_first_are_kept_and_it_is_said(running: Running) -> None:
     chosen = [part for setting in TINY for part in ("--set", setting)]
-    name = shared.federation.control_plane("submit", str(job / "job.yaml"), *chosen, "-o", "name").stdout.strip()
-    described = shared.wait_end(name)
+    job = str(_job(running, MANY_METRICS))
+    name = running.federation.control_plane("submit", job, *chosen, "-o", "name").stdout.strip()
+    described = running.wait_end(name)
     assert described["state"] == "succeeded", described["error"]
     assert len(described["result"]["metrics"]) == MOST_METRICS
     assert described["result"]["metrics"]["7"] is None
-    events = [event for event in shared.events(name) if event["kind"] == "partition.unmeasured"]
+    events = [event for event in running.events(name) if event["kind"] == "partition.unmeasured"]
     assert "more than 1,000 metrics" in events[0]["text"]
 
 
-def test_a_folder_with_a_name_that_is_no_utf_8_is_not_offered_and_says_which(shared: Running) -> None:
-    condition = shared.federation.agent_status("oslo")["condition"]
+def test_a_folder_with_a_name_that_is_no_utf_8_is_not_offered_and_says_which(running: Running) -> None:
+    condition = running.federation.agent_status("oslo")["condition"]
     assert condition.startswith("dataset words is not offered: SHARD_UNREADABLE: ")
     assert r"words/caf\xe9.txt: the name is not UTF-8" in condition
 
@@ -144,26 +142,27 @@ def _put_back(running: Running, region: str, copy: Path) -> None:
 
 @pytest.mark.parametrize("exchange", ["synchronous", "background"])
 def test_a_region_whose_state_is_put_back_from_a_copy_takes_part_again(
-    alone: Running, tmp_path: Path, exchange: str
+    running: Running, tmp_path: Path, exchange: str
 ) -> None:
     long = ("train.end.epochs=16", "train.evaluateEvery=0", "wan.interval=10", f"wan.exchange={exchange}")
-    job = alone.submit(*long)
-    alone.wait_round(job, 2)
-    shutil.copytree(_stop(alone, "oslo"), tmp_path / "copy", symlinks=True)
-    alone.federation.start_agent("oslo")
-    alone.wait_round(job, 5)
-    _put_back(alone, "oslo", tmp_path / "copy")
-    described = alone.wait_end(job)
+    job = running.submit(*long)
+    running.wait_round(job, 2)
+    shutil.copytree(_stop(running, "oslo"), tmp_path / "copy", symlinks=True)
+    running.federation.start_agent("oslo")
+    running.wait_round(job, 5)
+    _put_back(running, "oslo", tmp_path / "copy")
+    described = running.wait_end(job)
     if exchange == "synchronous":
         check_succeeded(described, accuracy=0.0)
+        # Of a job that is over, as that of one that has failed.
+        _put_back(running, "oslo", tmp_path / "copy")
     else:
         assert described["error"]["code"] == "STATE_INVALID", "as after the loss of a disk"
-    _put_back(alone, "oslo", tmp_path / "copy")
-    _next_job_succeeds(alone)
+    _next_job_succeeds(running)
 
 
-def test_a_message_that_an_earlier_version_has_left_is_cut_and_those_behind_it_go_on(alone: Running) -> None:
-    state = _stop(alone, "bergen")
+def test_a_message_that_an_earlier_version_has_left_is_cut_and_those_behind_it_go_on(running: Running) -> None:
+    state = _stop(running, "bergen")
     text = "unexpected keys: " + "layer, " * 1_200_000
     error = common_pb2.Error(code="TASK_FAILED", message=text)
     report = agent_pb2.PartitionReport(job="gone", state="failed", error=error, condition=text)
@@ -171,9 +170,9 @@ def test_a_message_that_an_earlier_version_has_left_is_cut_and_those_behind_it_g
     with contextlib.closing(sqlite3.connect(state / "agent.db")) as database:
         database.executemany("insert into reports (message) values (?)", [(message,) for message in left])
         database.commit()
-    alone.federation.start_agent("bergen")
-    alone.federation.wait_connected(["bergen"])
-    _next_job_succeeds(alone)
+    running.federation.start_agent("bergen")
+    running.federation.wait_connected(["bergen"])
+    _next_job_succeeds(running)
     with contextlib.closing(sqlite3.connect(state / "agent.db")) as database:
 
         def delivered() -> bool:

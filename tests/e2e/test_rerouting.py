@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.running import Running, check_succeeded, digits_sites, eventually, supported_emulator
+from support.running import Federation, Running, check_succeeded, digits_sites, eventually, supported_emulator
 
 from deploy.emulator import Emulator, Link, Profile
-from deploy.local import CONTROL_SITE, LocalFederation
+from deploy.local import CONTROL_SITE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.netns, pytest.mark.timeout(300)]
 
@@ -44,7 +44,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
     ]
     with (
         Emulator(profile, state_dir=tmp_path / "emulator") as emulator,
-        LocalFederation(tmp_path / "federation", regions, emulator=emulator) as federation,
+        Federation(tmp_path / "federation", regions, emulator=emulator) as federation,
     ):
         yield Running(federation, tmp_path)
 

@@ -63,9 +63,8 @@ def test_workers_come_and_go_while_a_job_trains(running: Running, more: tuple[st
     now = {part["region"]: part["workers"] for part in running.describe(job)["partitions"]}
     assert now == {"shanghai": 4, "virginia": 1}
     running.federation.control_plane("scale", job, "shanghai=3")
-    ended = running.wait_end(job)
-    check_succeeded(ended)
-    assert _samples(ended) == _expected(ended)
+    eventually(lambda: len(_scaled(running, job)) == 3, "the third change")
+    _finished(running, job)
     events = running.events(job)
     scaled = [(e["region"], e["data"]["workers"]) for e in events if e["kind"] == "partition.scaled"]
     assert scaled == [("shanghai", 4), ("virginia", 1), ("shanghai", 3)] or scaled == [
@@ -85,9 +84,7 @@ def test_a_job_pauses_and_goes_on_from_the_step_it_was_at(running: Running) -> N
     assert "paused: lunch" in paused["condition"]
     assert [part["workers"] for part in paused["partitions"]] == [0, 0]
     running.federation.control_plane("scale", job, *(f"{region}=2" for region in PAIR))
-    ended = running.wait_end(job)
-    check_succeeded(ended)
-    assert _samples(ended) == _expected(ended)
+    _finished(running, job)
     refused = running.federation.control_plane("scale", job, "virginia=1", check=False)
     assert "ILLEGAL_STATE" in refused.stderr
 
@@ -142,12 +139,14 @@ def test_a_region_that_is_slower_than_planned_has_the_others_give_up_workers_tha
     job = running.submit(*settings, "train.end.epochs=60", "wan.interval=10", task=task)
     planned = {part["region"]: part["workers"] for part in running.describe(job)["plan"]["partitions"]}
     assert planned["virginia"] == 4
-    # Not to be asked meanwhile: every command takes of the cores what the steps are measured on.
-    ended = running.wait_end(job)
-    check_succeeded(ended)
-    assert _samples(ended) == _expected(ended)
+
+    def gave_up() -> bool:
+        return "virginia" in {event["region"] for event in _scaled(running, job)}
+
+    # Seldom: what is asked takes of the cores that the steps are measured on.
+    eventually(gave_up, "virginia gives up workers", 120.0, pause=2.0)
+    _finished(running, job)
     scaled = _scaled(running, job)
-    assert scaled, "nobody was scaled"
     assert {event["region"] for event in scaled} <= {"virginia", "shanghai"}
     fewer = next(event["data"] for event in scaled if event["region"] == "virginia")
     # Two, or three where cores are so busy that what is measured of a step is more than its sleep.
@@ -169,9 +168,7 @@ def test_a_second_job_gets_workers_of_the_first_and_both_come_to_their_end(runni
     told = {event["kind"]: event for event in running.events(second)}
     assert first in told["job.queued"]["text"]
     assert told["job.deadline"]["data"]["kept"]
-    other = running.wait_end(first)
-    check_succeeded(other)
-    assert _samples(other) == _expected(other)
+    _finished(running, first)
     reasons = [event["data"]["reason"] for event in _scaled(running, first)]
     assert f"makes room for {second}" in reasons
 
@@ -180,7 +177,7 @@ def test_a_job_pauses_for_one_with_a_deadline_and_both_come_to_their_end(running
     settings, task = _throttled("paused")
     first = running.submit(*settings, "train.end.epochs=60", "wan.interval=10", task=task)
     running.wait_round(first, 1)
-    second = running.submit(*settings, "train.workers=4", "train.end.epochs=10", "objective.deadline=30m")
+    second = running.submit(*settings, "train.workers=4", "train.end.epochs=4", "objective.deadline=30m")
     check_succeeded(running.wait_end(second), accuracy=0.0)
     eventually(lambda: len(_scaled(running, first)) >= 2 * len(PAIR), "the first one goes on")
     _finished(running, first)

@@ -16,7 +16,7 @@ from support.lasting import Lasting
 from support.running import PRICES, Federation, Running, check_succeeded, digits_sites, eventually, supported_emulator
 
 from deploy.emulator import Emulator, load_profile
-from deploy.local import LocalFederation, RegionSite
+from deploy.local import RegionSite
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -133,7 +133,7 @@ def test_over_a_wan_it_takes_its_own_link_and_no_other(tmp_path: Path) -> None:
     frankfurt.config["links"] = {"virginia": {"rttMs": 90, "mbps": 300}}
     with (
         Emulator(load_profile("china-eu-us-3"), state_dir=tmp_path / "emulator") as emulator,
-        LocalFederation(tmp_path / "federation", [frankfurt, shanghai, virginia], emulator=emulator) as federation,
+        Federation(tmp_path / "federation", [frankfurt, shanghai, virginia], emulator=emulator) as federation,
     ):
         running = Running(federation, tmp_path)
         job = running.submit("train.end.epochs=1", "train.evaluateEvery=0", "data.residency=anywhere")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.lasting import Lasting
 from support.running import PRICES, TEMPLATES, Federation, Running, eventually
 
 from deploy.local import RegionSite
@@ -20,6 +21,7 @@ from deploy.local import RegionSite
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 BATCH, INTERVAL, POOL = 64, 5, 4
+REGIONS = ("east", "west")
 TEMPLATE = "sparse-logistic-regression"
 SLEEP = """
 
@@ -39,18 +41,15 @@ TUNED = (
 )  # fmt: skip
 
 
-def _federation(tmp_path: Path, regions: tuple[str, ...], server_usd: float) -> Iterator[Running]:
-    job = tmp_path / "job"
-    shutil.copytree(TEMPLATES / TEMPLATE, job)
-    with (job / "task.py").open("a") as file:
-        file.write(SLEEP)
+def _federation(folder: Path) -> Federation:
+    """Two regions where next to nothing but workers is paid for."""
     argv = [
         sys.executable,
-        str(job / "make_data.py"),
+        str(TEMPLATES / TEMPLATE / "make_data.py"),
         "--regions",
-        ",".join(regions),
+        ",".join(REGIONS),
         "--out",
-        str(tmp_path / "data"),
+        str(folder / "data"),
         "--samples",
         "16000",
     ]
@@ -61,28 +60,30 @@ def _federation(tmp_path: Path, regions: tuple[str, ...], server_usd: float) -> 
             {
                 "cloud": "test",
                 "capacity": {"workers": POOL, "memoryMb": 1024},
-                "prices": {**PRICES, "serverUsdPerHour": server_usd},
+                "prices": {**PRICES, "serverUsdPerHour": 0.001},
                 "datasets": {"clicks": {"splits": {s: {"uri": p["path"], "samples": p["samples"]}
                                                    for s, p in made[name].items()}}},
-                "channel": {"kind": "file", "path": str(tmp_path / "channels" / name)},
+                "channel": {"kind": "file", "path": str(folder / "channels" / name)},
             },
         )
-        for name in regions
+        for name in REGIONS
     ]  # fmt: skip
-    with Federation(tmp_path / "federation", sites) as federation:
-        yield Running(federation, tmp_path)
+    return Federation(folder / "federation", sites)
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lasting]:
+    with Lasting(_federation, tmp_path_factory) as federation:
+        yield federation
 
 
 @pytest.fixture
-def cheap(tmp_path: Path) -> Iterator[Running]:
-    """A region where next to nothing but workers is paid for."""
-    yield from _federation(tmp_path, ("east",), 0.001)
-
-
-@pytest.fixture
-def two_regions(tmp_path: Path) -> Iterator[Running]:
-    """Two regions."""
-    yield from _federation(tmp_path, ("east", "west"), 0.05)
+def running(lasting: Lasting, request: pytest.FixtureRequest, tmp_path: Path) -> Running:
+    job = tmp_path / "job"
+    shutil.copytree(TEMPLATES / TEMPLATE, job)
+    with (job / "task.py").open("a") as file:
+        file.write(SLEEP)
+    return lasting.running(request, tmp_path)
 
 
 def _counted(described: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
@@ -109,11 +110,11 @@ def _check(described: dict[str, Any], events: list[dict[str, Any]]) -> None:
         assert counted == said, region
 
 
-def test_a_tuner_lets_workers_leave_and_the_job_reaches_its_loss(cheap: Running) -> None:
+def test_a_tuner_lets_workers_leave_and_the_job_reaches_its_loss(running: Running) -> None:
     end = "train.end={epochs: 100, goal: {metric: loss, atMost: 0.62}}"
-    job = cheap.submit(*TUNED, end, f"train.workers={POOL}")
-    ended = cheap.wait_end(job, 150.0)
-    events = cheap.events(job)
+    job = running.submit(*TUNED, end, f"train.workers={POOL}", "regions.use=[east]")
+    ended = running.wait_end(job, 150.0)
+    events = running.events(job)
     _check(ended, events)
     assert ended["result"]["ended_early"].startswith("loss is 0.6"), ended["result"]["ended_early"]
     assert ended["result"]["metrics"]["loss"] <= 0.62
@@ -127,36 +128,36 @@ def test_a_tuner_lets_workers_leave_and_the_job_reaches_its_loss(cheap: Running)
     assert "worker-failed" not in {event["kind"] for event in events}
 
 
-def test_every_sample_counts_once_whoever_leaves_comes_and_dies(two_regions: Running) -> None:
+def test_every_sample_counts_once_whoever_leaves_comes_and_dies(running: Running) -> None:
     # So seldom that the tuner has nothing to say: who leaves and comes is the test's to say.
-    end = ("train.end={steps: 450, goal: {metric: loss, atMost: 0.1}}", "train.evaluateEvery=100")
-    job = two_regions.submit(*TUNED, *end, "train.workers={east: 4, west: 2}")
+    end = ("train.end={steps: 5000, goal: {metric: loss, atMost: 0.1}}", "train.evaluateEvery=100")
+    job = running.submit(*TUNED, *end, "train.workers={east: 4, west: 2}")
 
     def batches(region: str) -> int:
-        return sum(
-            event["kind"] == "partition.batch" and event["region"] == region for event in two_regions.events(job)
-        )
+        return sum(event["kind"] == "partition.batch" and event["region"] == region for event in running.events(job))
 
-    two_regions.wait_round(job, 3)
-    two_regions.federation.control_plane("scale", job, "east=1")
+    running.wait_round(job, 3)
+    running.federation.control_plane("scale", job, "east=1")
     eventually(lambda: batches("east") == 1, "the batch to go with the workers that left")
     # The server that has just said where the batch changes, and later the agent that has stored it.
-    for server in two_regions.descendants("east", "sync.ps"):
+    for server in running.descendants("east", "sync.ps"):
         server.kill()
-    two_regions.federation.control_plane("scale", job, "west=1")
+    running.federation.control_plane("scale", job, "west=1")
     eventually(lambda: batches("west") == 1, "the batch of the other region")
-    two_regions.wait_round(job, max(part["round"] for part in two_regions.describe(job)["partitions"]) + 3)
-    two_regions.federation.control_plane("scale", job, "east=3", "--reason", "a test")
+    running.wait_round(job, max(part["round"] for part in running.describe(job)["partitions"]) + 3)
+    running.federation.control_plane("scale", job, "east=3", "--reason", "a test")
     eventually(lambda: batches("east") == 2, "the batch to go with the workers that came")
-    agent = two_regions.federation.processes["east"]
+    agent = running.federation.processes["east"]
     agent.kill()
     agent.wait()
-    two_regions.federation.start_agent("east")
-    ended = two_regions.wait_end(job, 150.0)
-    _check(ended, two_regions.events(job))
+    running.federation.start_agent("east")
+    running.wait_round(job, max(part["round"] for part in running.describe(job)["partitions"]) + 3, seconds=120.0)
+    running.federation.control_plane("finish", job)
+    ended = running.wait_end(job)
+    _check(ended, running.events(job))
     assert {part["region"]: part["workers"] for part in ended["partitions"]} == {"east": 3, "west": 1}
-    refused = two_regions.submit(*TUNED, *end, "train.workers={east: 2, west: 2}")
-    two_regions.wait_round(refused, 1)
-    told = two_regions.federation.control_plane("scale", refused, "east=3", check=False)
+    refused = running.submit(*TUNED, *end, "train.workers={east: 2, west: 2}")
+    running.wait_round(refused, 1)
+    told = running.federation.control_plane("scale", refused, "east=3", check=False)
     assert "at most 2 workers" in told.stderr
-    two_regions.federation.control_plane("cancel", refused, "--yes")
+    running.federation.control_plane("cancel", refused, "--yes")

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 from support.lasting import Lasting
-from support.running import Running, check_succeeded, digits_sites, eventually, supported_emulator
+from support.running import Federation, Running, check_succeeded, digits_sites, eventually, supported_emulator
 
 from deploy.emulator import Emulator, load_profile
-from deploy.local import LocalFederation
 
 pytestmark = [pytest.mark.e2e, pytest.mark.netns, pytest.mark.timeout(240)]
 
@@ -19,10 +18,10 @@ REGIONS = ("shanghai", "frankfurt", "virginia")
 
 
 @contextmanager
-def _over_a_wan(folder: Path) -> Iterator[LocalFederation]:
+def _over_a_wan(folder: Path) -> Iterator[Federation]:
     with (
         Emulator(load_profile("china-eu-us-3"), state_dir=folder / "emulator") as emulator,
-        LocalFederation(
+        Federation(
             folder / "federation", digits_sites(folder, REGIONS), emulator=emulator, serve_options=["--lease", "6s"]
         ) as federation,
     ):
@@ -67,7 +66,7 @@ def test_a_region_that_is_cut_off_comes_back_and_the_job_finishes(running: Runni
 def test_the_others_go_on_without_a_region_that_is_cut_off(running: Running) -> None:
     emulator = running.federation.emulator
     assert emulator is not None
-    settings = ("train.end.epochs=60", "wan.interval=10", "train.evaluateEvery=0", "wan.exchange=background")
+    settings = ("train.end.epochs=200", "wan.interval=10", "train.evaluateEvery=0", "wan.exchange=background")
     job = running.submit(*settings)
     running.wait_round(job, 2)
     emulator.partition("frankfurt")
@@ -84,6 +83,8 @@ def test_the_others_go_on_without_a_region_that_is_cut_off(running: Running) -> 
     assert min(through["rtt_ms"] / 100, through["staleness_rounds"]) >= 1, through
     assert through["goodput_mbps"] > 0, through
     assert min(through["sent_bytes"], through["received_bytes"]) > 0, through
+    running.wait_round(job, max(rounds.values()) + 2, seconds=120.0)
+    running.federation.control_plane("finish", job)
     ended = running.wait_end(job)
     check_succeeded(ended)
     for link in ended["links"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from support.commands import run_here
+from support.commands import Elsewhere, run_here
 from support.processes import family, running_as
 
 import deploy
@@ -21,7 +22,7 @@ from control_plane._view import event_view, job_view
 from control_plane.cli._follow import wait_for_job
 from control_plane.client import ControlClient
 from deploy.emulator import Emulator
-from deploy.local import LocalFederation, RegionSite
+from deploy.local import CONTROL_SITE, LocalFederation, RegionSite
 from deploy.shards import read_digits, write_shards
 from geofed_pb.errors import GeofedError
 
@@ -62,18 +63,25 @@ def named(name: str) -> str:
 
 
 class Federation(LocalFederation):
-    """Real daemons; the commands of `control-plane` run in this process, unless a WAN is emulated, into whose network
-    namespaces only a process of their own comes."""
+    """Real daemons; the commands of `control-plane` run in this process. Where a WAN is emulated, one process for all
+    of them is in the network namespace of the control plane."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._elsewhere = Elsewhere(functools.partial(self._spawn, CONTROL_SITE))
 
     def control_plane(
         self, *arguments: str, check: bool = True, timeout: float = 120
     ) -> subprocess.CompletedProcess[str]:
-        if self.emulator is not None:
-            return super().control_plane(*arguments, check=check, timeout=timeout)
-        done = run_here(*arguments, GEOFED_CONTEXT=str(self.context_file))
+        here = functools.partial(run_here, GEOFED_CONTEXT=str(self.context_file))
+        done = (here if self.emulator is None else self._elsewhere.run)(*arguments)
         if check and done.returncode:
             raise GeofedError("INTERNAL", f"{' '.join(done.args)} ended with {done.returncode}:\n{done.stderr}")
         return done
+
+    def close(self) -> None:
+        self._elsewhere.close()
+        super().close()
 
 
 class Running:
@@ -120,14 +128,14 @@ class Running:
         lines = self.federation.control_plane("events", job, "-o", "jsonl").stdout.splitlines()
         return [json.loads(line)["data"] for line in lines]
 
-    def wait_round(self, job: str, least: int, region: str | None = None) -> None:
+    def wait_round(self, job: str, least: int, region: str | None = None, seconds: float = 60.0) -> None:
         """Until the regions (or one) have completed so many rounds, as their own agents and the hub tell."""
 
         def there() -> bool:
             parts = self.describe(job)["partitions"]
             return bool(parts) and all(p["round"] >= least for p in parts if region in (None, p["region"]))
 
-        eventually(there, f"round {least} of {job}")
+        eventually(there, f"round {least} of {job}", seconds)
 
     def wait_round_or_end(self, job: str, least: int) -> None:
         """Until all regions have completed so many rounds, or the job has ended."""
