@@ -18,7 +18,7 @@ from region_agent.config import load_config
 from scheduler.simulate._trace import _CHRONUS, _HEADERS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("deploy/templates/*/README.md"))]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("deploy/templates/*/README.md")])
 COMMANDS = ("control-plane", "region-agent", "wan-emulator")
 TASK = "def model(config): ...\ndef dataset(uri, split, config): ...\ndef loss(model, batch): ...\n"
 
