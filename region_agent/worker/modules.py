@@ -219,8 +219,10 @@ class _TaskModules:
         return [one for one in sys.path if self._is_below(one)]
 
     def _has_loaded(self, name: str) -> bool:
-        return name == PACKAGE or name.startswith(f"{PACKAGE}.") or self._holds(
-            getattr(sys.modules[name], "__dict__", {}).get("__spec__")
+        return (
+            name == PACKAGE
+            or name.startswith(f"{PACKAGE}.")
+            or self._holds(getattr(sys.modules[name], "__dict__", {}).get("__spec__"))
         )
 
     def _holds(self, spec: ModuleSpec | None) -> bool:
