@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,14 @@ import pytest
 from region_agent.config import StoreConfig
 
 KEY, SECRET = "AKIATESTTESTTEST1234", "a-secret-that-must-not-travel"
+
+
+@functools.cache
+def session() -> Any:
+    """It reads what the service understands once for all its clients, which takes a quarter of a second."""
+    import boto3
+
+    return boto3.Session(KEY, SECRET, region_name="us-east-1")
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +38,13 @@ def endpoint() -> Iterator[str]:
 @pytest.fixture
 def store(endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StoreConfig:
     """A store with two objects under `train/` and one beside it; its keys are where the SDK looks for them."""
-    import boto3
-
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    client: Any = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+    client: Any = session().client("s3", endpoint_url=endpoint)
     client.create_bucket(Bucket="shards")
     for name, content in (
         ("train/a.npy", b"a" * 1000),

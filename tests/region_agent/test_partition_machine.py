@@ -384,7 +384,7 @@ def _all_goes_well(region: Region) -> None:
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=budget(300), stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = settings(max_examples=budget(200), stateful_step_count=40, deadline=None)
 
 
 def _training(workers: int = 2) -> Region:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import os
 import posixpath
@@ -11,12 +12,13 @@ from urllib.parse import unquote
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from support.budget import budget
 
 from geofed_pb.errors import GeofedError
 from region_agent.config import DatasetConfig, SplitConfig, StoreConfig
 from region_agent.shards import shard_files
 from region_agent.worker.data import fetch_split
-from tests.region_agent.conftest import SECRET
+from tests.region_agent.conftest import SECRET, session
 
 
 def _dataset(uri: str) -> DatasetConfig:
@@ -34,12 +36,9 @@ def test_an_object_is_fetched_by_the_address_alone(
 
 
 def _put(store: StoreConfig, objects: dict[str, bytes], **more: str) -> None:
-    import boto3
-
-    client = boto3.client("s3", endpoint_url=store.endpoint_url, region_name="us-east-1")
-    for key, content in objects.items():
-        client.put_object(Bucket="shards", Key=key, Body=content, **more)
-    client.close()
+    with contextlib.closing(session().client("s3", endpoint_url=store.endpoint_url)) as client:
+        for key, content in objects.items():
+            client.put_object(Bucket="shards", Key=key, Body=content, **more)
 
 
 _REFUSED = {"", ".", ".."}
@@ -57,7 +56,7 @@ _KEYS = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_
 @example(key="a/./b/../c.npz")
 @example(key="/begins//twice")
 @example(key="https://x/y?z#w")
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=budget(10), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_object_that_is_fetched_is_the_one_that_is_written(
     store: StoreConfig, tmp_path_factory: pytest.TempPathFactory, key: str
 ) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import numpy as np
 from support.pki import Authority, write
+from support.warm_servers import ServerProcess, WarmServers
 
 from deploy.local import LOOPBACK, lasting_port
 from geofed_pb.errors import GeofedError
@@ -46,12 +47,13 @@ def wait_until(holds: Callable[[], Any], what: str, seconds: float = _PATIENCE_S
 
 
 class Server:
-    """One region's parameter server; may be killed and started again on its state."""
+    """One region's parameter server; may be killed and started again on its state. With ``warm`` this forks it."""
 
     def __init__(self, folder: Path, authority: Authority, region: str, regions: tuple[str, ...], **more: Any) -> None:
         self.folder, self.region = folder, region
         self.folder.mkdir(parents=True)
         self.identity = more.pop("identity", None) or authority.region(region)
+        self._warm: WarmServers | None = more.pop("warm", None)
         files = write(self.identity, folder / "identity")
         self.channel_folder = folder / "channel"
         self.settings: dict[str, Any] = {
@@ -64,7 +66,7 @@ class Server:
             "stall_seconds": 5.0, **more,
         }  # fmt: skip
         self.log = folder / "log"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | ServerProcess | None = None
         self.ports: dict[str, int] = {}
 
     def launch(self, **changed: Any) -> None:
@@ -73,6 +75,9 @@ class Server:
         config = self.folder / "ps.json"
         config.write_text(PsConfig(**self.settings).model_dump_json())
         (self.folder / "ready.json").unlink(missing_ok=True)
+        if self._warm is not None:
+            self.process = self._warm.start(config, self.log)
+            return
         with self.log.open("ab") as log:
             self.process = subprocess.Popen([sys.executable, "-m", "sync.ps", "--config", str(config)], stderr=log)
 

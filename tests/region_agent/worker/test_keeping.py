@@ -172,7 +172,7 @@ def _attempt(world: World, attempt: int, degree: int, resume_key: str, ends: int
     return max(left)[1]
 
 
-@settings(max_examples=budget(300), deadline=None)
+@settings(max_examples=budget(200), deadline=None)
 @given(
     st.integers(0, 10**6),
     st.integers(1, 4),

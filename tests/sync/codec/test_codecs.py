@@ -46,6 +46,7 @@ def through_a_frame(codec: Codec, vector: npt.NDArray[np.float32]) -> npt.NDArra
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
+@settings(max_examples=budget(50))
 @given(data=st.data())
 def test_what_is_held_back_is_exact(codec: Codec, data: st.DataObject) -> None:
     vector = data.draw(vectors(finite))
@@ -191,6 +192,7 @@ def test_top_k_sends_the_largest_of_each_chunk(kind: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+@settings(max_examples=budget(50))
 @given(data=st.data())
 def test_damaged_arrays_are_refused_or_decode_to_the_right_shape(codec: Codec, data: st.DataObject) -> None:
     vector = data.draw(vectors(tame, most=5000))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.pki import Authority
 from support.server_process import NumpyWorker, Server
+from support.warm_servers import WarmServers
 
 
 @pytest.fixture(scope="session")
@@ -16,13 +17,20 @@ def authority() -> Authority:
     return Authority()
 
 
+@pytest.fixture(scope="session")
+def warm_servers() -> Iterator[WarmServers]:
+    with WarmServers() as parent:
+        yield parent
+
+
 @pytest.fixture
-def servers(tmp_path: Path, authority: Authority) -> Iterator[Callable[..., list[Server]]]:
+def servers(tmp_path: Path, authority: Authority, warm_servers: WarmServers) -> Iterator[Callable[..., list[Server]]]:
     """Makes running servers for the regions named, each told of the others."""
     made: list[Server] = []
 
     def start(*regions: str, **settings: Any) -> list[Server]:
-        made.extend(Server(tmp_path / region, authority, region, regions, **settings) for region in regions)
+        options = {"warm": warm_servers, **settings}
+        made.extend(Server(tmp_path / region, authority, region, regions, **options) for region in regions)
         for server in made:
             server.launch()
         for server in made:

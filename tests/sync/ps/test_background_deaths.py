@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -71,6 +72,7 @@ class Death(BaseException):
     """The process is gone; nothing that it would still have done is done."""
 
 
+@cache
 def change(region: str, sequence: int) -> Vector:
     """What a region's workers make of a model in a round."""
     seed = np.random.default_rng((ord(region), sequence))
@@ -492,24 +494,29 @@ def test_a_life_without_a_death(codec: str) -> None:
     assert play(codec, [], 1).died == 0
 
 
-@pytest.mark.parametrize(("codec", "late"), [("fp32", 0), ("fp32", 2), ("ternary", 0), ("ternary", 3)])
-def test_a_death_before_any_file_operation_loses_and_doubles_nothing(codec: str, late: int) -> None:
+def die_everywhere(codec: str, first: int, *, late: int, power: bool = False) -> None:
+    """A death before every so many operations of a life, the ``first`` of them on. A life has two of them, half a life
+    apart: what the first one left has long been mended by then."""
     whole = play(codec, [], 7, late=late).count
     assert whole > 100, "the life is longer than that"
-    for moment in range(late, whole, stride(4)):
-        operations = play(codec, [moment], 7, late=late)
-        assert operations.died == 1
+    for moment in range(first, (whole + 1) // 2, stride(4)):
+        assert play(codec, [moment, whole // 2], 7, late=late, power=power).died == 2
+
+
+@pytest.mark.parametrize(
+    ("codec", "late", "first"), [("fp32", 0, 0), ("ternary", 0, 1), ("fp32", 2, 2), ("int8", 3, 3)]
+)
+def test_a_death_before_any_file_operation_loses_and_doubles_nothing(codec: str, late: int, first: int) -> None:
+    die_everywhere(codec, first, late=late)
 
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_a_loss_of_power_before_any_file_operation_loses_and_doubles_nothing(late: int) -> None:
     """Memory is lost with it, and so are the workers and the channel, with rounds that were not durable yet."""
-    whole = play("fp32", [], 7, late=late).count
-    for moment in range(late, whole, stride(4)):
-        assert play("fp32", [moment], 7, power=True, late=late).died == 1
+    die_everywhere("fp32", late, late=late, power=True)
 
 
-@settings(max_examples=budget(40), deadline=None)
+@settings(max_examples=budget(20), deadline=None)
 @given(
     codec=st.sampled_from(["fp32", "int8", "ternary"]),
     deaths=st.lists(st.integers(0, 90), max_size=8),
@@ -520,7 +527,7 @@ def test_many_deaths_in_a_row(codec: str, deaths: list[int], seed: int, late: in
     play(codec, deaths, seed, late=late)
 
 
-@settings(max_examples=budget(40), deadline=None)
+@settings(max_examples=budget(20), deadline=None)
 @given(
     codec=st.sampled_from(["fp32", "int8", "ternary"]),
     deaths=st.lists(st.integers(0, 90), max_size=6),
@@ -537,13 +544,13 @@ def test_deaths_of_servers_and_workers(codec: str, deaths: list[int], seed: int,
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_what_is_sent_summed_up_after_a_cut_counts_once(codec: str) -> None:
     """Whenever the one or the other server dies while sums are made, sent or merged."""
-    whole = [play(codec, [], seed, cuts=True) for seed in range(budget(40))]
+    whole = [play(codec, [], seed, cuts=True) for seed in range(budget(20))]
     assert sum(life.sums > 0 for life in whole) > len(whole) / 8
-    for seed in range(100, 100 + budget(40)):
+    for seed in range(100, 100 + budget(20)):
         play(codec, [seed * 7 % 90, seed * 11 % 70], seed, cuts=True)
 
 
-@settings(max_examples=budget(40), deadline=None)
+@settings(max_examples=budget(20), deadline=None)
 @given(
     deaths=st.lists(st.integers(0, 90), max_size=5), seed=st.integers(0, 1 << 20), power=st.booleans(),
     late=st.integers(0, 4),

@@ -40,7 +40,7 @@ class StateIsLost(AnythingMayHappen):
 
 TestStateIsLost = StateIsLost.TestCase
 TestStateIsLost.settings = settings(
-    max_examples=budget(150), stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=budget(100), stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -142,7 +142,7 @@ class AnythingMayHappen(RuleBasedStateMachine):
 
 TestAnythingMayHappen = AnythingMayHappen.TestCase
 TestAnythingMayHappen.settings = settings(
-    max_examples=budget(150), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=budget(100), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

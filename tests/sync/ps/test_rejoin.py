@@ -23,6 +23,9 @@ EXPECTED = 1.0 + ROUNDS * (ROUNDS + 1) / 2 * sum(PUSHES.values()) / len(PUSHES)
 """Round r moves a region by its push times r; the regions' models are averaged."""
 STAR = (("east", "north"), ("east", "west"))
 
+IMPATIENT = {"background": 1.0, "quorum": 1.0}
+"""A region begins rounds without the others at once, and not after some seconds of each."""
+
 
 def _introduce(servers: list[Server], attempt: int = 0, *, finish: bool = False) -> None:
     for server in servers:
@@ -226,7 +229,9 @@ def _comes_back_and_says_that_it_cannot(region: Server, servers: list[Server]) -
 
 def test_in_the_background_whoever_has_lost_nothing_begins(servers: Servers, workers: Workers) -> None:
     """The others have the first model and rounds of theirs; nobody has anything of north, nor has it had theirs."""
-    east, north, west = made = servers(*PUSHES, rounds=ROUNDS, wan_settings={"background": 1.0})
+    east, north, west = made = servers(
+        *PUSHES, rounds=ROUNDS, wan_settings={"background": 1.0, "quorum": 1.0, "lead": 4.0}
+    )
     for server in (north, west):
         server.kill()
     crew = [workers(east, PUSHES["east"], pause=0.05)]
@@ -249,7 +254,9 @@ def test_in_the_background_whoever_has_lost_nothing_begins(servers: Servers, wor
 
 def test_in_the_background_what_others_have_forgotten_is_lost(servers: Servers, workers: Workers) -> None:
     """East's first updates were here, and are nowhere any more although they are merged there."""
-    east, north = made = servers("east", "north", rounds=40, wan_settings={"background": 1.0})
+    east, north = made = servers(
+        "east", "north", rounds=40, wan_settings={"background": 1.0, "quorum": 1.0, "lead": 40.0}
+    )
     workers(east, PUSHES["east"], pause=0.05)
     wait_until(lambda: not (east.settings["state_dir"] / "outbox" / "0.json").exists() and east.status().round, "it")
     north.kill()

@@ -80,7 +80,7 @@ class RegionsAreAway(WaysChange):
 
 TestRegionsAreAway = RegionsAreAway.TestCase
 TestRegionsAreAway.settings = settings(
-    max_examples=budget(150), stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=budget(100), stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -100,7 +100,7 @@ class LinksCarryTooLittle(RegionsAreAway):
 
 
 TestLinksCarryTooLittle = LinksCarryTooLittle.TestCase
-TestLinksCarryTooLittle.settings = settings(TestRegionsAreAway.settings, max_examples=budget(100))
+TestLinksCarryTooLittle.settings = settings(TestRegionsAreAway.settings, max_examples=budget(70))
 
 
 def _go_on(federation: Miniature, times: int) -> None:

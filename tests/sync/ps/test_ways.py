@@ -74,7 +74,7 @@ def _ways(kind: str, regions: int) -> tuple[tuple[str, str], ...]:
 
 TestWaysChange = WaysChange.TestCase
 TestWaysChange.settings = settings(
-    max_examples=budget(150), stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=budget(100), stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
