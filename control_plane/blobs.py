@@ -19,7 +19,7 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 class BlobStore:
-    """Blobs under one folder. Uploads go on where they broke off."""
+    """Blobs under one folder. Uploads continue where they broke off."""
 
     def __init__(self, folder: Path) -> None:
         self._whole = folder

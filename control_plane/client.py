@@ -20,8 +20,8 @@ from geofed_pb.v1 import common_pb2, control_pb2, control_pb2_grpc
 OnBreak = Callable[[GeofedError], None]
 RETRY_WAIT = timedelta(seconds=0.5)
 """Between two attempts to take a broken stream up again."""
-WEIGH_WAIT = timedelta(seconds=10)
-"""How long a control plane may have an answer wait for a task to be weighed."""
+PROBE_WAIT = timedelta(seconds=10)
+"""How long a control plane may have an answer wait for a task to be probed."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ControlClient:
         return reply
 
     async def put_bundle(self, content: bytes, digest: str) -> None:
-        """Upload the code of a job, unless it is there; goes on where an earlier upload broke off."""
+        """Upload the code of a job, unless it is there; continues where an earlier upload broke off."""
         with _mapped():
             have = await self._stub.StatBlob(common_pb2.BlobRequest(digest=digest), **self._options())
             if not have.complete:
@@ -88,17 +88,17 @@ class ControlClient:
 
     async def plan(self, spec_json: str, code_digest: str = "", bundle_digest: str = "") -> control_pb2.PlanReply:
         """What would be done with a job; ``code_digest``: `LoadedSpec.code_digest`, by which it is known again;
-        ``bundle_digest``: of its code, that was put, so that a task that nobody knows is weighed first."""
+        ``bundle_digest``: of its code, that was put, so that a task that nobody knows is probed first."""
         request = control_pb2.PlanRequest(spec_json=spec_json, code_digest=code_digest, bundle_digest=bundle_digest)
         with _mapped():
-            reply: control_pb2.PlanReply = await self._stub.Plan(request, **self._options(WEIGH_WAIT))
+            reply: control_pb2.PlanReply = await self._stub.Plan(request, **self._options(PROBE_WAIT))
         return reply
 
     async def submit(self, spec_json: str, bundle_digest: str, request_id: str) -> control_pb2.SubmitReply:
         """Run a job; once for each request id."""
         request = control_pb2.SubmitRequest(request_id=request_id, spec_json=spec_json, bundle_digest=bundle_digest)
         with _mapped():
-            reply: control_pb2.SubmitReply = await self._stub.Submit(request, **self._options(WEIGH_WAIT))
+            reply: control_pb2.SubmitReply = await self._stub.Submit(request, **self._options(PROBE_WAIT))
         return reply
 
     async def profile(
@@ -108,7 +108,7 @@ class ControlClient:
         request_id: str,
         memories_mb: Sequence[int] = (),
     ) -> AsyncIterator[control_pb2.ProfileNews]:
-        """Have a task measured; what goes on, and last the result. The same request id is the same profile."""
+        """Have a task measured; what continues, and last the result. The same request id is the same profile."""
         request = control_pb2.ProfileRequest(
             request_id=request_id,
             spec_json=spec_json,
@@ -154,7 +154,7 @@ class ControlClient:
         return reply
 
     async def replan(self, job: str, reason: str = "") -> control_pb2.Job:
-        """Have a job end, and another one go on with its model over the regions that are there now."""
+        """Have a job end, and another one continue with its model over the regions that are there now."""
         with _mapped():
             reply: control_pb2.Job = await self._stub.Replan(
                 control_pb2.ReplanRequest(job=job, reason=reason), **self._options()
@@ -162,7 +162,7 @@ class ControlClient:
         return reply
 
     async def scale(self, job: str, workers: dict[str, int], reason: str = "") -> control_pb2.Job:
-        """Have regions of a job go on with other numbers of workers."""
+        """Have regions of a job continue with other numbers of workers."""
         with _mapped():
             reply: control_pb2.Job = await self._stub.Scale(
                 control_pb2.ScaleRequest(job=job, workers=workers, reason=reason), **self._options()

@@ -37,9 +37,9 @@ from control_plane.service import (
     Federation,
     Measurements,
     Meter,
+    Probing,
     Profiling,
     Succession,
-    Weighing,
 )
 from control_plane.store import Store, open_store
 from geofed_pb.address import joined
@@ -72,8 +72,8 @@ class ServeConfig:
     region_certificate_life: timedelta = REGION_LIFE
     ready_file: Path | None = None
     """Written with the actual ports once all listen."""
-    weigh_wait: timedelta = WAIT
-    """How long the first plan of a task waits for an agent to weigh it."""
+    probe_wait: timedelta = WAIT
+    """How long the first plan of a task waits for an agent to probe it."""
     stop_signals: tuple[signal.Signals, ...] = field(default=(signal.SIGTERM, signal.SIGINT))
 
 
@@ -146,12 +146,12 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     federation, authority = state.federation, state.authority
     meter, dashboard = Meter(federation), Dashboard(federation, state.token_hash)
     measurements = Measurements(federation)
-    weighing = Weighing(federation, measurements, config.weigh_wait)
-    stack.push_async_callback(weighing.close)
+    probing = Probing(federation, measurements, config.probe_wait)
+    stack.push_async_callback(probing.close)
     profiling = Profiling(federation, measurements)
     succession = Succession(federation)
     door = Door(state.token_hash, authority.ca_pem, "")
-    users = ControlService(federation, profiling, weighing, succession, door)
+    users = ControlService(federation, profiling, probing, succession, door)
     enrolment = EnrolmentService(federation, authority, config.region_certificate_life)
     checks = health.aio.HealthServicer()
     control = grpc.aio.server(interceptors=[meter], options=server_options())

@@ -1,9 +1,9 @@
-"""Federated shards of real data: labelled images, dealt out to regions unevenly in size and in classes.
+"""Federated shards of real data: labelled images, partitioned over regions unevenly in size and in classes.
 
 A shard is one `.npz` file for each region and split, with `x` (N×H×W, uint8) and `y` (N, int64).
 The training data are dealt by label with Dirichlet proportions, the usual model of data that nobody has shuffled
 between places (Hsu et al. 2019, "Measuring the Effects of Non-Identical Data Distribution", section 3); the test
-data are dealt out evenly, so that all regions together are tested on exactly the whole test set.
+data are partitioned evenly, so that all regions together are tested on exactly the whole test set.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset before it is dealt out."""
+    """A dataset before it is partitioned."""
 
     train: Labelled
     test: Labelled

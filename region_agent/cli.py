@@ -116,7 +116,7 @@ def preemptible(
     if not state_dir.is_dir():
         raise GeofedError("UNAVAILABLE", f"no agent has run with {state_dir}")
     say_preemptible_left(state_dir, workers)
-    _say(f"{workers} preemptible workers from now on; the jobs that had more go on with what is left")
+    _say(f"{workers} preemptible workers from now on; the jobs that had more continue with what is left")
 
 
 @app.command()

@@ -323,7 +323,7 @@ class Agent:
             if error.code != "DISK_FULL":
                 raise
             if not self._full:
-                _log.warning("%s; the agent goes on and writes what it owes once there is space", error)
+                _log.warning("%s; the agent continues and writes what it owes once there is space", error)
             self._full = True
             return
         self._full = False
@@ -441,7 +441,7 @@ class Agent:
 
     def state_restored(self) -> None:
         """Parameter servers with an older state lack updates that others have forgotten: they begin without one, as
-        after the loss of a disk. A partition that trains alone goes on from what it has."""
+        after the loss of a disk. A partition that trains alone continues from what it has."""
         for partition in list(self._partitions.values()):
             if len(partition.start.regions) > 1:
                 beginning = asyncio.create_task(self._begin_anew(partition))
@@ -461,9 +461,9 @@ class Agent:
         if self._profiler is not None:
             self._profiler.ask(command)
 
-    def weigh(self, command: agent_pb2.ProfileTask) -> None:
+    def probe(self, command: agent_pb2.ProfileTask) -> None:
         if self._profiler is not None:
-            self._profiler.weigh(command)
+            self._profiler.probe(command)
 
     def stop(self, seq: int, command: agent_pb2.StopPartition) -> None:
         sending = self._sendings.pop(command.job, None)

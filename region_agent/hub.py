@@ -59,7 +59,7 @@ class Commands(Protocol):
     def profile(self, command: agent_pb2.ProfileTask) -> None:
         """Not stored: whoever waits for it asks again."""
 
-    def weigh(self, command: agent_pb2.ProfileTask) -> None:
+    def probe(self, command: agent_pb2.ProfileTask) -> None:
         """The same."""
 
     def state_restored(self) -> None:
@@ -70,8 +70,8 @@ class Hub:
     """One region's side of the session.
 
     Commands are stored before they are acknowledged, reports before they are sent; after a break, each side tells
-    the other how far it has come, and both go on from there. A message that can never be delivered, or never be carried
-    out, is set aside, and its job fails with the reason; what stands behind it goes on.
+    the other how far it has come, and both continue from there. A message that can never be delivered, or never be
+    carried out, is set aside, and its job fails with the reason; what stands behind it continues.
     """
 
     def __init__(self, identity: Identity, store: AgentStore, catalogue: Callable[[], str], version: str) -> None:
@@ -283,8 +283,8 @@ class Hub:
                 commands.send_shard(message.seq, message.send_shard)
             case "profile":
                 commands.profile(message.profile)
-            case "weigh":
-                commands.weigh(message.weigh)
+            case "probe":
+                commands.probe(message.probe)
 
     async def _send(self, call: Any, cursor: int) -> None:
         heartbeat_due = 0.0
@@ -321,7 +321,7 @@ class Hub:
         return bytes(held)
 
     async def fetch_file(self, digest: str, into: Path) -> None:
-        """Have a blob of the control plane lie in a file, whole and verified; goes on at what is there of it."""
+        """Have a blob of the control plane lie in a file, whole and verified; continues at what is there of it."""
         if into.exists():
             return
         partial = into.with_name(f"{into.name}.partial")
@@ -339,7 +339,7 @@ class Hub:
             os.replace(partial, into)
 
     async def put_blob(self, data: bytes, digest: str) -> None:
-        """Hand a blob in; goes on at what the control plane has of it already."""
+        """Hand a blob in; continues at what the control plane has of it already."""
         async with self._stub() as stub:
             have = await stub.StatBlob(common_pb2.BlobRequest(digest=digest), timeout=30)
             if not have.complete:

@@ -1,8 +1,8 @@
 """The samples that a partition draws in a step, where they go with its workers.
 
 The batch changes with the attempt that has other workers, at the beginning of a round: in the one that is open when
-the attempt before is fenced some steps may have been made already, and whoever goes on in it makes the others with the
-same batch. So every step has one batch, whatever is made again.
+the attempt before is fenced some steps may have been made already, and whoever continues in it makes the others with
+the same batch. So every step has one batch, whatever is made again.
 """
 
 from __future__ import annotations

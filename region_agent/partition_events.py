@@ -147,7 +147,7 @@ class WorkerEnded:
     resume_key: str = ""
     error: GeofedError | None = None
     step: int = 0
-    """At which ``resume_key`` goes on."""
+    """At which ``resume_key`` continues."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Preempted:
-    """Preemptible workers are taken away; so many are left, and go on until the control plane says otherwise. It is
+    """Preemptible workers are taken away; so many are left, and continue until the control plane says otherwise. It is
     said when it is decided, so that no later order can be crossed by it."""
 
     workers: int

@@ -6,13 +6,13 @@
         │           │           │            │
         └───────────┴───────────┴────────────┴──► failed | stopped
 
-Workers belong to an *attempt*. When one of them fails, or the parameter server cannot go on with them, a new attempt
+Workers belong to an *attempt*. When one of them fails, or the parameter server cannot continue with them, a new attempt
 begins: the parameter server fences the old one, and all workers are invoked again from the last durable round. A
 parameter server that dies is started again on its own state, and the workers' calls find it there; they need not
 begin anew.
 
 A partition whose number of workers changes gets a new attempt too: the old one's workers leave what they have at their
-next exchange, and the new ones go on from there. No step is lost or made twice, except in the background, where the
+next exchange, and the new ones continue from there. No step is lost or made twice, except in the background, where the
 open round begins anew. Where the batch goes with the workers it changes with the round after that.
 """
 
@@ -82,7 +82,7 @@ _SETBACKS_WITHOUT_PROGRESS = 8
 """After this many in a row, with no round in between, the partition has failed."""
 _OUT_OF_MEMORY_SETBACKS = 2
 """The same for a worker that was ended over its memory. Who was killed in an evaluation tries it in smaller batches,
-and then goes on without: nothing that is trained is lost over it."""
+and then continues without: nothing that is trained is lost over it."""
 _PORT_SETBACKS = 4
 """The same for a parameter server without ports: a server before it may not have let go of them yet, for seconds. While
 others hold them, the job's workers in all regions would cost money for nothing."""
@@ -122,7 +122,7 @@ class _Broken:
     step: int = -1
     waited_seconds: float = 0.0
     well: bool = False
-    """It was broken off to go on with another number of workers."""
+    """It was broken off to continue with another number of workers."""
 
     @property
     def awaited(self) -> bool:
@@ -366,7 +366,7 @@ class PartitionMachine:
         left, self._broken = self._broken, _Broken()
         actions: list[Action] = [self._invoke(worker, left.resume_key) for worker in range(self.workers)]
         if left.resume_key:
-            text = f"{self.region}: attempt {self.attempt} goes on from step {left.step}"
+            text = f"{self.region}: attempt {self.attempt} continues from step {left.step}"
             actions.append(Happened("attempt.resumed", text, {"attempt": self.attempt, "step": left.step}))
         return [*stated, *actions]
 
@@ -403,7 +403,7 @@ class PartitionMachine:
         return actions
 
     def _take_up(self, event: WorkerEnded) -> None:
-        """All go on from where the furthest of a broken attempt was; it is at most one step ahead of any other."""
+        """All continue from where the furthest of a broken attempt was; it is at most one step ahead of any other."""
         if event.status in ("left", "continue") and event.resume_key and event.step > self._broken.step:
             self._broken.resume_key, self._broken.step = event.resume_key, event.step
 

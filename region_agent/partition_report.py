@@ -43,7 +43,7 @@ class PartitionMeter:
 
     @property
     def identity(self) -> int:
-        """Sums of another identity do not go on from these."""
+        """Sums of another identity do not continue from these."""
         return self._store.meter_id
 
     def server_started(self, now: float) -> None:

@@ -16,7 +16,7 @@ _JOB = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _REGION = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 _LONGEST_SLICE = LONGEST_LIFE - timedelta(minutes=5)
-"""A worker goes on for a while after its slice: to the end of its step, and while it waits for an answer."""
+"""A worker continues for a while after its slice: to the end of its step, and while it waits for an answer."""
 
 
 def most_workers(config: RegionConfig, *, preemptible: bool = False) -> int:

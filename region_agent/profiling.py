@@ -78,15 +78,15 @@ class Profiler:
             self._clearing = asyncio.create_task(self._clear_up_after_a_crash())
 
     def ask(self, command: agent_pb2.ProfileTask) -> None:
-        """Measure, unless that is done or going on; then only tell."""
+        """Measure, unless that is done or running; then only report."""
         self._begin(command, self._profiled)
 
-    def weigh(self, command: agent_pb2.ProfileTask) -> None:
+    def probe(self, command: agent_pb2.ProfileTask) -> None:
         """The same, of only what a first plan needs: how large the model is, and how quick a few steps are."""
-        self._begin(command, self._weighed)
+        self._begin(command, self._probed)
 
     async def close(self) -> None:
-        """Break off what goes on, and clear it away."""
+        """Break off what continues, and clear it away."""
         tasks = [*self._tasks.values(), *([self._clearing] if self._clearing else [])]
         for task in tasks:
             task.cancel()
@@ -148,7 +148,7 @@ class Profiler:
             numbers = self._numbers(command, told, cold, asdict(costs), rates, meters)
             return agent_pb2.ProfileReport(profile_json=json.dumps(numbers))
 
-    async def _weighed(self, command: agent_pb2.ProfileTask, meters: _Meters) -> agent_pb2.ProfileReport:
+    async def _probed(self, command: agent_pb2.ProfileTask, meters: _Meters) -> agent_pb2.ProfileReport:
         """The size is told as soon as it is known; reading the data may take long, and fail."""
         begun, weight = time.monotonic(), agent_pb2.TaskWeight()
         memory = max(command.memories_mb, default=0)

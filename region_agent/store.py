@@ -256,7 +256,7 @@ class AgentStore(AgentDatabase):
         return self._last_report() if first is None else int(str(first)) - 1
 
     def resume_reports(self, cursor: int) -> bool:
-        """Go on behind the reports that the control plane has, which are those up to ``cursor``.
+        """Continue behind the reports that the control plane has, which are those up to ``cursor``.
 
         True where this state is older than what was sent to the control plane: it was lost, or put back from a copy.
         What the copy holds of reports has arrived; what was reported since is numbered anew.
@@ -332,7 +332,7 @@ class AgentStore(AgentDatabase):
         return {str(name): float(str(value)) for name, value in rows}
 
     def invocation_begun(self, job: str, now: float, *, preemptible: bool = False) -> int:
-        """``preemptible``: on capacity that may be taken away, however the partition goes on."""
+        """``preemptible``: on capacity that may be taken away, however the partition continues."""
         insert = "insert into invocations (job, begun, preemptible) values (?, ?, ?)"
         with self._writing() as db:
             return int(db.execute(insert, (job, now, preemptible)).lastrowid or 0)

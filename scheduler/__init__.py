@@ -31,9 +31,9 @@ from scheduler._topology import (
     Topologies,
     Topology,
     choose_topology,
+    evaluate_topologies,
     evaluate_topology,
     rechosen,
-    weigh_topologies,
 )
 
 __all__ = [
@@ -69,6 +69,7 @@ __all__ = [
     "as_seen",
     "choose_topology",
     "estimate",
+    "evaluate_topologies",
     "evaluate_topology",
     "link_table",
     "pace",
@@ -79,5 +80,4 @@ __all__ = [
     "restaff",
     "round_compute_seconds",
     "step_seconds",
-    "weigh_topologies",
 ]

@@ -4,7 +4,7 @@ A round ends with its slowest region, so that workers which make another region 
 Load-power matching (Cloudless-Training, arXiv 2303.05330, section III-B) gives every region as many as it needs to
 keep the pace of the slowest with all it has. That is one point of a line: every slower pace needs fewer workers. Along
 it time only grows, while money has a least value, since the parameter servers are paid by the hour and the workers by
-what they do and by how long they wait. All paces that there are, are weighed.
+what they do and by how long they wait. All paces that there are, are evaluated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["MUCH_THE_SAME", "Option", "Staffing", "Weighed", "options", "taken"]
+__all__ = ["MUCH_THE_SAME", "Evaluated", "Option", "Staffing", "options", "taken"]
 
 MOST_PACES = 48
 """Beyond it paces are thinned out evenly, the fastest and the slowest kept."""
@@ -76,7 +76,7 @@ def _paced(workers: tuple[int, ...]) -> str:
 
 
 @dataclass(frozen=True)
-class Weighed:
+class Evaluated:
     """An option with what it is expected to take, and at most."""
 
     option: Option
@@ -87,13 +87,13 @@ class Weighed:
 
 
 def taken(
-    weighed: Iterable[Weighed], *, minimise: str, deadline_seconds: float | None, budget_usd: float | None
-) -> Weighed:
+    evaluated: Iterable[Evaluated], *, minimise: str, deadline_seconds: float | None, budget_usd: float | None
+) -> Evaluated:
     """The cheapest (or fastest) that can be promised; where none can, the one that comes closest.
 
     "Can be promised": it keeps deadline and budget even if it takes as much as it may.
     """
-    held = list(weighed)
+    held = list(evaluated)
     in_time = [w for w in held if deadline_seconds is None or w.most_seconds <= deadline_seconds]
     both = [w for w in in_time if budget_usd is None or w.most_usd <= budget_usd]
     if not in_time:

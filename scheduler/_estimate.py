@@ -170,7 +170,7 @@ def _training(
 
     known = snapshot.start_seconds is not None and snapshot.start_of_run
     first_model = contact + (0.0 if known else slowest("first_model"))
-    # With background exchange a round's end goes on beside the next one's steps.
+    # With background exchange a round's end continues beside the next one's steps.
     round_ends = 0 if plan.background else plan.rounds
     steps, ends = plan.rounds * compute, round_ends * slowest("round_end")
     exchanges = plan.rounds * exchange

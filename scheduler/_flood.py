@@ -1,6 +1,6 @@
 """How long a round's exchange takes over a given graph of regions.
 
-Every region's update is encoded once and goes on as it is (an *original*), store and forward, along the tree of
+Every region's update is encoded once and continues as it is (an *original*), store and forward, along the tree of
 fewest hops from its region, ties broken by name. So each region receives each of the n - 1 other updates once, whatever
 the graph; what differs is which link carries how many.
 

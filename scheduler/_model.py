@@ -322,7 +322,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A plan that was weighed and not taken."""
+    """A plan that was evaluated and not taken."""
 
     text: str
     why_not: str
@@ -365,7 +365,7 @@ class Plan:
 
     @property
     def background(self) -> bool:
-        """Whether training goes on while updates travel."""
+        """Whether training continues while updates travel."""
         return bool(self.wan_settings.get("background"))
 
     @property

@@ -113,7 +113,7 @@ def _climbed(
     """The best moves that one change at a time leads to; none where nothing is admissible."""
     best: tuple[tuple[float, ...], dict[str, str]] | None = None
 
-    def weigh(moves: _Moves) -> bool:
+    def evaluate(moves: _Moves) -> bool:
         nonlocal best
         found = asked(moves)
         if not isinstance(found, Plan):
@@ -125,7 +125,7 @@ def _climbed(
         return True
 
     for moves in first:
-        weigh(moves)
+        evaluate(moves)
     helped = True
     while helped:
         helped = False
@@ -135,7 +135,7 @@ def _climbed(
                 moves = {**present, shard: region}
                 if region == shard:
                     del moves[shard]
-                if not set(moves.values()) & set(moves) and weigh(moves):
+                if not set(moves.values()) & set(moves) and evaluate(moves):
                     helped = True
     return best[1] if best is not None else {}
 

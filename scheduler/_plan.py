@@ -41,24 +41,24 @@ class Planner:
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
         self._demand: Demand | None = None
-        self._weighed: dict[tuple[tuple[str, str], ...], Ways | Declined] = {}
+        self._evaluated: dict[tuple[tuple[str, str], ...], Ways | Declined] = {}
         """By the shards that are moved, and to where."""
         self.placements = 0
-        """So many ways to lay out the shards were weighed for all that was asked: what takes the time."""
+        """So many ways to lay out the shards were evaluated for all that was asked: what takes the time."""
 
     def plan(self, demand: Demand) -> Plan | Declined:
         """As `plan`."""
         unbounded = replace(demand, deadline_seconds=None, budget_usd=None)
         if unbounded != self._demand:
-            self._demand, self._weighed = unbounded, {}
+            self._demand, self._evaluated = unbounded, {}
         return best_moves(self._snapshot, demand, self._placed)
 
     def _placed(self, placed: Placed, demand: Demand) -> Plan | Declined:
         key = tuple((copy.source, copy.destination) for copy in placed.copies)
-        if key not in self._weighed:
-            self._weighed[key] = _ways_for(placed, demand)
+        if key not in self._evaluated:
+            self._evaluated[key] = _ways_for(placed, demand)
             self.placements += 1
-        ways = self._weighed[key]
+        ways = self._evaluated[key]
         return ways if isinstance(ways, Declined) else ways.best(demand)
 
 
@@ -186,10 +186,10 @@ def _planned(
         residency={},
         alternatives=wan.alternatives,
     )
-    return replace(chosen, estimate=estimate(chosen, snapshot), warnings=_beware(chosen, demand, snapshot))
+    return replace(chosen, estimate=estimate(chosen, snapshot), warnings=_warnings_of(chosen, demand, snapshot))
 
 
-def _beware(chosen: Plan, demand: Demand, snapshot: Snapshot) -> tuple[str, ...]:
+def _warnings_of(chosen: Plan, demand: Demand, snapshot: Snapshot) -> tuple[str, ...]:
     """Where functions cannot hold the model, and where steps that are larger than a shard make other passes over it
     than were asked for."""
     told = []
@@ -224,7 +224,7 @@ def _alike(way: Option, like: Plan, candidates: list[Region], snapshot: Snapshot
         collective=demand.collective or (taken_by_all.collective if taken_by_all else "auto"),
         merging=_merging(demand, taken_by_all),
     )
-    return replace(other, estimate=estimate(other, snapshot, over), warnings=_beware(other, demand, snapshot))
+    return replace(other, estimate=estimate(other, snapshot, over), warnings=_warnings_of(other, demand, snapshot))
 
 
 def _merging(demand: Demand, taken_by_all: Tuned | None) -> dict[str, float]:

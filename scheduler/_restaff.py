@@ -1,9 +1,9 @@
-"""Whether a job that runs should go on with other numbers of workers: more of them, fewer, or elsewhere.
+"""Whether a job that runs should continue with other numbers of workers: more of them, fewer, or elsewhere.
 
 What was planned rested on what was known; regions then turn out faster or slower, are throttled, or lend their workers
-to others. The ways to staff what is left are weighed as in the plan (`_elastic`), with the speeds as measured. Workers
-change only where that saves more than the change costs, or keeps a promise that would break: a job whose shares go up
-and down pays for it each time.
+to others. The ways to staff what is left are evaluated as in the plan (`_elastic`), with the speeds as measured.
+Workers change only where that saves more than the change costs, or keeps a promise that would break: a job whose shares
+go up and down pays for it each time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from scheduler._elastic import Option, Staffing, Weighed, options, taken
+from scheduler._elastic import Evaluated, Option, Staffing, options, taken
 from scheduler._estimate import MERGE_SECONDS
 
 __all__ = ["Restaffing", "Staffed", "pace", "paces", "restaff"]
@@ -119,26 +119,26 @@ def restaff(
     deadline_seconds: float | None = None,
     budget_usd: float | None = None,
 ) -> Restaffing | None:
-    """None: go on as it is. ``deadline_seconds`` and ``budget_usd`` are what is left of them.
+    """None: continue as it is. ``deadline_seconds`` and ``budget_usd`` are what is left of them.
 
     ``exchange_seconds`` is of one round; in the background it counts only where it is longer than the compute.
     """
     if not regions or rounds_left < 1 or any(region.workers < 1 for region in regions):
         return None
 
-    def weighed(option: Option) -> Weighed:
+    def evaluated(option: Option) -> Evaluated:
         compute = max(r.round_seconds(n) for r, n in zip(regions, option.workers, strict=True))
         seconds = rounds_left * (max(compute, exchange_seconds) if background else compute + exchange_seconds)
         changes = any(r.workers != n for r, n in zip(regions, option.workers, strict=True))
         seconds += CHANGE_SECONDS * changes
         rates = (n * r.worker_usd_per_second + r.usd_per_second for r, n in zip(regions, option.workers, strict=True))
         usd = seconds * sum(rates)
-        return Weighed(option, seconds, usd, seconds * MARGIN, usd * MARGIN)
+        return Evaluated(option, seconds, usd, seconds * MARGIN, usd * MARGIN)
 
     bounds = [_bounds(region) for region in regions]
-    now = weighed(Option("now", tuple(region.workers for region in regions)))
+    now = evaluated(Option("now", tuple(region.workers for region in regions)))
     best = taken(
-        [weighed(option) for option in options(bounds)],
+        [evaluated(option) for option in options(bounds)],
         minimise=minimise,
         deadline_seconds=deadline_seconds,
         budget_usd=budget_usd,
@@ -150,7 +150,7 @@ def restaff(
     return Restaffing(changed, reason)
 
 
-def _reason(now: Weighed, best: Weighed, minimise: str, deadline: float | None, budget: float | None) -> str | None:
+def _reason(now: Evaluated, best: Evaluated, minimise: str, deadline: float | None, budget: float | None) -> str | None:
     """Why a change is worth it; None: it is not."""
     if deadline is not None and now.most_seconds > deadline:
         if best.seconds < now.seconds * (1 - WORTH):

@@ -19,9 +19,9 @@ __all__ = [
     "Topologies",
     "Topology",
     "choose_topology",
+    "evaluate_topologies",
     "evaluate_topology",
     "rechosen",
-    "weigh_topologies",
 ]
 
 KINDS = ("mesh", "partial-mesh", "star", "tree", "ring", "two-level")
@@ -69,7 +69,7 @@ class Topologies:
     """Why, by kind."""
 
 
-def weigh_topologies(
+def evaluate_topologies(
     regions: Sequence[str], table: LinkTable, update_bytes: int, clouds: Mapping[str, str] | None = None
 ) -> Topologies:
     """The fastest topology of each kind.
@@ -92,7 +92,7 @@ def weigh_topologies(
 
 
 def choose_topology(
-    weighed: Topologies,
+    evaluated: Topologies,
     *,
     minimise: str = "time",
     round_compute_seconds: float | None = None,
@@ -104,12 +104,12 @@ def choose_topology(
     (at most 0.8 of it), as long as there is one. Cheap counts egress, and what the regions cost while they wait for
     the exchange, `waiting_usd_per_second`; 0 where they do not wait.
     """
-    if not weighed.possible:
+    if not evaluated.possible:
         return None
-    fastest = min(topology.seconds for topology in weighed.possible)
-    allowed = [topology for topology in weighed.possible if topology.seconds <= fastest * MUCH_THE_SAME]
+    fastest = min(topology.seconds for topology in evaluated.possible)
+    allowed = [topology for topology in evaluated.possible if topology.seconds <= fastest * MUCH_THE_SAME]
     if minimise == "cost" and round_compute_seconds is not None:
-        hidden = [t for t in weighed.possible if t.seconds <= HIDDEN_SHARE * round_compute_seconds]
+        hidden = [t for t in evaluated.possible if t.seconds <= HIDDEN_SHARE * round_compute_seconds]
         allowed = hidden or allowed
 
     def price(topology: Topology) -> tuple[float, float, int]:
@@ -143,7 +143,7 @@ def rechosen(current: Topology, measured: Sequence[LinkTable], update_bytes: int
     if len(recent) < RECHOICE_MEASUREMENTS or not current.links:
         return None
     names = sorted({name for link in current.links for name in link})
-    best = choose_topology(weigh_topologies(names, recent[-1], update_bytes))
+    best = choose_topology(evaluate_topologies(names, recent[-1], update_bytes))
     if best is None or best.links == current.links:
         return None
     for table in recent:

@@ -16,7 +16,7 @@ from scheduler._estimate import (
 )
 from scheduler._link import link_table
 from scheduler._model import Alternative, Declined, Demand, Partition, Reason, Region, Snapshot
-from scheduler._topology import HIDDEN_SHARE, Topologies, Topology, choose_topology, weigh_topologies
+from scheduler._topology import HIDDEN_SHARE, Topologies, Topology, choose_topology, evaluate_topologies
 from sync.codec import Automatic, codecs
 from sync.policy import DEFAULT, WanPolicy, policy_named
 
@@ -61,8 +61,8 @@ def choose_wan(
 
     In the background the least lossy codec that hides the exchange behind the round's compute is taken; where none
     does, and where all wait, a lossy one only where it makes the exchange notably shorter. While nobody knows how large
-    the model is, float32 is taken. ``known`` holds what was weighed before for these regions, by codec, and takes in
-    what is weighed now.
+    the model is, float32 is taken. ``known`` holds what was evaluated before for these regions, by codec, and takes in
+    what is evaluated now.
     """
     known = {} if known is None else known
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
@@ -74,9 +74,9 @@ def choose_wan(
     for codec in (demand.codec,) if demand.codec else _codecs(demand, rounds, snapshot):
         if codec not in known:
             clouds = {region.name: region.cloud for region in regions}
-            known[codec] = weigh_topologies(sorted(named), table, update_bytes(model_bytes, codec), clouds)
-        weighed = known[codec]
-        wanted = _of_kind(weighed, demand.topology) if len(regions) > 1 else weighed
+            known[codec] = evaluate_topologies(sorted(named), table, update_bytes(model_bytes, codec), clouds)
+        evaluated = known[codec]
+        wanted = _of_kind(evaluated, demand.topology) if len(regions) > 1 else evaluated
         topology = choose_topology(
             wanted,
             minimise=demand.minimise,
@@ -84,9 +84,9 @@ def choose_wan(
             waiting_usd_per_second=waiting,
         )
         if topology is None:
-            return _impossible(weighed, demand.topology)
+            return _impossible(evaluated, demand.topology)
         seconds = exchange_seconds(topology, model_bytes, codec)
-        alternatives = _alternatives(topology, weighed, demand, compute)
+        alternatives = _alternatives(topology, evaluated, demand, compute)
         waited = seconds + round_end_seconds(parts, model_bytes)
         background = len(regions) > 1 and _in_background(demand, waited, slowest, rounds)
         settings = demand.wan_settings | ({"background": 1.0} if background else {})
@@ -124,7 +124,7 @@ def _worth_coding(choices: Sequence[WanChoice]) -> WanChoice:
 
 
 def _codecs(demand: Demand, rounds: int, snapshot: Snapshot) -> tuple[str, ...]:
-    """What is weighed where the demand names none, from the least lossy one on."""
+    """What is evaluated where the demand names none, from the least lossy one on."""
     policy = _policy(demand)
     if policy.significance or snapshot.model_bytes is None:
         # By a guess of the model's size nothing is lost; in the background what is measured is followed at once.
@@ -144,34 +144,34 @@ def _in_background(demand: Demand, seconds: float, compute: float, rounds: int) 
     return not policy.synchronous and rounds >= FEWEST_ROUNDS and seconds > WORTH_WAITING * compute
 
 
-def _of_kind(weighed: Topologies, kind: str | None) -> Topologies:
+def _of_kind(evaluated: Topologies, kind: str | None) -> Topologies:
     if kind is None:
-        return weighed
-    return Topologies(tuple(t for t in weighed.possible if t.kind == kind), weighed.impossible)
+        return evaluated
+    return Topologies(tuple(t for t in evaluated.possible if t.kind == kind), evaluated.impossible)
 
 
-def _impossible(weighed: Topologies, kind: str | None) -> Declined:
-    if weighed.possible and kind is not None:
-        able = ", ".join(topology.kind for topology in weighed.possible)
-        text = f"topology {kind} cannot be made: {weighed.impossible[kind]}"
+def _impossible(evaluated: Topologies, kind: str | None) -> Declined:
+    if evaluated.possible and kind is not None:
+        able = ", ".join(topology.kind for topology in evaluated.possible)
+        text = f"topology {kind} cannot be made: {evaluated.impossible[kind]}"
         return Declined((Reason("INADMISSIBLE", text, f"set wan.topology to auto, or to one of: {able}"),))
-    text = f"the regions cannot exchange: {next(iter(weighed.impossible.values()))}"
+    text = f"the regions cannot exchange: {next(iter(evaluated.impossible.values()))}"
     remedy = "state a link between them in the regions' configurations, or take some out with regions.avoid"
     return Declined((Reason("INADMISSIBLE", text, remedy),))
 
 
 def _alternatives(
-    chosen: Topology, weighed: Topologies, demand: Demand, compute: float | None
+    chosen: Topology, evaluated: Topologies, demand: Demand, compute: float | None
 ) -> tuple[Alternative, ...]:
     """Why each of the others lost; those that are of the same links as the chosen one are left out."""
     out = []
-    for other in weighed.possible:
+    for other in evaluated.possible:
         if other.kind == chosen.kind or other.links == chosen.links:
             continue
         text = f"{other.name}: {other.seconds:.2f} s and ${other.usd_per_round:.4f} a round"
         out.append(Alternative(text, _why_not(other, chosen, demand, compute)))
     if len(chosen.links) > 1:
-        out += [Alternative(kind, why) for kind, why in weighed.impossible.items() if kind != chosen.kind]
+        out += [Alternative(kind, why) for kind, why in evaluated.impossible.items() if kind != chosen.kind]
     return tuple(out)
 
 

@@ -6,19 +6,19 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from scheduler._elastic import MUCH_THE_SAME, Option, Weighed, taken
+from scheduler._elastic import MUCH_THE_SAME, Evaluated, Option, taken
 from scheduler._model import Alternative, Declined, Demand, Estimate, Plan, Reason
 
 __all__ = ["Ways"]
 
 
 class Ways:
-    """Weighed without a deadline and a budget, so that both may be asked for again and again."""
+    """Evaluated without a deadline and a budget, so that both may be asked for again and again."""
 
     def __init__(self, alike: Mapping[Option, Plan], by_itself: Callable[[Option], Plan | Declined]) -> None:
         self._alike = alike
         """The plans, which all exchange like the first one."""
-        self._weighed = [_weighed(way, other.estimate) for way, other in alike.items()]
+        self._evaluated = [_evaluated(way, other.estimate) for way, other in alike.items()]
         self._by_itself = by_itself
         self._own: dict[Option, Plan | Declined] = {}
         """With what each would exchange by itself, as far as that was asked for."""
@@ -26,27 +26,27 @@ class Ways:
     def best(self, demand: Demand) -> Plan | Declined:
         """The one that costs least, or ends first, among those that keep deadline and budget."""
         best = taken(
-            self._weighed,
+            self._evaluated,
             minimise=demand.minimise,
             deadline_seconds=demand.deadline_seconds,
             budget_usd=demand.budget_usd,
         )
         chosen = self._alike[best.option]
-        if best is not self._weighed[0]:
+        if best is not self._evaluated[0]:
             if best.option not in self._own:
                 self._own[best.option] = self._by_itself(best.option)
             own = self._own[best.option]
             # What it would exchange by itself may be cheaper, and too slow for what can be promised.
             if isinstance(own, Plan) and (_within(own, demand) or not _within(chosen, demand)):
                 chosen = own
-        others = _other_staff(best, self._weighed, demand)
+        others = _other_staff(best, self._evaluated, demand)
         chosen = replace(chosen, alternatives=(*others, *chosen.alternatives))
-        too_much = _beyond_limits(chosen, self._weighed, demand)
+        too_much = _beyond_limits(chosen, self._evaluated, demand)
         return Declined(too_much) if too_much else chosen
 
 
-def _weighed(way: Option, took: Estimate) -> Weighed:
-    return Weighed(way, took.seconds.expected, took.usd.expected, took.seconds.high, took.usd.high)
+def _evaluated(way: Option, took: Estimate) -> Evaluated:
+    return Evaluated(way, took.seconds.expected, took.usd.expected, took.seconds.high, took.usd.high)
 
 
 def _within(chosen: Plan, demand: Demand) -> bool:
@@ -54,9 +54,9 @@ def _within(chosen: Plan, demand: Demand) -> bool:
     return in_time and (demand.budget_usd is None or chosen.estimate.usd.high <= demand.budget_usd)
 
 
-def _other_staff(best: Weighed, weighed: list[Weighed], demand: Demand) -> tuple[Alternative, ...]:
+def _other_staff(best: Evaluated, evaluated: list[Evaluated], demand: Demand) -> tuple[Alternative, ...]:
     """Why the ends of the line, and what takes everything, lost."""
-    ends = [weighed[0], *(w for w in weighed if w.option.name in ("greedy", "one worker in each region"))]
+    ends = [evaluated[0], *(w for w in evaluated if w.option.name in ("greedy", "one worker in each region"))]
     return tuple(
         Alternative(
             f"{_STAFFED.get(way.option.name, way.option.name)} ({sum(way.option.workers)} workers): "
@@ -68,7 +68,7 @@ def _other_staff(best: Weighed, weighed: list[Weighed], demand: Demand) -> tuple
     )
 
 
-def _why_not(way: Weighed, best: Weighed, demand: Demand) -> str:
+def _why_not(way: Evaluated, best: Evaluated, demand: Demand) -> str:
     if demand.deadline_seconds is not None and way.most_seconds > demand.deadline_seconds:
         return f"may take {way.most_seconds:.0f} s, the deadline leaves {demand.deadline_seconds:.0f} s"
     if demand.budget_usd is not None and way.most_usd > demand.budget_usd:
@@ -78,12 +78,12 @@ def _why_not(way: Weighed, best: Weighed, demand: Demand) -> str:
     return " and ".join(words) or f"saves less than {MUCH_THE_SAME:.0%}"
 
 
-def _beyond_limits(chosen: Plan, weighed: list[Weighed], demand: Demand) -> tuple[Reason, ...]:
+def _beyond_limits(chosen: Plan, evaluated: list[Evaluated], demand: Demand) -> tuple[Reason, ...]:
     """What the plan cannot promise, with what could be promised, each limit for itself."""
     reasons = []
     took = chosen.estimate
     if demand.deadline_seconds is not None and took.seconds.high > demand.deadline_seconds:
-        least = min(took.seconds.high, *(way.most_seconds for way in weighed))
+        least = min(took.seconds.high, *(way.most_seconds for way in evaluated))
         reasons.append(
             Reason(
                 "INADMISSIBLE",
@@ -93,8 +93,8 @@ def _beyond_limits(chosen: Plan, weighed: list[Weighed], demand: Demand) -> tupl
             )
         )
     if demand.budget_usd is not None and took.usd.high > demand.budget_usd:
-        in_time = [w for w in weighed if demand.deadline_seconds is None or w.most_seconds <= demand.deadline_seconds]
-        least = min(took.usd.high, *(way.most_usd for way in in_time or weighed))
+        in_time = [w for w in evaluated if demand.deadline_seconds is None or w.most_seconds <= demand.deadline_seconds]
+        least = min(took.usd.high, *(way.most_usd for way in in_time or evaluated))
         reasons.append(
             Reason(
                 "INADMISSIBLE",

@@ -102,4 +102,4 @@ def confirm(question: str, *, yes: bool) -> None:
     except KeyboardInterrupt:
         raise SystemExit(int(Exit.INTERRUPTED)) from None
     if answer.strip().lower() not in ("y", "yes"):
-        raise GeofedError("USAGE", "nothing was done", hint="answer with y to go on")
+        raise GeofedError("USAGE", "nothing was done", hint="answer with y to continue")

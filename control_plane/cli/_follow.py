@@ -75,7 +75,7 @@ class _Watched:
 
 
 async def follow_job(client: ControlClient, job: str) -> Data:
-    """Show a job until it has ended, and those that go on with its model; returns how the last one then stands.
+    """Show a job until it has ended, and those that continue with its model; returns how the last one then stands.
 
     In jsonl the events are data, too.
     """
@@ -109,8 +109,8 @@ async def _shown(watched: _Watched, display: Display) -> Data:
 
 
 async def _next_of(watched: _Watched, view: Data, tell: Callable[[str], None]) -> tuple[_Watched, Data]:
-    """The job that goes on with the model of one that was planned anew, and how it stands."""
-    tell(f"job {view['id']} goes on as {view['successor']}")
+    """The job that continues with the model of one that was replanned, and how it stands."""
+    tell(f"job {view['id']} continues as {view['successor']}")
     watched = replace(watched, job=view["successor"])
     return watched, await _look(watched)
 
@@ -123,7 +123,8 @@ async def events_of(watched: _Watched) -> AsyncIterator[Data]:
 
 
 async def wait_for_job(client: ControlClient, job: str, *, running: bool = False) -> Data:
-    """Wait, silently, until a job and those that go on with its model have ended, or with `running` until it trains."""
+    """Wait, silently, until a job and those that continue with its model have ended, or with `running` until it
+    trains."""
     view = job_view(await client.job(job))
     watched = _Watched(client, view["id"], Outage())
     while True:

@@ -22,7 +22,7 @@ def job_head(view: Data) -> str:
             ("error", f"{error['code']}: {error['message']}" if error else ""),
             ("hint", error["hint"] if error else ""),
             ("starts from", initial_model_text(view["initial_model"])),
-            ("goes on as", view["successor"]),
+            ("continues as", view["successor"]),
             ("submitted", view["created_at"]),
             ("started", view["started_at"]),
             ("ended", view["finished_at"]),
@@ -133,7 +133,7 @@ def plan_text(plan: Data) -> str:
     estimate = plan["estimate"]
     head = fields(
         [
-            *(("beware", text) for text in plan.get("warnings", [])),
+            *(("warning", text) for text in plan.get("warnings", [])),
             ("waits", plan.get("waits_for", "")),
             ("starts from", initial_model_text(plan.get("initial_model"))),
             ("rounds", f"{plan['rounds']}, one after {plan['interval']} local steps"),
@@ -172,8 +172,8 @@ def plan_text(plan: Data) -> str:
     parts = [head, _phases_table(estimate), regions, *stages, data, _copies_table(plan.get("copies", []))]
     parts += [link_table(estimate["link_bytes"], {}), money_table(estimate["items"])]
     if plan.get("alternatives"):
-        weighed = [f"{other['text']}: {other['why_not']}" for other in plan["alternatives"]]
-        parts.append("also weighed:\n" + "\n".join(weighed))
+        evaluated = [f"{other['text']}: {other['why_not']}" for other in plan["alternatives"]]
+        parts.append("also evaluated:\n" + "\n".join(evaluated))
     return "\n\n".join(part for part in parts if part)
 
 

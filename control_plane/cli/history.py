@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     Stream = Callable[[ControlClient, Outage], AsyncIterator[Data]]
 
-Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job has ended.")]
 After = Annotated[int, typer.Option("--after", metavar="CURSOR", help="Only what came after this one.", min=0)]
 
 
@@ -80,7 +80,7 @@ def _show(context: Path | None, stream: Stream, line_of: Callable[[Data], str], 
             else:
                 emit([item], table=lambda items: line_of(items[0]), name=_cursor_of)
 
-    ask_control_plane(context, converse, detach=f"detached; the job goes on. Follow it again: {again}")
+    ask_control_plane(context, converse, detach=f"detached; the job continues. Follow it again: {again}")
     if settings.format in (Format.JSON, Format.YAML):
         emit(collected, table=str, name=_cursor_of)
 

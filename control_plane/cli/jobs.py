@@ -67,7 +67,7 @@ def describe(job: JobArgument, context: ContextFile = None, output: Output = For
 def wait(
     job: JobArgument,
     until: Annotated[str, typer.Option("--for", metavar="ended|running", help="What to wait for.")] = "ended",
-    timeout: Annotated[str | None, typer.Option(help="Give up after this, like 10m; the job goes on.")] = None,
+    timeout: Annotated[str | None, typer.Option(help="Give up after this, like 10m; the job continues.")] = None,
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
@@ -117,7 +117,7 @@ def replan(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Have a running job end, and another one go on with its model over the regions that are there now."""
+    """Have a running job end, and another one continue with its model over the regions that are there now."""
 
     async def ask(client: ControlClient) -> Data:
         return job_summary(job_view(await client.replan(job, reason)))
@@ -137,7 +137,7 @@ def scale(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Have regions of a running job go on with more workers, or fewer; what the job computes stays the same."""
+    """Have regions of a running job continue with more workers, or fewer; what the job computes stays the same."""
     wanted = {}
     for told in workers:
         region, equals, count = told.partition("=")
@@ -167,7 +167,7 @@ def see_to_the_end(
         except TimeoutError:
             raise GeofedError("WAIT_TIMEOUT", f"job {job} has not got there within {seconds:g} s") from None
 
-    again = f"detached; the job goes on. Watch it again: control-plane status {job} --watch"
+    again = f"detached; the job continues. Watch it again: control-plane status {job} --watch"
     view = ask_control_plane(context, stay, detach=again)
     try:
         end_of(view)

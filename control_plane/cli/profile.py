@@ -33,7 +33,7 @@ def profile(
         typer.Option("--memory", metavar="MB", min=64, help="Measure with so much memory; again for several."),
     ] = None,
     request_id: Annotated[
-        str | None, typer.Option(help="Profiles with one id are one; give it again to go on after a break.")
+        str | None, typer.Option(help="Profiles with one id are one; give it again to continue after a break.")
     ] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the fronts of time and money there too.")
@@ -52,7 +52,7 @@ def profile(
     result = ask_control_plane(
         context,
         lambda client: measured(client, loaded, bundle, mark, memory or ()),
-        detach=f"detached; go on with --request-id {mark}",
+        detach=f"detached; continue with --request-id {mark}",
     )
     emit(result, table=_text, name=lambda data: "\n".join(data["regions"]))
     if plot is not None:
@@ -80,7 +80,7 @@ async def measured(
     except GeofedError as error:
         if error.code != "UNAVAILABLE":
             raise
-        hint = f"{error.hint}; --request-id {mark} goes on with this profile"
+        hint = f"{error.hint}; --request-id {mark} continues with this profile"
         raise GeofedError("UNAVAILABLE", error.message, hint=hint) from None
     raise GeofedError("UNAVAILABLE", "the control plane ended without a result")
 

@@ -78,7 +78,7 @@ def change(
 
 @app.command()
 def remove(user: UserName, yes: Yes = False, context: ContextFile = None, output: Output = Format.TABLE) -> None:
-    """Let a user in no more; the user's jobs go on."""
+    """Let a user in no more; the user's jobs continue."""
     confirm(f"Remove user {user}?", yes=yes)
 
     async def ask(client: ControlClient) -> Data:
@@ -87,7 +87,9 @@ def remove(user: UserName, yes: Yes = False, context: ContextFile = None, output
     view = ask_control_plane(context, ask)
     emit(view, table=_user_text, name=_name_of)
     if view["jobs"]:
-        say(f"{view['jobs']} jobs of {user} go on; `control-plane list` shows them, `control-plane cancel` ends them")
+        say(
+            f"{view['jobs']} jobs of {user} continue; `control-plane list` shows them, `control-plane cancel` ends them"
+        )
 
 
 def _show_token(reply: control_pb2.UserReply) -> None:

@@ -15,7 +15,7 @@ def condition_of(state: JobState) -> str:
     if state.terminal:
         return _account_awaits(state)
     if state.awaits_successor:
-        return "waiting: for the job that goes on with its model to be planned"
+        return "waiting: for the job that continues with its model to be planned"
     waits_for_shards = bool(state.copies) and not state.copied
     away = [one for one in links_needed(state) if one[1] != "live"]
     gone = [f"region {name} {link} since {_clock(since)}" for name, link, since in away]

@@ -107,7 +107,7 @@ def copies_ended(state: JobState) -> bool:
 
 
 def links_needed(state: JobState) -> list[tuple[str, Link, float]]:
-    """Of the regions that a job cannot go on without: name, link and since when it is so."""
+    """Of the regions that a job cannot continue without: name, link and since when it is so."""
     found = [(part.region, part.link, part.since) for part in state.partitions]
     if not state.copied:
         found += [(copy.source, copy.link, copy.since) for copy in state.copies]

@@ -64,7 +64,7 @@ class FinishAsked:
 
 @dataclass(frozen=True)
 class ReplanAsked:
-    """It is to end with the model that it has, and another job to go on with that, over other regions."""
+    """It is to end with the model that it has, and another job to continue with that, over other regions."""
 
     at: float
     text: str
@@ -73,7 +73,7 @@ class ReplanAsked:
 
 @dataclass(frozen=True)
 class Continued:
-    """The job that goes on with its model is there, or there will be none."""
+    """The job that continues with its model is there, or there will be none."""
 
     at: float
     successor: str
@@ -84,14 +84,14 @@ class Continued:
 
 @dataclass(frozen=True)
 class ScaleAsked:
-    """Regions are to go on with other numbers of workers."""
+    """Regions are to continue with other numbers of workers."""
 
     at: float
     workers: dict[str, int]
     """By region; 0: pause."""
     reason: str = ""
     gives_way: bool = False
-    """It pauses for another job, and is to go on once there is room again."""
+    """It pauses for another job, and is to continue once there is room again."""
     preemptible: bool = False
     """On workers that may be taken away."""
 
@@ -240,7 +240,7 @@ class SendPeers:
 
 @dataclass(frozen=True)
 class SendScale:
-    """Have the region go on with so many workers."""
+    """Have the region continue with so many workers."""
 
     region: str
     epoch: int

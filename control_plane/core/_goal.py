@@ -40,7 +40,7 @@ def may_end_early(state: JobState) -> bool:
 
 
 def reached(state: JobState) -> Reached | None:
-    """Whether the goal or the budget has been reached, by the last reports of all regions; None: it goes on."""
+    """Whether the goal or the budget has been reached, by the last reports of all regions; None: it continues."""
     reports = [part.report for part in state.partitions if part.report is not None]
     return _spent(state, reports) or _good_enough(state, reports)
 

@@ -149,7 +149,7 @@ class JobMachine:
             self._order(part, part.workers, "")
 
     def _order(self, part: Partition, workers: int, reason: str) -> None:
-        """Have a region go on with so many workers; what it reports names the order that it obeys."""
+        """Have a region continue with so many workers; what it reports names the order that it obeys."""
         part = replace(part, workers=workers, scale_order=part.scale_order + 1)
         self._put(part)
         self._out.append(SendScale(part.region, part.epoch, workers, reason, part.preemptible, part.scale_order))
@@ -212,7 +212,7 @@ class JobMachine:
             self._finish_if_all_done(event.at)
 
     def _look_at_workers(self, event: Reported) -> None:
-        """Where it has fewer than it was told to have: what is left goes on, until the job is told otherwise."""
+        """Where it has fewer than it was told to have: what is left continues, until the job is told otherwise."""
         part, report = self.state.partition(event.region), event.report
         found = fewer_workers(part, report) if part is not None else None
         if part is None or found is None:
@@ -309,11 +309,11 @@ class JobMachine:
         self._tell_peers()
 
     def _without_successor(self, why: str, data: dict[str, Any]) -> None:
-        """It was to end in any case; now with the model that is wanted, so that nothing is left to go on with."""
+        """It was to end in any case; now with the model that is wanted, so that nothing is left to continue with."""
         self.state = replace(self.state, ends_early=why, replanned=False)
         self._record("job.goal", f"ends before its plan: {why}", "", {"reached": True, **data})
         told: dict[str, Any] = {"successor": None, "regions": [], "code": None}
-        self._record("job.replanned", f"no job goes on with its model: {why}", "", told)
+        self._record("job.replanned", f"no job continues with its model: {why}", "", told)
 
     def _while_successor_is_planned(self, event: JobEvent) -> None:
         """The regions have been told to stop: what becomes of them does not matter any more."""
@@ -435,7 +435,7 @@ class JobMachine:
             part = replace(part, preemptible=event.preemptible, preempted=False)
             self._order(part, workers, event.reason)
             kind = "preemptible workers" if event.preemptible else "workers"
-            text = _because(f"{region} is to go on with {workers} {kind}", event.reason)
+            text = _because(f"{region} is to continue with {workers} {kind}", event.reason)
             data = {"workers": workers, "reason": event.reason, "preemptible": event.preemptible}
             self._record("partition.scaling", text, region, data)
 
@@ -478,7 +478,7 @@ class JobMachine:
             self._ask_for_model()
 
     def _source_live(self, copy: Copy, event: RegionLive) -> None:
-        """What it holds durably it goes on from; what it may have forgotten it is told again."""
+        """What it holds durably it continues from; what it may have forgotten it is told again."""
         self._relink_source(copy, "live", event.at)
         if event.restarted and self.state.phase == "cancelling":
             self._out.append(SendStop(copy.source, copy.epoch, self.state.reason or "cancelled", discard=True))
@@ -493,7 +493,7 @@ class JobMachine:
             self._record(f"region.{link}", f"region {copy.source} is {words}", copy.source, {"before": copy.link})
 
     def _restart(self, part: Partition) -> None:
-        """The agent gets its orders anew; what it holds durably, it goes on from."""
+        """The agent gets its orders anew; what it holds durably, it continues from."""
         if held_back(self.state, part):
             return
         self.state = without_told(self.state, part.region)

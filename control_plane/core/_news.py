@@ -36,7 +36,7 @@ def news(part: Partition, report: Report) -> list[Record]:
         found.append(Record("partition.evaluated", text, name, data))
     if report.metrics_error and report.metrics_round > last.metrics_round:
         lack = "not all" if report.metrics else "no"
-        text = f"{name}: {lack} metrics after round {report.metrics_round}, the job goes on: {report.metrics_error}"
+        text = f"{name}: {lack} metrics after round {report.metrics_round}, the job continues: {report.metrics_error}"
         data = {"round": report.metrics_round, "error": report.metrics_error}
         found.append(Record("partition.unmeasured", text, name, data))
     return found
@@ -56,7 +56,7 @@ def fewer_workers(part: Partition, report: Report) -> Record | None:
         kind = "preemptible workers" if part.preemptible else "workers"
         text = f"{part.region}: {part.workers - left} of {part.workers} {kind} were taken away"
         return Record("partition.preempted", text, part.region, data)
-    text = f"{part.region} has {left} of {part.workers} workers that it is to go on with"
+    text = f"{part.region} has {left} of {part.workers} workers that it is to continue with"
     return Record("partition.short", text, part.region, data)
 
 

@@ -259,7 +259,7 @@ class JobState:
     initial_model: InitialModel | None = None
     """None: what its task makes."""
     replanned: bool = False
-    """It was told to end so that another job goes on with its model, over other regions."""
+    """It was told to end so that another job continues with its model, over other regions."""
     successor: str = ""
     """That job."""
     goal_unknown: bool = False
@@ -275,7 +275,7 @@ class JobState:
 
     @property
     def awaits_successor(self) -> bool:
-        """True where its model is here, and the job that goes on with it is still to be planned."""
+        """True where its model is here, and the job that continues with it is still to be planned."""
         return self.replanned and bool(self.blob_digest) and not self.terminal
 
     @property

@@ -112,7 +112,7 @@ class Dashboard:
 
     async def _overview(self, request: Request, caller: Caller) -> str:
         federation = self._federation
-        # Those that go on are in memory, however many there are; of the others the last ones.
+        # Those that continue are in memory, however many there are; of the others the last ones.
         newest = sorted(federation.jobs.values(), key=lambda entry: entry.row.created_at, reverse=True)
         going = [job_view(federation.summarise(entry)) for entry in newest[:_GOING_JOBS]]
         ended = [job_view(federation.summarise(entry)) for entry in await federation.list_jobs(TERMINAL, _ENDED_JOBS)]

@@ -6,10 +6,10 @@ from control_plane.service._enrolment import EnrolmentService
 from control_plane.service._federation import Federation
 from control_plane.service._measurements import Measurements
 from control_plane.service._metrics import Meter
+from control_plane.service._probing import WAIT, Probing
 from control_plane.service._profiling import Profiling
 from control_plane.service._succession import Succession
 from control_plane.service._users import Caller, caller_of
-from control_plane.service._weighing import WAIT, Weighing
 from control_plane.service._wire import event_message
 
 __all__ = [
@@ -22,9 +22,9 @@ __all__ = [
     "Federation",
     "Measurements",
     "Meter",
+    "Probing",
     "Profiling",
     "Succession",
-    "Weighing",
     "caller_of",
     "event_message",
 ]

@@ -39,7 +39,7 @@ __all__ = [
 _MOMENT_SECONDS = 1.0
 """A date that a refusal names must still be there so much later: it is asked for once somebody has read of it."""
 _MOST_PLACEMENTS = 150
-"""Ways to lay out shards that are weighed before a date that was found is made finer still."""
+"""Ways to lay out shards that are evaluated before a date that was found is made finer still."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Who gets workers: promises first, then whoever gains most. All jobs are weighed together, every second.
+"""Who gets workers: promises first, then whoever gains most. All jobs are evaluated together, every second.
 
 What is decided is the scheduler's (`scheduler.deadline`); here the jobs are told. One that cannot start waits; those
-whose number of workers is left to the plan go on with fewer where others need them, and pause for promises.
+whose number of workers is left to the plan continue with fewer where others need them, and pause for promises.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Allocation:
         return Asked(frozen(draft), spec, job, learnt, user, gangs, self._held, self._served(draft))
 
     def review(self, draft: Draft) -> None:
-        """Have jobs start, go on with other workers, pause and go on, as is best for all.
+        """Have jobs start, continue with other workers, pause and continue, as is best for all.
 
         Called every second; with so many jobs that it takes long, it looks less often.
         """
@@ -154,7 +154,7 @@ class Allocation:
     # --- what jobs want
 
     def _served(self, draft: Draft) -> dict[str, float]:
-        """Worker seconds without a promise of late, by user: of jobs that have ended, and of those that go on."""
+        """Worker seconds without a promise of late, by user: of jobs that have ended, and of those under way."""
         found = dict(self.served)
         for entry in jobs_now(draft):
             user = entry.row.user
@@ -282,7 +282,7 @@ def _entry(draft: Draft, name: str) -> JobEntry:
 
 
 def _reason(gang: Gang, paces: Mapping[str, int], gangs: Mapping[str, Gang], watched: Watched, *, needed: bool) -> str:
-    """Why a job goes on with other workers, in words."""
+    """Why a job continues with other workers, in words."""
     pace = paces[gang.name]
     if pace > gang.held:
         if gang.held < 0:

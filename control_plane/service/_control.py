@@ -18,11 +18,11 @@ from control_plane.service._bell import Bell
 from control_plane.service._draft import JobEntry
 from control_plane.service._enrolment import unseen_region
 from control_plane.service._federation import ACTIVE, Federation
+from control_plane.service._probing import Probing
 from control_plane.service._profiling import Profiling
 from control_plane.service._submission import answer_plan, scale, submit
 from control_plane.service._succession import Succession
 from control_plane.service._users import Caller, add_user, caller_of, change_user, list_users, remove_user
-from control_plane.service._weighing import Weighing
 from control_plane.service._wire import event_message, log_message
 from control_plane.spec import MAX_BUNDLE_BYTES
 from control_plane.store import Invitation, Store
@@ -54,11 +54,11 @@ class ControlService(control_pb2_grpc.ControlServicer):
     """Every method asks for the token first, the operator's or a user's."""
 
     def __init__(
-        self, federation: Federation, profiling: Profiling, weighing: Weighing, succession: Succession, door: Door
+        self, federation: Federation, profiling: Profiling, probing: Probing, succession: Succession, door: Door
     ) -> None:
         self._federation = federation
         self._profiling = profiling
-        self._weighing = weighing
+        self._probing = probing
         self._succession = succession
         self.door = door
         """Replaced once the port is known."""
@@ -85,14 +85,14 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def Plan(self, request: control_pb2.PlanRequest, context: Context) -> control_pb2.PlanReply:
         """What would be done with a job."""
         caller = self._admit(context)
-        text, admissible = await answer_plan(self._federation, self._weighing, request, caller.user)
+        text, admissible = await answer_plan(self._federation, self._probing, request, caller.user)
         return control_pb2.PlanReply(plan_json=text, admissible=admissible)
 
     @answering
     async def Submit(self, request: control_pb2.SubmitRequest, context: Context) -> control_pb2.SubmitReply:
         """Run a job; once for each request id."""
         caller = self._admit(context)
-        entry, created = await submit(self._federation, self._weighing, request, caller.user)
+        entry, created = await submit(self._federation, self._probing, request, caller.user)
         return control_pb2.SubmitReply(job=self._federation.describe(entry), created=created)
 
     @streaming
@@ -178,8 +178,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @answering
     async def Finish(self, request: control_pb2.FinishRequest, context: Context) -> control_pb2.Job:
-        """Have a job end with the model that it has, and no other one go on with that. One that is about to end in any
-        case goes on to that."""
+        """Have a job end with the model that it has, and no other one continue with that. One that is about to end in
+        any case continues to that."""
         caller = self._admit(context)
         federation = self._federation
         entry = await federation.find_job(request.job)
@@ -195,12 +195,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
         entry = await federation.find_job(job)
         if after := entry.state.successor:
             hint = f"`control-plane finish {after}` ends that one"
-            raise GeofedError("ILLEGAL_STATE", f"job {job} has ended already; job {after} goes on", hint=hint)
+            raise GeofedError("ILLEGAL_STATE", f"job {job} has ended already; job {after} continues", hint=hint)
         return federation.describe(entry)
 
     @answering
     async def Replan(self, request: control_pb2.ReplanRequest, context: Context) -> control_pb2.Job:
-        """Have a job end, and another one go on with its model over the regions that are there now."""
+        """Have a job end, and another one continue with its model over the regions that are there now."""
         caller = self._admit(context)
         entry = await self._federation.find_job(request.job)
         caller.require_own(entry)
@@ -211,7 +211,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @answering
     async def Scale(self, request: control_pb2.ScaleRequest, context: Context) -> control_pb2.Job:
-        """Have regions of a job go on with other numbers of workers."""
+        """Have regions of a job continue with other numbers of workers."""
         caller = self._admit(context)
         entry = await self._federation.find_job(request.job)
         caller.require_own(entry)
@@ -315,14 +315,14 @@ def _page(messages: Iterable[_Message], most_bytes: int = _PAGE_BYTES) -> tuple[
 
 
 def _ended(entry: JobEntry) -> GeofedError:
-    """Nothing is left to plan anew."""
+    """Nothing is left to replan."""
     job, state = entry.row.id, entry.state
     hint = None
     if state.successor:
-        hint = f"it went on as {state.successor}"
+        hint = f"it continued as {state.successor}"
     elif state.phase == "succeeded":
         hint = f"a new job with `train.initialModel: {{job: {job}}}` starts from its model"
-    text = f"job {job} {standing_text(state.phase)}; only a running job is planned anew"
+    text = f"job {job} {standing_text(state.phase)}; only a running job is replanned"
     return GeofedError("ILLEGAL_STATE", text, hint=hint)
 
 

@@ -102,7 +102,7 @@ class Federation:
             for name in self.regions:
                 draft.tell_region(name, Reloaded(draft.at, self.lease.total_seconds()))
             if self.jobs or self.regions:
-                draft.record("control-plane.started", f"the control plane is back with {len(self.jobs)} jobs going on")
+                draft.record("control-plane.started", f"the control plane is back with {len(self.jobs)} running jobs")
             for job_id in self.jobs:
                 draft.record("control-plane.started", "the control plane is back", job=job_id)
         _log.info("state loaded", jobs=len(self.jobs), regions=len(self.regions))
@@ -223,8 +223,8 @@ class Federation:
         return session
 
     async def _resume(self, draft: Draft, before: RegionEntry, hello: agent_pb2.Hello) -> None:
-        """Both sides go on from where they were. One that was put back from a copy is behind the other: it takes over
-        the other's numbers, and the agent gets its orders anew."""
+        """Both sides continue from where they were. One that was put back from a copy is behind the other: it takes
+        over the other's numbers, and the agent gets its orders anew."""
         region = before.row.name
         cursors = await self.read(partial(Store.cursors, region=region))
         draft.met = (region, hello.command_cursor)
@@ -313,7 +313,7 @@ class Federation:
                 if kind not in self._stumbled:
                     # Once: it would be the same every second.
                     self._stumbled.add(kind)
-                    _log.exception("a look at the jobs failed; they go on as they are", look=what)
+                    _log.exception("a look at the jobs failed; they continue as they are", look=what)
 
     async def _sum_up_service(self) -> None:
         """What each user's ended jobs have had of late: once a minute, and after each job's end."""
@@ -333,7 +333,7 @@ class Federation:
     # --- users
 
     async def find_job(self, name: str) -> JobEntry:
-        """A job by its id, or by its name where one only has it; of jobs that went on as each other, the last has it.
+        """A job by its id, or by its name where one only has it; of jobs that continued as each other, the last has it.
         Raises ``GeofedError`` JOB_NOT_FOUND."""
         if name in self.jobs:
             return self.jobs[name]

@@ -58,7 +58,7 @@ def preemptible_of(regions: Iterable[RegionEntry]) -> dict[str, Capacity]:
 
 
 def is_elastic(entry: JobEntry) -> bool:
-    """Whether the workers of a job that runs may be changed now: it may go on with others, and nothing else is going
+    """Whether the workers of a job that runs may be changed now: it may continue with others, and nothing else is going
     on."""
     parts = entry.state.partitions
     going = entry.state.phase in ("starting", "running") and all(part.link == "live" for part in parts)

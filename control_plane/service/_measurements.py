@@ -42,7 +42,7 @@ class Unmeasured(GeofedError):
 
 
 class Measurements:
-    """Those that go on."""
+    """Those under way."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation

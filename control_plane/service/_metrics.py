@@ -48,11 +48,11 @@ PARTITION_GAUGES: tuple[tuple[str, str, Callable[[Report], float | None]], ...] 
     ("geofed_partition_samples_per_second", "Of all workers together", lambda report: report.samples_per_second),
     ("geofed_partition_usd", "Metered so far", lambda report: sum(charge.usd for charge in report.money)),
 )
-"""The same of what each region of a job that goes on has told last."""
+"""The same of what each region of a job that continues has told last."""
 
 
 class Meter(grpc.aio.ServerInterceptor, Collector):
-    """Counts calls as they end, and shows the federation. Labels are bounded: regions, phases, and jobs that go on."""
+    """Counts calls as they end, and shows the federation. Labels are bounded: regions, phases, and jobs under way."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
@@ -87,16 +87,16 @@ class Meter(grpc.aio.ServerInterceptor, Collector):
             by_phase.add_metric([phase], self._phases.get(phase, 0))
         yield by_phase
         deadline = GaugeMetricFamily(
-            "geofed_job_deadline_seconds", "Unix time that was promised, of the jobs going on", labels=["job"]
+            "geofed_job_deadline_seconds", "Unix time that was promised, of the running jobs", labels=["job"]
         )
         for entry in jobs:
             if entry.state.deadline_at is not None:
                 deadline.add_metric([entry.row.id], entry.state.deadline_at)
         yield deadline
         yield from self._partition_metrics()
-        rounds = GaugeMetricFamily("geofed_rounds", "Rounds completed by the jobs going on", labels=["region"])
+        rounds = GaugeMetricFamily("geofed_rounds", "Rounds completed by the running jobs", labels=["region"])
         sent = GaugeMetricFamily(
-            "geofed_wan_bytes", "Bytes sent over the WAN by the jobs going on", labels=["source", "destination"]
+            "geofed_wan_bytes", "Bytes sent over the WAN by the running jobs", labels=["source", "destination"]
         )
         completed: dict[str, int] = {}
         bytes_: dict[tuple[str, str], int] = {}

@@ -89,7 +89,7 @@ def plan_json(
     warnings: Sequence[str] = (),
     initial_model: InitialModel | None = None,
 ) -> str:
-    """The scheduler's answer as JSON, with what a job would wait for first, what to beware of, and the model that it
+    """The scheduler's answer as JSON, with what a job would wait for first, its warnings, and the model that it
     begins with."""
     own = answer.warnings if isinstance(answer, Plan) else ()
     more: dict[str, Any] = {"waits_for": waits_for, "warnings": [*own, *warnings]}
@@ -143,7 +143,7 @@ def first_state(
 
 
 def goal_of(spec: JobSpec) -> Goal | None:
-    """The metric that is good enough to end with; None: the job goes on to its planned end."""
+    """The metric that is good enough to end with; None: the job continues to its planned end."""
     wanted = spec.train.end.goal
     if wanted is None:
         return None

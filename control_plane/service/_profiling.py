@@ -27,7 +27,7 @@ LIMIT_SECONDS = 60.0
 
 
 class Profiling:
-    """Measurements that go on. One profile at a time, one region at a time: on one machine they would share cores."""
+    """Measurements under way. One profile at a time, one region at a time: on one machine they would share cores."""
 
     def __init__(self, federation: Federation, measurements: Measurements) -> None:
         self._federation, self._measurements = federation, measurements

@@ -173,7 +173,7 @@ class Tuning:
         return told, self.tuner.observe(told)
 
     def fails(self, error: Exception, workers: int) -> tuple[str, dict[str, object]]:
-        """The tuner broke on what it was told: the job goes on with what it wanted last. For an event, as `told`."""
+        """The tuner broke on what it was told: the job continues with what it wanted last. For an event, as `told`."""
         self.tuner = None
         reason = f"the tuner has failed ({type(error).__name__}) and is not asked any more"
         return _worded(self._evaluated, Decision(workers, False, reason), workers, None)

@@ -101,7 +101,7 @@ class Watched:
         self._leaning = wanted
 
     def changed(self, at: float, *, by_itself: bool) -> None:
-        """The job goes on with other workers; ``by_itself``: not because others need them."""
+        """The job continues with other workers; ``by_itself``: not because others need them."""
         self._changes, self._changed = self._changes + by_itself, at
         self._known |= {name: pace.samples_per_second for name, pace in self._paces.items() if pace.rounds}
         self._paces.clear()

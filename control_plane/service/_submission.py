@@ -23,9 +23,9 @@ from control_plane.service._planning import (
     snapshot_of,
     workers_now,
 )
+from control_plane.service._probing import Probing
 from control_plane.service._scaling import is_tuned, pool_of
 from control_plane.service._warnings import warnings_of
-from control_plane.service._weighing import Weighing
 from control_plane.spec import JobSpec, parse_request
 from control_plane.store import JobRow
 from geofed_pb.errors import GeofedError
@@ -33,7 +33,7 @@ from geofed_pb.v1 import control_pb2
 from scheduler import Declined, Plan
 
 _MOST_ANSWERS = 5
-"""Times that a job is planned anew because what the plan rests on has changed before it was stored."""
+"""Times that a job is replanned because what the plan rests on has changed before it was stored."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Newcomer:
 
 
 async def answer_plan(
-    federation: Federation, weighing: Weighing, request: control_pb2.PlanRequest, user: str = ""
+    federation: Federation, probing: Probing, request: control_pb2.PlanRequest, user: str = ""
 ) -> tuple[str, bool]:
     """What would be done with a job of a user (empty: the operator), as JSON, and whether it is admissible.
 
@@ -59,16 +59,16 @@ async def answer_plan(
     if request.bundle_digest:
         code_digest = await _code_digest(federation, request.bundle_digest)
     initial_model = await initial_model_of(federation, spec, user)
-    learnt = await weighing.learnt(spec, code_digest, request.bundle_digest)
+    learnt = await probing.learnt(spec, code_digest, request.bundle_digest)
     async with federation.planning:
         _, answer = await federation.answer(spec, "plan", learnt, user)
     if isinstance(answer, Declined):
         return plan_json(answer), False
-    warnings = _beware(answer.plan, spec, learnt, federation.regions, federation.clock())
+    warnings = _warnings_of(answer.plan, spec, learnt, federation.regions, federation.clock())
     return plan_json(answer.plan, answer.waits_for, warnings, initial_model), True
 
 
-def _beware(
+def _warnings_of(
     plan: Plan, spec: JobSpec, learnt: Learnt, regions: Mapping[str, RegionEntry], at: float
 ) -> tuple[str, ...]:
     return (*([learnt.note] if learnt.note else ()), *warnings_of(plan, spec, regions, at))
@@ -81,7 +81,7 @@ async def _code_digest(federation: Federation, bundle_digest: str) -> str:
 
 
 async def submit(
-    federation: Federation, weighing: Weighing, request: control_pb2.SubmitRequest, user: str = ""
+    federation: Federation, probing: Probing, request: control_pb2.SubmitRequest, user: str = ""
 ) -> tuple[JobEntry, bool]:
     """Store a job of a user (empty: the operator) and have it start; True where it is new.
 
@@ -97,7 +97,7 @@ async def submit(
     code_digest = await _code_digest(federation, request.bundle_digest)
     initial_model = await initial_model_of(federation, spec, user)
     row = replace(row, task_key=task_keys(spec, code_digest)[0])
-    learnt = await weighing.learnt(spec, code_digest, request.bundle_digest)
+    learnt = await probing.learnt(spec, code_digest, request.bundle_digest)
     new = Newcomer(row, spec, learnt, initial_model)
 
     async def look(draft: Draft) -> JobEntry | None:
@@ -172,7 +172,7 @@ def _take_in(draft: Draft, new: Newcomer, decided: Decision) -> None:
     """A new job, which begins or waits."""
     row, spec, model = new.row, new.spec, new.initial_model
     state = first_state(row.id, draft.at, spec, decided.plan, draft.regions, decided.deadline_at, model)
-    warnings = _beware(decided.plan, spec, new.learnt, draft.regions, draft.at)
+    warnings = _warnings_of(decided.plan, spec, new.learnt, draft.regions, draft.at)
     row = replace(
         row,
         plan_json=plan_json(decided.plan, warnings=warnings, initial_model=model),
@@ -193,7 +193,7 @@ def _take_in(draft: Draft, new: Newcomer, decided: Decision) -> None:
 
 
 async def scale(federation: Federation, job: str, workers: dict[str, int], reason: str) -> None:
-    """Have regions go on with other numbers of workers; 0: pause.
+    """Have regions continue with other numbers of workers; 0: pause.
 
     Raises ``GeofedError``: ILLEGAL_STATE where the job does not run, REGION_NOT_FOUND, INADMISSIBLE where a region has
     not so many workers free, or a step has not so many samples.

@@ -1,4 +1,4 @@
-"""A running job that is planned anew: it ends with the model that it has, and another one goes on with that, over the
+"""A running job that is replanned: it ends with the model that it has, and another one continues with that, over the
 regions that are there now.
 
 The job that ends stays until the other one is planned, and both are stored in one change: a crash between the two finds
@@ -40,12 +40,12 @@ _SETTLED_SECONDS = 10.0
 _AGAIN_SECONDS = 60.0
 """Between two plans of what is left, while the same regions are there."""
 _SHARE_BEFORE_AGAIN = 0.1
-"""Of the rounds of a job that goes on with another's model, before it is planned anew by itself: what it cost to start
+"""Of the rounds of a job that continues with another's model, before it is replanned by itself: what it cost to start
 must come back, whatever comes and goes."""
 _BACK_SECONDS = 5.0
 """A region that has just become silent is waited for: all are when the control plane has been restarted."""
 _REQUEST = "replan-"
-"""What the request ids of jobs that go on with another's model begin with."""
+"""What the request ids of jobs that continue with another's model begin with."""
 
 
 class _Gone(Exception):
@@ -53,26 +53,26 @@ class _Gone(Exception):
 
 
 class Succession:
-    """Has running jobs planned anew."""
+    """Has running jobs replanned."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
         self._asked: dict[str, tuple[set[str], float]] = {}
-        """Jobs that might take regions up: which were there when that was last weighed, and when."""
+        """Jobs that might take regions up: which were there when that was last evaluated, and when."""
         self._paces: dict[str, Pace] = {}
         """Of those jobs."""
         self._since = federation.clock()
 
     async def replan(self, job: str, reason: str) -> None:
-        """Have a job end, and another one go on with its model; once, however often it is asked for.
+        """Have a job end, and another one continue with its model; once, however often it is asked for.
 
         Raises ``GeofedError``: ILLEGAL_STATE where it does not run, or is about to end, INADMISSIBLE or the code of the
-        reason where what is left of it could not be run, or would be run in the same regions. It goes on then.
+        reason where what is left of it could not be run, or would be run in the same regions. It continues then.
         """
         federation = self._federation
         entry = federation.jobs.get(job)
         if entry is None or entry.state.phase != "running":
-            raise GeofedError("ILLEGAL_STATE", f"job {job} does not run; only a running job is planned anew")
+            raise GeofedError("ILLEGAL_STATE", f"job {job} does not run; only a running job is replanned")
         if entry.state.replanned:
             return
         if entry.state.ends_early:
@@ -91,17 +91,17 @@ class Succession:
             _, answer = await self._federation.answer(there, "plan", learnt, entry.row.user, without=job)
         if isinstance(answer, Declined):
             refused = declined_error(answer)
-            text = f"what is left of {job} could not be run, so it goes on as it is: {refused.message}"
+            text = f"what is left of {job} could not be run, so it continues as it is: {refused.message}"
             raise GeofedError(refused.code, text, hint=refused.hint)
         if _regions(answer.plan) == _regions(entry.plan):
             now = ", ".join(_regions(entry.plan))
-            text = f"what is left of {job} would be run in the same regions again, so it goes on: {now}"
+            text = f"what is left of {job} would be run in the same regions again, so it continues: {now}"
             raise GeofedError("INADMISSIBLE", text, hint="`control-plane explain` says why others are left out")
         return answer.plan
 
     async def _ask(self, entry: JobEntry, then: Plan, reason: str, *, by_itself: bool = False) -> None:
         job, regions = entry.row.id, _regions(then)
-        why = f"what is left is planned anew, over {', '.join(regions)}" + (f": {reason}" if reason else "")
+        why = f"what is left is replanned, over {', '.join(regions)}" + (f": {reason}" if reason else "")
         data = {"regions": _regions(entry.plan), "wanted": regions, "reason": reason, "by_itself": by_itself}
         async with self._federation.change() as draft:
             draft.tell_job(job, ReplanAsked(draft.at, why, data))
@@ -110,7 +110,7 @@ class Succession:
                 raise GeofedError("ILLEGAL_STATE", f"job {job} is about to end")
 
     async def run(self) -> None:
-        """Look after jobs that wait for the one that goes on with their model, for ever."""
+        """Look after jobs that wait for the one that continues with their model, for ever."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             for entry in list(self._federation.jobs.values()):
@@ -120,10 +120,10 @@ class Succession:
                     elif self._may_pay(entry):
                         await self._take_up(entry)
                 except GeofedError as error:
-                    what = "not gone on with yet" if entry.state.awaits_successor else "stays as it is"
+                    what = "not continued with yet" if entry.state.awaits_successor else "stays as it is"
                     _log.info(what, job=entry.row.id, code=error.code, error=error.message)
                 except Exception:  # noqa: BLE001 - the edge of a task that must not end: jobs wait for it
-                    _log.exception("a job could not be planned anew", job=entry.row.id)
+                    _log.exception("a job could not be replanned", job=entry.row.id)
 
     # --- by itself
 
@@ -163,7 +163,7 @@ class Succession:
         if pace is not None and (reason := pays(entry, then, pace)):
             await self._ask(entry, then, reason, by_itself=True)
 
-    # --- the job that goes on
+    # --- the job under way
 
     def _silent(self, entry: JobEntry, seconds: float = math.inf) -> list[str]:
         """Regions that a job has no part in and that are silent, for less than so long: they may be gone already, and
@@ -222,7 +222,7 @@ class Succession:
             if (stored := draft.job(new_job.id)) is not None:
                 draft.add_job(replace(stored, spec=rest))
             over = "the same regions as before" if regions == _regions(entry.plan) else ", ".join(regions)
-            text = f"job {new_job.id} goes on with its model, over {over}"
+            text = f"job {new_job.id} continues with its model, over {over}"
             if silent:
                 text += f"; planned without {', '.join(silent)}, as nothing is heard of it"
             data = {"successor": new_job.id, "regions": regions}
@@ -235,7 +235,7 @@ class Succession:
 
     async def _give_up(self, entry: JobEntry, error: GeofedError) -> None:
         async with self._federation.change() as draft:
-            text = f"no job goes on with its model: {error.message}"
+            text = f"no job continues with its model: {error.message}"
             data: dict[str, Any] = {"successor": None, "regions": [], "code": error.code}
             draft.tell_job(entry.row.id, Continued(draft.at, "", text, data))
 
@@ -253,7 +253,7 @@ def rest_of(entry: JobEntry) -> JobSpec:
     """What is left of a job, as the file of another one that starts from its model.
 
     Deadline and budget are what is left of them. The samples come in another order, as the first ones were seen; a
-    learning rate that follows a schedule goes on where it is. Raises ``GeofedError`` ILLEGAL_STATE: nothing is left.
+    learning rate that follows a schedule continues where it is. Raises ``GeofedError`` ILLEGAL_STATE: nothing is left.
     """
     state, spec, job = entry.state, entry.spec, entry.row.id
     reports = [part.report for part in state.partitions if part.report is not None]

@@ -92,7 +92,7 @@ async def change_user(federation: Federation, request: control_pb2.ChangeUserReq
 
 
 async def remove_user(federation: Federation, name: str) -> control_pb2.User:
-    """Let somebody in no more; the jobs go on. Raises ``GeofedError`` USER_NOT_FOUND."""
+    """Let somebody in no more; the jobs continue. Raises ``GeofedError`` USER_NOT_FOUND."""
     async with federation.change() as draft:
         user = _known(draft.users, name)
         told = _message(federation, user, federation.promised_workers())

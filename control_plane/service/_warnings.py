@@ -1,4 +1,4 @@
-"""What to beware of in a plan, besides what the scheduler says of it."""
+"""Warnings of a plan, besides what the scheduler says of it."""
 
 from __future__ import annotations
 

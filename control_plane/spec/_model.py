@@ -207,12 +207,12 @@ class LearningRate(_Section):
     floor: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Part of it that is left at the end."""
     begin: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Part of the way that another job has gone: with `initialModel` it goes on from there."""
+    """Part of the way that another job has gone: with `initialModel` it continues from there."""
 
 
 class InitialModel(_Section):
     job: str = Field(min_length=1)
-    """Id of a job that has succeeded, or its name where only one job has it; of those planned anew, the last one's."""
+    """Id of a job that has succeeded, or its name where only one job has it; of those replanned, the last one's."""
 
 
 class Train(_Section):
@@ -295,9 +295,9 @@ class Wan(_Section):
     outer: dict[str, float] | None = None
     """The policy's own settings. Of `diloco`, its outer optimiser: `lr` 0.7, `momentum` 0.9."""
     exchange: Literal["auto", "synchronous", "background"] = "auto"
-    """`synchronous`: a round ends when all updates are here. `background`: training goes on while they travel. `auto`:
-    in the background, unless waiting costs less than a twentieth of the time; always so with what is said of late
-    updates."""
+    """`synchronous`: a round ends when all updates are here. `background`: training continues while they travel.
+    `auto`: in the background, unless waiting costs less than a twentieth of the time; always so with what is said of
+    late updates."""
     interval: AutoOrCount = "auto"
     """Local steps between WAN exchanges of the region that makes the most."""
     codec: Annotated[str, _OneOf("auto", *codecs())] = "auto"
@@ -377,7 +377,7 @@ class Merge(_Section):
     """What they send each other in, both ways; what a lossy one holds back goes with the next step. `fp8` and `int4`
     send only what is not zero, where that is less. `int8`: not of `isp`."""
     staleness: Annotated[int, Field(ge=0, le=8)] = 0
-    """Of `k-reduce`: workers that merge no part go on with the mean of so many steps before (FasDL: 1)."""
+    """Of `k-reduce`: workers that merge no part continue with the mean of so many steps before (FasDL: 1)."""
     significance: Annotated[float, Field(ge=0)] | None = None
     """Of `isp`: v of the filter |change / weight| > v / sqrt(t); none: 0.7."""
 

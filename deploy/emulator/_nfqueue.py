@@ -77,7 +77,7 @@ class PacketQueue:
                 return int.from_bytes(self._buffer[_ID_OFFSET : _ID_OFFSET + 4], "big")
 
     def accept_up_to(self, packet: int) -> None:
-        """Let every queued packet up to this id go on, in order."""
+        """Let every queued packet up to this id continue, in order."""
         self._verdict(_VERDICT_BATCH, _ACCEPT, packet)
 
     def accept(self, packet: int) -> None:

@@ -97,7 +97,7 @@ CATALOGUE: dict[str, Entry] = {
     "ILLEGAL_STATE": Entry(Exit.CONFLICT, False, "the job's state does not allow this; see `control-plane status JOB`"),
     "JOB_FAILED": Entry(Exit.JOB_ENDED_BADLY, False, "`control-plane events JOB` shows what happened"),
     "JOB_CANCELLED": Entry(Exit.JOB_ENDED_BADLY, False, "submit it again to run it"),
-    "WAIT_TIMEOUT": Entry(Exit.WAIT_TIMEOUT, True, "the job goes on; wait again with a longer --timeout"),
+    "WAIT_TIMEOUT": Entry(Exit.WAIT_TIMEOUT, True, "the job continues; wait again with a longer --timeout"),
     "REGION_LOST": Entry(Exit.JOB_ENDED_BADLY, True, "see that the region's agent runs and reaches the control plane"),
     # places and processes
     "UNAVAILABLE": Entry(Exit.UNAVAILABLE, True, "see that the control plane runs and that its address is right"),

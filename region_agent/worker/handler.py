@@ -28,7 +28,7 @@ from region_agent.worker.invocation import Invocation, Outcome, read_invocation
 from region_agent.worker.loop import WorkerLoop
 from region_agent.worker.modules import drop_task_modules
 from region_agent.worker.profile_call import ProfileCall, Profiled, is_profile_call, read_profile_call
-from region_agent.worker.profiling import profile, weigh
+from region_agent.worker.profiling import probe, profile
 from region_agent.worker.scratch import scratch_folder
 from region_agent.worker.stage import ModelStage, pipeline_of
 from region_agent.worker.task import Task, load_task, task_fault, unpack
@@ -90,7 +90,7 @@ def _profile(call: ProfileCall, begun: float) -> Profiled:
     _make_ready()
     channel = open_channel(call.channel, call.channel_address)
     task, data = _task_and_data(channel, call)
-    told = weigh(call, task) if call.measure == "size" else profile(call, task, data, begun)
+    told = probe(call, task) if call.measure == "size" else profile(call, task, data, begun)
     if told.layers:
         told = told.model_copy(update=_messages(channel))
     return told.model_copy(update={"seconds": time.monotonic() - begun, "channel": asdict(channel.usage)})

@@ -132,7 +132,7 @@ class Outcome(BaseModel):
     """"left": the attempt was over, and what this worker had is under `resume_key`."""
     resume_key: str = ""
     step: int = 0
-    """At which `resume_key` goes on."""
+    """At which `resume_key` continues."""
     steps: int = 0
     """Made in this invocation."""
     samples: int = 0

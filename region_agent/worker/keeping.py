@@ -1,4 +1,4 @@
-"""What lets a new attempt go on where a broken one was, for one stage of a pipeline.
+"""What lets a new attempt continue where a broken one was, for one stage of a pipeline.
 
 Two things lie in the channel. The **state** of a stage after some step: parameters, optimiser and sums, stored seldom,
 since it is large. And a **log**: what came into the stage since, activations and gradients, which crosses the channel
@@ -7,9 +7,9 @@ the log (`sync.pipeline`'s replay). At a round's end the parameter server has th
 
 Why that is enough. A stage cannot end a step before the stages behind it have computed theirs back to it, nor begin one
 before the stages ahead of it have ended the one before. So when any worker has ended step M, every worker has computed
-step M - 1, and whatever that took is in the channel. An attempt that breaks off can therefore always go on after M - 1,
-and after M where the log of M is whole. A stage deletes what it had for the steps up to a stored state only when it has
-ended a step more than that: nobody can be further behind.
+step M - 1, and whatever that took is in the channel. An attempt that breaks off can therefore always continue after M -
+1, and after M where the log of M is whole. A stage deletes what it had for the steps up to a stored state only when it
+has ended a step more than that: nobody can be further behind.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Era:
 
 @dataclass(frozen=True)
 class _Agreement:
-    """Where all stages of an attempt go on from."""
+    """Where all stages of an attempt continue from."""
 
     step: int
     """The first one to be made together is the next; `_NOTHING`: from the parameter server's model, all of them."""
@@ -239,7 +239,7 @@ class Keeping:
 
     def due(self) -> bool:
         """Whether the state should be stored now: where that has become cheap against the time since the last one, or
-        the log long. The caller then gives it with `store`, unless the exchange goes on in the background."""
+        the log long. The caller then gives it with `store`, unless the exchange continues in the background."""
         if not self._leads or self._background:
             return False
         now = self._clock()
@@ -311,7 +311,7 @@ class Keeping:
             self._channel.delete(_states_key(self._call.attempt, self._stage))
 
     def close(self) -> None:
-        """End what goes on beside, when it is done."""
+        """End what continues beside, when it is done."""
         self._beside.shutdown(wait=True)
 
 

@@ -1,9 +1,9 @@
 """The training loop of one invocation.
 
-A worker attaches to its parameter server, goes on from the round that the server names, and makes steps: its own
+A worker attaches to its parameter server, continues from the round that the server names, and makes steps: its own
 batch, gradients merged with the other workers that hold the same, one optimiser step that is the same in all of them.
 What it holds is the model, or a stage of it (`Holding`).
-At the end of a round it hands over the model, waits for the federation's, and goes on from that; with background
+At the end of a round it hands over the model, waits for the federation's, and continues from that; with background
 exchange it makes the next steps meanwhile, and then adds the correction that it is given. When its slice of time is
 over it leaves what it needs in the channel and returns; the next invocation takes it up at the same step.
 """
@@ -39,7 +39,7 @@ from sync.tree import dump_tree, load_tree
 __all__ = ["WorkerLoop"]
 
 _BROKEN = ("FENCED", "CHANNEL_TIMEOUT")
-"""Codes with which an attempt ends for a worker that is itself well: others can go on from where it is."""
+"""Codes with which an attempt ends for a worker that is itself well: others can continue from where it is."""
 _NOT_MEASURED = ("TASK_FAILED", "TASK_INVALID", "FUNCTION_OUT_OF_MEMORY")
 """Codes with which an evaluation may fail without the job."""
 _MOST_TRIES = 2
@@ -60,7 +60,7 @@ class WorkerLoop:
         self._slice_ends = begun + invocation.slice_seconds
         self._attached = False
         self._completed = 0
-        """Rounds whose federated model this worker goes on from."""
+        """Rounds whose federated model this worker continues from."""
         self._step = 0
         self._until = 0
         """Where the open round ends."""
@@ -345,7 +345,7 @@ class WorkerLoop:
     @contextmanager
     def _evaluation_tried(self) -> Iterator[int]:
         """How often this worker was killed in the evaluation of this round: over its memory, say. Too often, and the
-        job goes on without. A mark in the channel tells; only who is killed leaves it there."""
+        job continues without. A mark in the channel tells; only who is killed leaves it there."""
         if self._holding.in_stages:
             # All stages evaluate together, or none.
             yield 0
@@ -455,7 +455,7 @@ class WorkerLoop:
         """The server has taken the end that the last slice told it of; what it has answered counts when it is due."""
         correction = self._correction(start.correction_key)
         reply: Future[Answer] = Future()
-        # The others evaluate when the answer counts, too, and nobody goes on before all have.
+        # The others evaluate when the answer counts, too, and nobody continues before all have.
         answer = worker_pb2.BoundaryReply(round=start.round, until_step=start.until_step, evaluate=start.evaluate)
         reply.set_result((answer, correction))
         self._go_on_beside(worker_pb2.BoundaryRequest(round=start.round, step=start.step), Sums(), reply)

@@ -73,7 +73,7 @@ class Merging(Protocol):
         """What the next invocation of this worker needs."""
 
     def restore(self, state: State) -> None:
-        """Go on from there; before the first step."""
+        """Continue from there; before the first step."""
 
     def close(self) -> None: ...
 

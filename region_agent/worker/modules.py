@@ -1,7 +1,7 @@
 """The modules of a task: found by the task's own imports as ``python task.py`` finds them, and by nobody else's.
 
 A file of the task's may be called like a library, or like a package of ours. The task's own code then imports the
-file, and all other code in the process goes on with what it had, also in imports that it makes later. So the task's
+file, and all other code in the process continues with what it had, also in imports that it makes later. So the task's
 folders stand at the end of ``sys.path``, and imports are looked at by who makes them: what would hide another module
 is loaded as a part of the package `PACKAGE`; all else has its plain name.
 

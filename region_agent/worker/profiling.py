@@ -25,7 +25,7 @@ from sync.flat import FlatModel, layout_of
 from sync.pipeline import Layers, measure_layers, model_input
 from sync.seeding import seed_all
 
-__all__ = ["profile", "weigh"]
+__all__ = ["probe", "profile"]
 
 _REPEATS = 5
 """Of a step of each batch, the first not counted."""
@@ -80,7 +80,7 @@ class _Bench:
         return value
 
 
-def weigh(call: ProfileCall, task: Task) -> Profiled:
+def probe(call: ProfileCall, task: Task) -> Profiled:
     """How large the model is. Nothing of the data is looked at."""
     begun = time.monotonic()
     shell = _without_values(call, task)

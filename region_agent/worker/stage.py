@@ -283,7 +283,7 @@ class ModelStage:
             raise GeofedError("FENCED", f"{key} has gone from the channel: a newer attempt has taken over")
         return frame.tensors, frame.facts
 
-    # What another attempt goes on from
+    # What another attempt continues from
 
     def left_key(self, step: int, broken: bool) -> str:
         if broken:

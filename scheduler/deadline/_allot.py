@@ -83,7 +83,7 @@ def allot(
     effort at the slowest pace, those that run first, then to the least served user's; then to those that use it best.
 
     The answer is played to the end, each change with its pause (``follow``). If somebody with a promise would be late,
-    it is played again without spare workers; and if even so, everybody goes on as the last answer that held has it:
+    it is played again without spare workers; and if even so, everybody continues as the last answer that held has it:
     with exact speeds and no failure that still holds. Where none does, that on which fewest are late is taken.
     ``before`` is the ``held`` of the answer before this, or of an offer since; the `ground` is for one region only.
     """
@@ -248,7 +248,7 @@ def _promises(
         order = [*first, *(gang for gang in asking if gang not in first)]
         ledger, held, missing = empty.copy(), dict(kept), []
         if best is not None and before:
-            # What was held before goes on, as far as it can; the others come after it.
+            # What was held before continues, as far as it can; the others come after it.
             order = _again(ledger, order, held, before, rules)
             before = None
         for gang in order:
@@ -318,7 +318,7 @@ def _begin(
     """Everybody at the slowest pace at least, as far as there is room.
 
     First those with a promise, by deadline, also where it could wait: sooner is safer. Then those that run, the oldest
-    first, so that the latest pauses where not all can go on; then those that wait: the least served user's first, as
+    first, so that the latest pauses where not all can continue; then those that wait: the least served user's first, as
     they came. Behind one of best effort that finds no room nobody of best effort begins in its regions, or large jobs
     would wait for ever; one that could not run alone keeps nobody. What is fixed begins only where no promise needs its
     workers before its end. Who has preemptible workers needs no others yet.

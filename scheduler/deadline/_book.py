@@ -28,7 +28,7 @@ class Wish:
     share: int
     """What the job has now."""
     stay_s: float = 0.0
-    """When it would be done if it went on with that, where that is about as cheap or the only way; else 0."""
+    """When it would be done if it continued with that, where that is about as cheap or the only way; else 0."""
     index: int = 0
     """Of the upper level in the curve's ladder; its length where no level is fast enough."""
     first: int = 0

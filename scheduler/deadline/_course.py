@@ -1,4 +1,4 @@
-"""The proof that promises hold: how everybody goes on from now to the end, with every pause on the way charged.
+"""The proof that promises hold: how everybody continues from now to the end, with every pause on the way charged.
 
 Reservations say what each job is sure to have; they cannot say what the changes between them cost the others. A course
 does: it is played from the present state with the very changes that will be made, so that whoever follows it knows, not
@@ -105,7 +105,7 @@ def follow(
     still_s: float = -math.inf,
     safe_s: float = _SAFE_S,
 ) -> Course:
-    """Play what will happen if everybody goes on at the `chosen` levels now, and then as their plans need.
+    """Play what will happen if everybody continues at the `chosen` levels now, and then as their plans need.
 
     A job rises when its plan does; nobody falls before the devices are needed, first those without a promise, then
     those that have more than their plan says. At every change who changes pauses, whom the `ground` moves for it, and
@@ -221,7 +221,7 @@ class _Walk:
         return self.stopped_s + max(0.0, clock - self.clock)
 
     def _runs(self, number: int) -> None:
-        """A job goes on from now, or when its own pause is over."""
+        """A job continues from now, or when its own pause is over."""
         if self.ready[number] > self.stopped_s:
             heappush(self.resumes, (self.ready[number], number, self.turn[number]))
             return

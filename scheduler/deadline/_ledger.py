@@ -64,7 +64,7 @@ class Gang:
     value: float = 1.0
     """Of its deadline; where promises break, those of least value break first."""
     insists: bool = False
-    """What it wishes was weighed elsewhere: it grows to that also where the time it saves is not worth a change."""
+    """What it wishes was evaluated elsewhere: it grows to that also where the time it saves is not worth a change."""
 
     preemptible: bool = False
     """What it has now are workers that may be taken away. Where workers stay it counts as one without any, and gets

@@ -14,7 +14,7 @@ class Overhead:
     """What a change of shares costs."""
 
     base_s: float = 2.0
-    """Pause of a job that goes on elsewhere or otherwise."""
+    """Pause of a job that continues elsewhere or otherwise."""
     doubling_s: float = 2.0
     """More for each doubling of the share, from one device on."""
     everyone: bool = False

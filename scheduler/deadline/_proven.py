@@ -3,7 +3,7 @@
 The invariant: after every decision there is a course on which everybody who was promised a deadline keeps it, played
 from the state as it is then, with all changes still to come and all that they pause (``follow``). Whatever is not
 needed for that, an admission, spare devices, a better plan after somebody is done, is only done if a course holds with
-it. Else things go on as the last course has them: time has only moved along it, so that it holds still. With exact
+it. Else things continue as the last course has them: time has only moved along it, so that it holds still. With exact
 curves and no failure nobody with a promise is late, then, whatever arrives. It rests on margins nowhere; these only
 keep room for jobs to come.
 """

@@ -159,7 +159,7 @@ def merge_seconds(size_bytes: float, degree: int, place: Place, bandwidth: float
 def exposed_seconds(
     size_bytes: float, first_bytes: float, degree: int, place: Place, bandwidth: float, backward_s: float
 ) -> float:
-    """Of a merge that goes on beside the last backward pass, what comes after it, at least.
+    """Of a merge that continues beside the last backward pass, what comes after it, at least.
 
     The first layer's gradients (``first_bytes`` of all) are there when the pass ends, and a part that holds any of them
     is not whole before. All put these, whoever merges such a part gets it from all the others and puts the sum, and

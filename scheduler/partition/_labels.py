@@ -1,4 +1,4 @@
-"""Unfinished pipelines, as columns: what begins with some layer and goes on to the last one."""
+"""Unfinished pipelines, as columns: what begins with some layer and continues to the last one."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def undominated(labels: Labels, raised: Labels, count: Floats, alike: bool = Fal
 
 
 def groups(labels: Labels, alike: bool = False) -> Ints:
-    """Labels that go on alike: of one way, their first stage in one place; ``alike``: also of as many stages."""
+    """Labels that continue alike: of one way, their first stage in one place; ``alike``: also of as many stages."""
     group: Ints = labels.way * (1 + labels.place.max(initial=0)) + labels.place
     return group * (1 + labels.stages.max(initial=0)) + labels.stages if alike else group
 

@@ -100,8 +100,8 @@ def _tasks(problem: Problem, plan: Pipeline) -> dict[_Name, _Task]:
 
 
 def _last(tasks: Mapping[_Name, _Task], cores: Sequence[float]) -> float:
-    """When all is done. In a place all that wants a core goes on at one rate: a task's part is over when the place has
-    come so far in the work of one that began at its start."""
+    """When all is done. In a place all that wants a core continues at one rate: a task's part is over when the place
+    has come so far in the work of one that began at its start."""
     followers: dict[_Name, list[_Name]] = {name: [] for name in tasks}
     missing: dict[_Name, int] = {}
     latest: dict[tuple[str, int], _Name] = {}

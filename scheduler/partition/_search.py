@@ -36,7 +36,7 @@ from scheduler.partition._tables import Floats, Ints, Stages, Tables
 __all__ = ["search"]
 
 Choice = Callable[[Labels, Labels], Labels]
-"""Of promising labels, and the same ones raised, those that are gone on with."""
+"""Of promising labels, and the same ones raised, those that are continued with."""
 
 FEW = 2
 """Labels of each way that the very first pass keeps at a cut."""

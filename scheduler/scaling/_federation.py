@@ -19,7 +19,7 @@ def dealt(workers: int, pool: Mapping[str, int]) -> dict[str, int]:
     part is filled. More workers are never fewer anywhere. Raises ``ValueError`` where there are fewer than regions, or
     more than the pool."""
     if not len(pool) <= workers <= sum(pool.values()) or min(pool.values()) < 1:
-        raise ValueError(f"{workers} workers cannot be dealt out to {dict(pool)}")
+        raise ValueError(f"{workers} workers cannot be partitioned over {dict(pool)}")
     given = dict.fromkeys(sorted(pool), 1)
     for _ in range(workers - len(pool)):
         open_ = [region for region in given if given[region] < pool[region]]

@@ -15,7 +15,7 @@ class Observation:
     step: int
     """From 1 on. What is told is of all steps since the one before."""
     at_seconds: float
-    """When it ended, by any clock that goes on; only differences count."""
+    """When it ended, by any clock under way; only differences count."""
     loss: float
     """Mean over the samples of all workers."""
     workers: int
@@ -26,7 +26,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Decision:
-    """With how many workers to go on."""
+    """With how many workers to continue."""
 
     workers: int
     changed: bool

@@ -1,8 +1,8 @@
-"""How far a job has to go, and what each number of workers makes of a step: every explanation of the losses, weighed.
+"""How far a job has to go, and what each number of workers makes of a step: every explanation of the losses, evaluated.
 
 A step of W workers with B samples each makes 1 / (1 + noise / (W B)) of the progress that one of endless samples makes
 (McCandlish et al., arXiv 1812.06162, §2.2). How far the target is follows from 1 / (a t^p + c) + floor of the progress
-t, MLLess's form: exponent and floor are tried over a grid, a and c follow by least squares, and each weighs as likely
+t, MLLess's form: exponent and floor are tried over a grid, a and c follow by least squares, and each counts as likely
 as it makes the losses (normal errors whose size the best one shows).
 
 That form is not trusted with the noise: where losses fall faster and faster, as a network's do at first, it lays that

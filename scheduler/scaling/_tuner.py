@@ -44,8 +44,8 @@ class ScalingSettings:
 
 
 @dataclass(frozen=True)
-class _Weighed:
-    """What going on with some number of workers means, for each explanation; shape (E,)."""
+class _Evaluated:
+    """What continuing with some number of workers means, for each explanation; shape (E,)."""
 
     workers: int
     seconds: Floats
@@ -141,10 +141,10 @@ class ScalingTuner:
 
     def _decide(self, told: Observation) -> Decision:
         ahead = outlook(self._seen, self.terms.most, self.goal.target_loss)
-        choices = {count: self._weigh(ahead, count, told) for count in range(self.terms.least, self.terms.most + 1)}
+        choices = {count: self._evaluate(ahead, count, told) for count in range(self.terms.least, self.terms.most + 1)}
         now = choices[told.workers]
         sure, patient = self.settings.sure, now.in_time > 1 - self.settings.sure
-        # A mean weighs how late it may become, not only whether.
+        # A mean takes into account how late it may become, not only whether.
         spare = math.inf if self.goal.patience is None else self.goal.patience
         kept = [
             one for one in choices.values()
@@ -168,7 +168,7 @@ class ScalingTuner:
             return self._told(ahead, best, told, f"tries what {best.workers} workers make of a step")
         return self._told(ahead, now, told, "")
 
-    def _may_try(self, ahead: Outlook, one: _Weighed, now: _Weighed, told: Observation) -> bool:
+    def _may_try(self, ahead: Outlook, one: _Evaluated, now: _Evaluated, told: Observation) -> bool:
         """Whether a few steps with other workers, and the way back, cost next to nothing even if they prove worse.
 
         Steps of one number of workers do not tell what another's are worth.
@@ -186,7 +186,7 @@ class ScalingTuner:
         share = self.goal.patience
         return share is None or ahead.quantile(seconds - share / 2 * now.seconds, sure) <= 0
 
-    def _weigh(self, ahead: Outlook, workers: int, told: Observation) -> _Weighed:
+    def _evaluate(self, ahead: Outlook, workers: int, told: Observation) -> _Evaluated:
         most = self.terms.most
         step, pause, paid = self.step_seconds(workers), 0.0, max(workers, told.workers)
         if workers > told.workers:
@@ -207,9 +207,9 @@ class ScalingTuner:
         if self.goal.deadline_seconds is not None:
             ends &= until <= self.goal.deadline_seconds * (1 + 1e-9)
         in_time = ends & (until <= patient * (1 + 1e-9))
-        return _Weighed(workers, seconds, usd, ahead.likely(in_time), ahead.likely(ends), late)
+        return _Evaluated(workers, seconds, usd, ahead.likely(in_time), ahead.likely(ends), late)
 
-    def _told(self, ahead: Outlook, one: _Weighed, told: Observation, reason: str) -> Decision:
+    def _told(self, ahead: Outlook, one: _Evaluated, told: Observation, reason: str) -> Decision:
         share = self.settings.sure
         assert self._began is not None
         # What is billed may differ from the price list.

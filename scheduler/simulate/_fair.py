@@ -31,8 +31,8 @@ class TimeSlices:
 class FinishTimeFairness:
     """After Themis (NSDI'20): leases for those whose finish time suffers most from sharing.
 
-    A job's ρ is the time from submission to its end, were it to go on as it asked for now, over the time that it would
-    take on an equal part of the cluster; the largest ρ is served first. The auction is left out.
+    A job's ρ is the time from submission to its end, were it to continue as it asked for now, over the time that it
+    would take on an equal part of the cluster; the largest ρ is served first. The auction is left out.
     """
 
     at_edges = False

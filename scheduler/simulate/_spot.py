@@ -119,7 +119,8 @@ class _Stay:
         return now + self.draw.expovariate(self.settings.preempted_per_hour / 3600)
 
     def _on_demand(self, now: float, left: float, share: int) -> float:
-        """Go on where nothing is taken away, to the end; where no level meets the deadline any more, at the fastest."""
+        """Continue where nothing is taken away, to the end; where no level meets the deadline any more, at the
+        fastest."""
         share = share or self.spec.curve.levels[-1]
         took_s = self.settings.overhead.seconds(share) + left / self.spec.curve.rate(share)
         self.on_demand_s += share * took_s

@@ -3,7 +3,7 @@
 They follow FasDL (10.1109/TC.2024.3485202; §1.2 and §1.3 of the notes in its code) where requests are made one after
 the other, LambdaML (arXiv 2105.07806, §4.3) for its two patterns, and replace sums by the slower of latency and
 bandwidth where requests go side by side. ``sync.collective`` has the same forms of one merge; a test holds them
-against each other. Here a merge is a row of terms, so that what was measured can weigh them (`Correction`).
+against each other. Here a merge is a row of terms, so that what was measured can evaluate them (`Correction`).
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ class Correction:
 
     latency: float = 1.0
     late: float = 1.0
-    """Of what the latest of many requests takes longer than one: workers that go on by themselves are not late all at
-    once."""
+    """Of what the latest of many requests takes longer than one: workers that continue by themselves are not late all
+    at once."""
     transfer: float = 1.0
     work: float = 1.0
     """Of requests that keep a core busy."""
@@ -118,7 +118,7 @@ class Progress:
     """
 
     samples: float | None = None
-    """That the job passes over; None: it goes on until a goal."""
+    """That the job passes over; None: it continues until a goal."""
     least_steps: float = 0.0
     """To the goal with a batch without end."""
     noise_samples: float = 0.0

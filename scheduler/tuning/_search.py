@@ -1,7 +1,7 @@
 """The best configuration of all that there are: every dimension at once, exactly.
 
 FasDL's search fixes the number of workers and the memory before it looks at K, and so misses what only the three
-together make possible; `fasdl_heuristic` is that search. Here all combinations are weighed. A merge depends on
+together make possible; `fasdl_heuristic` is that search. Here all combinations are evaluated. A merge depends on
 memory only through bandwidth, so that its closed form is computed once for each (collective, workers, K, share) and
 then combined with every memory and batch in arrays.
 """
@@ -23,7 +23,7 @@ _MUCH = 1e-9
 
 
 @dataclass(frozen=True)
-class _Weighed:
+class _Evaluated:
     """All configurations of one channel with what they take; only those that fit."""
 
     grid: Grid
@@ -53,25 +53,25 @@ def fastest(task: Task, space: Space, limits: Limits = Limits()) -> Prediction |
 
 def front(task: Task, space: Space, limits: Limits = Limits()) -> tuple[Prediction, ...]:  # noqa: B008 - frozen
     """The Pareto front of time and money, the fastest first: nothing else is better than one of these in both."""
-    found: list[tuple[float, float, _Weighed, int]] = []
-    for weighed in _weigh(task, space):
-        seconds, usd = weighed.told.seconds[weighed.at], weighed.told.usd[weighed.at]
+    found: list[tuple[float, float, _Evaluated, int]] = []
+    for evaluated in _evaluate(task, space):
+        seconds, usd = evaluated.told.seconds[evaluated.at], evaluated.told.usd[evaluated.at]
         keep = (seconds <= limits.deadline_seconds) & (usd <= limits.budget_usd)
         found += [
-            (float(weighed.told.seconds[at]), float(weighed.told.usd[at]), weighed, int(at))
-            for at in weighed.at[keep][_undominated(seconds[keep], usd[keep])]
+            (float(evaluated.told.seconds[at]), float(evaluated.told.usd[at]), evaluated, int(at))
+            for at in evaluated.at[keep][_undominated(seconds[keep], usd[keep])]
         ]
     told: list[Prediction] = []
-    for _, usd_of_one, weighed, at in sorted(found, key=lambda one: one[:2]):
+    for _, usd_of_one, evaluated, at in sorted(found, key=lambda one: one[:2]):
         if not told or usd_of_one < told[-1].usd:
-            told.append(prediction(_named(weighed, at), weighed.told, at))
+            told.append(prediction(_named(evaluated, at), evaluated.told, at))
     return tuple(told)
 
 
 def _best(task: Task, space: Space, limits: Limits, *, by_cost: bool) -> Prediction | None:
-    best: tuple[float, float, _Weighed, int] | None = None
-    for weighed in _weigh(task, space):
-        seconds, usd = weighed.told.seconds[weighed.at], weighed.told.usd[weighed.at]
+    best: tuple[float, float, _Evaluated, int] | None = None
+    for evaluated in _evaluate(task, space):
+        seconds, usd = evaluated.told.seconds[evaluated.at], evaluated.told.usd[evaluated.at]
         keep = (seconds <= limits.deadline_seconds) & (usd <= limits.budget_usd)
         if not keep.any():
             continue
@@ -79,17 +79,17 @@ def _best(task: Task, space: Space, limits: Limits, *, by_cost: bool) -> Predict
         least = first[keep].min()
         as_good = keep & (first <= least * (1 + _MUCH))
         at = np.flatnonzero(as_good)[np.argmin(then[as_good])]
-        one = (float(first[at]), float(then[at]), weighed, int(weighed.at[at]))
+        one = (float(first[at]), float(then[at]), evaluated, int(evaluated.at[at]))
         if best is None or one[:2] < best[:2]:
             best = one
     return None if best is None else prediction(_named(best[2], best[3]), best[2].told, best[3])
 
 
-def _weigh(task: Task, space: Space) -> Iterator[_Weighed]:
+def _evaluate(task: Task, space: Space) -> Iterator[_Evaluated]:
     for name in _channels(task, space):
         grid, costs = _grid(task, space, name)
-        weighed = outcomes(task, grid, costs)
-        yield _Weighed(grid, weighed, np.flatnonzero(weighed.fits))
+        evaluated = outcomes(task, grid, costs)
+        yield _Evaluated(grid, evaluated, np.flatnonzero(evaluated.fits))
 
 
 def _grid(task: Task, space: Space, name: str) -> tuple[Grid, MergeCosts]:
@@ -139,8 +139,8 @@ def _undominated(seconds: npt.NDArray[np.float64], usd: npt.NDArray[np.float64])
     return order[usd[order] < cheapest_before]
 
 
-def _named(weighed: _Weighed, at: int) -> Configuration:
-    grid, merges = weighed.grid, weighed.grid.merges
+def _named(evaluated: _Evaluated, at: int) -> Configuration:
+    grid, merges = evaluated.grid, evaluated.grid.merges
     return Configuration(
         memory_mb=int(grid.memories_mb[at]),
         workers=int(merges.workers[at]),

@@ -263,7 +263,7 @@ def _body(answer: dict[str, Any]) -> bytes:
 
 
 def _all(futures: Iterable[Future[Any]]) -> list[Any]:
-    """The results of all; the first error when every one has ended, so that none goes on unseen."""
+    """The results of all; the first error when every one has ended, so that none continues unseen."""
     begun = list(futures)
     concurrent.futures.wait(begun, return_when=concurrent.futures.FIRST_EXCEPTION)
     _give_up([future for future in begun if not future.done()])

@@ -72,7 +72,7 @@ class MeanOf:
                     self.before[part] = residual
 
     def hold(self, residual: npt.NDArray[np.float64]) -> None:
-        """Go on from what parts with other bounds held back, shape (n,)."""
+        """Continue from what parts with other bounds held back, shape (n,)."""
         for chunk, part in enumerate(self._bounds):
             self.given[chunk].residual = residual[part].copy()
 
@@ -109,7 +109,7 @@ class MeanOf:
         if not self._as_lists:
             return feedback.encode(values)
         if not np.isfinite(values).all():
-            # Coded, it would be a large number like any other, and the loss go on being one.
+            # Coded, it would be a large number like any other, and the loss continue being one.
             hint = "training diverged: lower the learning rate"
             raise GeofedError("TASK_FAILED", "a gradient is not finite", hint=hint)
         trained = max(0, self._known - self._bounds[chunk].start)

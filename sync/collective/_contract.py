@@ -29,7 +29,7 @@ class Settings:
     """``k-reduce``: workers merge in so many groups, and owners what the groups have; as many as have K workers each.
     Means are then rounded once more."""
     staleness: int = 0
-    """``k-reduce``: workers that own no chunk go on with the mean of so many steps before (FasDL: 1)."""
+    """``k-reduce``: workers that own no chunk continue with the mean of so many steps before (FasDL: 1)."""
     codec: str = "fp32"
     """What chunks travel in, both ways, with error feedback: fp32, bf16, int8, or fp8 and int4, which are lists of the
     entries that are not zero, where that is less. Of ``isp``: its lists' values, fp32, bf16, fp8 or int4."""
@@ -72,7 +72,7 @@ class Settled:
     merged: tuple[Merged, ...]
     """To be taken up first, in this order."""
     model: Vector | None
-    """The model to go on from, shape (n,), read-only; None: the one that taking ``merged`` up has led to."""
+    """The model to continue from, shape (n,), read-only; None: the one that taking ``merged`` up has led to."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Collective(Protocol):
         """What the next invocation of this worker hands to `restore`; between two merges only."""
 
     def restore(self, state: State) -> None:
-        """Go on from what `state` gave; before the first merge only."""
+        """Continue from what `state` gave; before the first merge only."""
 
     def close(self) -> None:
         """End the threads. What lies in the channel stays: the others may still read it."""

@@ -26,7 +26,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, _PAUSE_FACTOR = 0.02, 0.5, 1.5
 _PART_WAITED = 0.05
 """Of what has been waited: who waits long for one that is away looks less often, as every look is billed."""
 _LOOK_SECONDS = 2.0
-"""How long a wait goes on before it looks whether anybody still needs it."""
+"""How long a wait continues before it looks whether anybody still needs it."""
 
 Result = TypeVar("Result")
 
@@ -59,7 +59,7 @@ class Driver(Protocol):
 
 
 class Threads:
-    """Uploads, downloads and deletes go on beside each other. Puts that queue up are sent together."""
+    """Uploads, downloads and deletes continue beside each other. Puts that queue up are sent together."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class InPlace(Threads):
     """For values in this machine's memory: the caller's own thread puts and gets.
 
     A request is a copy there, which no other thread makes shorter: with W workers on a few cores threads only take the
-    cores from each other. Deletes go on beside. What is handed in part by part comes while others wait, and so does
+    cores from each other. Deletes continue beside. What is handed in part by part comes while others wait, and so does
     take threads.
     """
 

@@ -63,7 +63,7 @@ class Fold:
             self._take(*self._early.pop(self._turns.pop(0)))
 
     def leave_out(self, contributor: int) -> None:
-        """Go on without a contributor that is lost."""
+        """Continue without a contributor that is lost."""
         self._turns.remove(contributor)
         while self._turns and self._turns[0] in self._early:
             self._take(*self._early.pop(self._turns.pop(0)))

@@ -23,7 +23,7 @@ class Member:
     attempt: int
     """Fences: what another attempt puts lies under other keys."""
     lost: tuple[int, ...] = ()
-    """Workers that the partition goes on without. All members must know of the same ones: it stands in the keys, so
+    """Workers that the partition continues without. All members must know of the same ones: it stands in the keys, so
     that nothing merged before the loss is merged with anything after it."""
 
     def __post_init__(self) -> None:

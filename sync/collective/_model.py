@@ -57,7 +57,7 @@ class ChannelCosts:
     """Of a request, what keeps a core of the worker busy; requests side by side do not share that."""
     cores: float = 0.0
     """Of a channel in the memory of one machine: the cores that all workers on it share. Requests and bytes then are
-    work for the cores, nothing goes on side by side, and a worker gets slower as more are at work. 0: each worker has
+    work for the cores, nothing continues side by side, and a worker gets slower as more are at work. 0: each worker has
     its own machine."""
     jitter: float = 0.0
     """Standard deviation of the latency's logarithm. Whoever waits for many requests waits for the slowest of them."""
@@ -312,18 +312,18 @@ def choose(
     ``patterns``: among which; ``server-reduce`` may be one of them.
     ``slack``: what may be so much worse (0.05: a twentieth) is as good, and the other measure decides.
     """
-    weighed: list[Choice] = []
+    evaluated: list[Choice] = []
     for pattern in patterns:
         for chunks in range(1, workers + 1) if pattern == "k-reduce" else (None,):
             merge = Merge(pattern, workers, size_bytes, chunks)
             if pattern == "k-reduce":
                 merge = replace(merge, groups=best_groups(merge, costs))
             cost = estimate(merge, costs)
-            weighed.append(Choice(merge, cost, cost.usd(workers, usd_per_worker_second)))
+            evaluated.append(Choice(merge, cost, cost.usd(workers, usd_per_worker_second)))
     first, then = (_seconds, _usd) if minimise == "time" else (_usd, _seconds)
-    limit = min(first(choice) for choice in weighed) * (1 + slack)
+    limit = min(first(choice) for choice in evaluated) * (1 + slack)
     return min(
-        (choice for choice in weighed if first(choice) <= limit), key=lambda choice: (then(choice), first(choice))
+        (choice for choice in evaluated if first(choice) <= limit), key=lambda choice: (then(choice), first(choice))
     )
 
 

@@ -42,7 +42,7 @@ def pack_places(size: int, places: Places) -> Bytes:
 
 
 def unpack_places(size: int, count: int, packed: Bytes) -> tuple[Places, int]:
-    """What `pack_places` was given, and how many bytes that took, of bytes that may go on behind.
+    """What `pack_places` was given, and how many bytes that took, of bytes that may continue behind.
 
     Raises ``GeofedError("FRAME_INVALID")``.
     """

@@ -192,7 +192,7 @@ class Reduce:
 
     @property
     def done(self) -> bool:
-        # What a stale worker uploads may go on beside its next step; a merged chunk that is not stored is nobody's.
+        # What a stale worker uploads may continue beside its next step; a merged chunk that is not stored is nobody's.
         return self._pull.done and self._merged_stored and not self._awaited
 
     @property

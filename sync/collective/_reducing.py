@@ -23,7 +23,7 @@ from sync.collective._plan import Call, Plan
 from sync.collective._reduce import Pull, Reduce
 from sync.layout import Vector
 
-__all__ = ["Buckets", "Reducing", "driver_of", "plan_of", "weighed"]
+__all__ = ["Buckets", "Reducing", "driver_of", "plan_of", "with_weight"]
 
 _ALIGN = 256
 """Chunks begin on multiples of a codec's block, and of a cache line."""
@@ -149,7 +149,7 @@ class Reducing:
         if vector.shape != (self._size,) or vector.dtype != np.float32:
             raise GeofedError("FRAME_INVALID", f"{vector.dtype} of shape {vector.shape} for {self._size} elements")
         if self._lag:
-            # Its upload goes on while the caller writes the next one.
+            # Its upload continues while the caller writes the next one.
             self._driver.drain()
             room = self._room()
             room[:] = vector
@@ -171,7 +171,7 @@ class Reducing:
         return self._copy
 
     def settle(self, step: int, model: Vector) -> Settled:
-        return Settled(weighed(self._driver.run(self.settling(step))), None)
+        return Settled(with_weight(self._driver.run(self.settling(step))), None)
 
     def settling(self, step: int) -> Pull:
         """What `settle` runs."""
@@ -192,7 +192,7 @@ class Reducing:
             steps.extend(sorted(int(step) for name, step in state.facts.items() if name.startswith(f"{kind}.")))
 
     def without(self, lost: Sequence[int]) -> None:
-        """Go on without workers that are lost, from the merge that did not come about; make that merge again.
+        """Continue without workers that are lost, from the merge that did not come about; make that merge again.
 
         Somebody must have told all that are left the same. They are then all in the same merge: one that anybody has
         finished, all can finish, since its merged chunks are in the channel. What was put for the broken one lies under
@@ -200,7 +200,7 @@ class Reducing:
         several merges behind.
         """
         if self._settings.staleness:
-            raise GeofedError("CONFIG_INVALID", "with staleness the workers of an attempt cannot go on without one")
+            raise GeofedError("CONFIG_INVALID", "with staleness the workers of an attempt cannot continue without one")
         self._member = replace(self._member, lost=tuple(sorted({*self._member.lost, *lost})))
         held = self._arithmetic.before
         self.plan = plan_of(self._member, self._size, self._settings, self._place)
@@ -228,8 +228,8 @@ class Reducing:
         if alone:
             own = vector.copy()
             own.flags.writeable = False
-            return weighed((Merged(step, own, weight),))
-        return weighed(self._driver.run(self.part(step, vector, weight, whole=events is None), events))
+            return with_weight((Merged(step, own, weight),))
+        return with_weight(self._driver.run(self.part(step, vector, weight, whole=events is None), events))
 
     def part(self, step: int, vector: Vector, weight: float, *, whole: bool = True) -> Reduce:
         """What `merge` runs, for whoever has a driver of their own; there must be several workers."""
@@ -253,7 +253,7 @@ def _await_all(events: Events, chunks: int) -> None:
             raise event.error
 
 
-def weighed(merged: tuple[Merged, ...]) -> tuple[Merged, ...]:
+def with_weight(merged: tuple[Merged, ...]) -> tuple[Merged, ...]:
     """What was merged; raises ``GeofedError("FRAME_INVALID")`` where nobody had a weight."""
     if any(one.weight <= 0 for one in merged):
         raise GeofedError("FRAME_INVALID", f"no worker has a weight above 0 in step {merged[0].step}")

@@ -38,8 +38,8 @@ class _Ranges:
 
     The union of the lists is what all read, so it is filtered as well, by the published rule: an owner holds back sums
     that are not significant of its own model. Workers send what is significant at v / P: it reaches one owner only, and
-    what P of them keep to themselves then adds up to no more than what one owner holds back. A worker goes on with its
-    own change until the owner publishes a sum that holds it.
+    what P of them keep to themselves then adds up to no more than what one owner holds back. A worker continues with
+    its own change until the owner publishes a sum that holds it.
     """
 
     def __init__(self, plan: Plan, held: SignificanceFilter, codec: ListCodec, significance: float) -> None:

@@ -1,4 +1,4 @@
-"""What a stage sends and receives goes on beside its computing: an upload lane and a download lane over a channel.
+"""What a stage sends and receives continues beside its computing: an upload lane and a download lane over a channel.
 
 The three lanes of FuncPipe's functions (section 3.1 of the paper): computing, uploading and downloading overlap, and
 receives are queued ahead of what needs them.
@@ -19,7 +19,7 @@ from sync.framing import Buffer
 __all__ = ["Lanes"]
 
 _LOOK_SECONDS = 0.5
-"""How long a wait goes on before it looks whether anybody still needs it."""
+"""How long a wait continues before it looks whether anybody still needs it."""
 _DELETED_AT_ONCE = 16
 
 _Pieces = Sequence[Buffer]

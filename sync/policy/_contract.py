@@ -52,7 +52,7 @@ class Policy(Protocol):
 
     @property
     def keeps_own(self) -> bool:
-        """Whether a region that trains alone goes on from where it has ended each round."""
+        """Whether a region that trains alone continues from where it has ended each round."""
 
     def merge(
         self,

@@ -67,7 +67,7 @@ class Log:
     weight: float
     step: int
     correction_key: str
-    """What the workers add to it before they go on."""
+    """What the workers add to it before they continue."""
     until_step: int
     """Where the round ends that they then begin."""
     last: bool = False
@@ -168,7 +168,7 @@ class StartPatience:
     sequence: int
     regions: tuple[str, ...]
     alone: bool = False
-    """Whether this region would go on alone."""
+    """Whether this region would continue alone."""
     elsewhere: tuple[str, ...] = ()
     """Those of them whose updates others have already: it is their link to here that is slow, not they."""
 
@@ -206,7 +206,7 @@ class Forget:
 
 @dataclass(frozen=True)
 class Failed:
-    """An invariant is broken; the partition cannot go on."""
+    """An invariant is broken; the partition cannot continue."""
 
     code: str
     text: str

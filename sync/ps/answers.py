@@ -15,7 +15,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class AttachAnswer:
-    """Where a worker goes on."""
+    """Where a worker continues."""
 
     sequence: int
     """Rounds completed."""
@@ -32,7 +32,7 @@ class AttachAnswer:
     correction_key: str = ""
     """What a worker adds that ended the last round and missed the answer."""
     background: bool = False
-    """Only a worker that has kept its place can go on within an attempt: the model is not where the others are."""
+    """Only a worker that has kept its place can continue within an attempt: the model is not where the others are."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ReduceAnswer:
 
 @dataclass(frozen=True)
 class BoundaryAnswer:
-    """How a worker goes on after a round."""
+    """How a worker continues after a round."""
 
     sequence: int
     model_key: str

@@ -115,8 +115,8 @@ class Punctuality:
     def patience_seconds(
         self, regions: Iterable[str], now: float, least_seconds: float = 0.0, round_seconds: float = 0.0
     ) -> float:
-        """How long to go on waiting for the next updates of these regions; 0 or less: no longer. So many seconds since
-        the last one are never late.
+        """How long to continue waiting for the next updates of these regions; 0 or less: no longer. So many seconds
+        since the last one are never late.
 
         All keep the same pace while they wait for each other: where a region's is not known yet the slowest other's is,
         and where none is, that of this region's own work, ``round_seconds`` a round.
@@ -170,7 +170,7 @@ class Spared:
         return max(0.0, min(left, _MOMENT_MOST * round_seconds - self._spent))
 
     def end(self, now: float) -> None:
-        """They go on. What took longer than it might is made up for as well, but no more of it than can be saved up:
+        """They continue. What took longer than it might is made up for as well, but no more of it than can be saved up:
         they may have gone meanwhile. Rounds that have become shorter do not give back what was taken of long ones."""
         if self._since is not None:
             spent = min(self._spent + max(0.0, now - self._since), 2 * self._most)

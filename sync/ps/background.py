@@ -1,17 +1,17 @@
-"""Background exchange: workers go on at once, and updates are merged as they arrive.
+"""Background exchange: workers continue at once, and updates are merged as they arrive.
 
-At the end of a round the workers' model is put into the log, and they go on from it, corrected by what the last merge
-knew: their own fresh change in full, everybody's earlier ones as merged (delayed application with the own fresh term;
-arXiv 2502.12996, and Decoupled DiLoCo, arXiv 2604.21428, for the quorum and the grace window). Meanwhile the round's
-update is made, shipped and merged together with the remote ones that have come. Nobody waits for anybody, unless the
-workers end another round before this one is merged: a merge waits for the same round of every region that keeps up, and
-of one that lacked it the last time for what it will have. At the end of the next round the workers wait for the one
-before, and after a moment for one a few rounds older.
+At the end of a round the workers' model is put into the log, and they continue from it, corrected by what the last
+merge knew: their own fresh change in full, everybody's earlier ones as merged (delayed application with the own fresh
+term; arXiv 2502.12996, and Decoupled DiLoCo, arXiv 2604.21428, for the quorum and the grace window). Meanwhile the
+round's update is made, shipped and merged together with the remote ones that have come. Nobody waits for anybody,
+unless the workers end another round before this one is merged: a merge waits for the same round of every region that
+keeps up, and of one that lacked it the last time for what it will have. At the end of the next round the workers wait
+for the one before, and after a moment for one a few rounds older.
 A region that does not is left out until it does (`Attendance`); its updates are merged when they come, and until then
-the others' count for more in the model that the workers go on from (`Replica`). Regions get their model one after the
-other, and make the first rounds together. So is the last quarter of the job made, with all, whoever was away, so that
-what regions made apart is trained on together. A quorum makes a merge wait for fewer, a lead bounds how far a region
-may then run ahead.
+the others' count for more in the model that the workers continue from (`Replica`). Regions get their model one after
+the other, and make the first rounds together. So is the last quarter of the job made, with all, whoever was away, so
+that what regions made apart is trained on together. A quorum makes a merge wait for fewer, a lead bounds how far a
+region may then run ahead.
 
 After its last round a region merges the others' updates until all have made their last: then every region's model
 holds every update. Where the job is to end before its plan, a region's last round is the one that it is told in, by the
@@ -66,7 +66,7 @@ _AHEAD = 1 << 16
 
 
 class Background(Machine):
-    """Workers go on while updates travel."""
+    """Workers continue while updates travel."""
 
     def __init__(self, setup: Setup, recovered: Recovered | None = None) -> None:
         recovered = recovered or Recovered()
@@ -535,5 +535,5 @@ class Background(Machine):
         if self.held_up and (slower := self._slower):
             return f"in step with {', '.join(slower)}"
         if self._attendance.absent:
-            return f"going on without {', '.join(self._attendance.absent)}"
+            return f"continuing without {', '.join(self._attendance.absent)}"
         return ""

@@ -78,7 +78,7 @@ class DirectWay:
         """Stands already, and takes the channel's place, which has just been given up."""
         self._dialling = asyncio.Lock()
         self._carrying: tuple[float, int] | None = None
-        """When the transfer that is going on began, and its bytes."""
+        """When the transfer under way began, and its bytes."""
         self._given_up = 0
         """Connections in a row."""
         self._given_up_mbps = math.inf
@@ -97,7 +97,7 @@ class DirectWay:
 
     @contextlib.contextmanager
     def carrying(self, total_bytes: int) -> Iterator[None]:
-        """A transfer goes on, by whatever way."""
+        """A transfer continues, by whatever way."""
         self._carrying = time.monotonic(), total_bytes
         try:
             yield

@@ -103,7 +103,7 @@ class Engine:
         self.broken = asyncio.Event()
 
     async def take_over(self, install: Callable[[], None]) -> None:
-        """Go on from a state that was not here when the process started; ``install`` makes it durable."""
+        """Continue from a state that was not here when the process started; ``install`` makes it durable."""
         loop, before = asyncio.get_running_loop(), self.machine
         await loop.run_in_executor(self._disk, install)
         machine = await loop.run_in_executor(self._disk, _machine_of, self.works, before.setup)

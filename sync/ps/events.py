@@ -58,7 +58,7 @@ class Configured:
 
 @dataclass(frozen=True)
 class Attached:
-    """A worker asks where to go on."""
+    """A worker asks where to continue."""
 
     call: int
     worker: int

@@ -138,7 +138,7 @@ class Links:
             self.received_bytes[region] = self.received_bytes.get(region, 0) + count
 
     def _courier_ended(self, task: asyncio.Task[None]) -> None:
-        """A courier works for ever; should it break, the process must not go on without it."""
+        """A courier works for ever; should it break, the process must not continue without it."""
         if self._closing:
             return
         error = asyncio.CancelledError() if task.cancelled() else task.exception()

@@ -66,8 +66,8 @@ class Courier:
     """Carries updates of any region to one peer, one after the other, and tells when each is durable there.
 
     A cut link is tried again for ever, with back-off; a transfer is given up only after ``stall`` seconds without
-    progress, or where a new connection stands sooner, and then goes on with what the peer lacks. Large updates take the
-    bulk streams, those that the peer has dialled where it cannot be reached from here.
+    progress, or where a new connection stands sooner, and then continues with what the peer lacks. Large updates take
+    the bulk streams, those that the peer has dialled where it cannot be reached from here.
     """
 
     def __init__(

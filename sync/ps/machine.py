@@ -3,7 +3,7 @@
 A partition's life is a chain of rounds. In a round the workers make their local steps, merging gradients here after
 each (`Merge`); at its end their model's change becomes an update that is made durable (`Prepare`) and shipped to
 every peer (`Ship`), and updates are merged into the model (`Apply`). When that is done, and with which model the
-workers go on, is what `Synchronous` and `Background` decide. Round 0 has no steps: the first region's fresh model is
+workers continue, is what `Synchronous` and `Background` decide. Round 0 has no steps: the first region's fresh model is
 its update, so that all regions begin with the same bits whatever machine they run on.
 
 Exactly once: an update is named (job, region, sequence); a region's updates are merged in the order of their sequence,
@@ -52,7 +52,7 @@ from sync.ps.manifest import Manifest, Verdict
 __all__ = ["FIRST_WEIGHT", "Boundary", "Machine", "Recovered", "Setup"]
 
 FIRST_WEIGHT = 1.0
-"""Of the model that all begin with, as its update says; nothing is weighed by it."""
+"""Of the model that all begin with, as its update says; it is the weight of nothing."""
 
 _LAPSED = "its state is lost: asking all other regions for theirs"
 
@@ -71,7 +71,7 @@ class Setup:
     evaluate_every: int
     """Rounds; 0: only after the last."""
     background: bool = False
-    """Updates travel while the workers go on."""
+    """Updates travel while the workers continue."""
     quorum: int = 0
     """Regions, this one included, whose new updates a merge in the background waits for; 0: all that keep up, each
     with its update of the same round."""
@@ -276,7 +276,7 @@ class Machine(abc.ABC):
 
     @abc.abstractmethod
     def _answer_attached(self) -> list[Action]:
-        """Tell waiting workers where to go on; there is a model."""
+        """Tell waiting workers where to continue; there is a model."""
 
     @abc.abstractmethod
     def _attempt_begins(self) -> list[Action]:

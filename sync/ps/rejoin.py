@@ -52,7 +52,7 @@ Answers = Mapping[str, sync_pb2.RejoinReply]
 
 @dataclass(frozen=True)
 class Way:
-    """Where to go on from."""
+    """Where to continue from."""
 
     furthest: str
     """The region whose checkpoint is taken; empty: nothing is lost, since nobody has anything of ours."""
@@ -95,7 +95,7 @@ def way_back(machine: Machine, answers: Answers) -> Way | None:
 
 
 async def rejoin(engine: Engine, config: PsConfig, identity: Callable[[], Tls]) -> None:
-    """Ask all other regions, and go on from what the furthest has; waits until all have answered.
+    """Ask all other regions, and continue from what the furthest has; waits until all have answered.
 
     Raises ``GeofedError("STATE_INVALID")`` where there is no way back: where no other region has a model that is not
     lost, and where the others train in the background and have, or had, something of this region. There a region's
@@ -148,7 +148,7 @@ async def _took_over(
     answer: sync_pb2.RejoinReply,
     stubs: Mapping[str, sync_pb2_grpc.ExchangeStub],
 ) -> bool:
-    """False where the others have gone on meanwhile."""
+    """False where the others have continued meanwhile."""
     try:
         updates = [(m, (await _fetch(stubs[region], _update(job, m)))[0]) for region, m in way.updates]
         newest = sync_pb2.FetchRequest(job=job, checkpoint=True)
@@ -156,11 +156,11 @@ async def _took_over(
     except grpc.RpcError as error:
         if error_of(error).code != "MODEL_NOT_FOUND":
             raise
-        # It was forgotten while we asked: the others have gone on meanwhile, from what they had of ours.
+        # It was forgotten while we asked: the others have continued meanwhile, from what they had of ours.
         return False
     damaged = any(framing.digest_of([data]) != manifest.digest for manifest, data in updates)
     if damaged or framing.decode(checkpoint).facts["sequence"] != answer.merges - 1:
-        # Or it has gone on meanwhile: what it had when it answered belongs to the model of then.
+        # Or it has continued meanwhile: what it had when it answered belongs to the model of then.
         return False
     layout = Layout.from_json(answer.layout_json)
     _log.warning("the state was lost; %s's is taken, %d bytes", way.furthest, len(checkpoint))

@@ -81,7 +81,7 @@ class Replica:
         self._model, self._memory = numbers.model, dict(numbers.memory)
         self._start = numbers.start
         self._begun: Vector | None = None
-        """Where workers went on from; its memory is used again for where they go on from next."""
+        """Where workers continued from; its memory is used again for where they continue from next."""
         self._models: list[Vector] = []
         """The same for models: at most two."""
         self._whole = self._memory.pop(_WHOLE, None)

@@ -20,7 +20,7 @@ Every file is written beside its place, flushed with fsync, renamed, and the fol
 flushed with fsync before what it tells is acted upon. A round's state and updates are durable before its checkpoint,
 and are deleted only after the next one. With synchronous exchange every merge makes a checkpoint; in the background
 the log is enough to make a merge again, so that checkpoints are made now and then, beside what else is done: the log
-goes on in a new file when one is begun, and the older ones stay until it is durable. There the checkpoint that is not
+continues in a new file when one is begun, and the older ones stay until it is durable. There the checkpoint that is not
 needed any more is written again as the next one, in place: what a file of a model's size costs is the memory and the
 place on the disk that are found for it. By then its old name is gone for good: the folder is flushed when a file of
 the log is begun.

@@ -21,7 +21,7 @@ __all__ = ["Synchronous"]
 
 
 class Synchronous(Machine):
-    """Workers wait at the end of a round until all regions' updates are merged, and go on from the merged model."""
+    """Workers wait at the end of a round until all regions' updates are merged, and continue from the merged model."""
 
     def __init__(self, setup: Setup, recovered: Recovered | None = None) -> None:
         recovered = recovered or Recovered()

@@ -535,7 +535,7 @@ class Works:
         key = correction_key(version)
         if self._ended is None or self._ended.correction_key != key:
             return self._publish_correction(version)
-        # The round that has ended since goes on from it, and counts as if it had been added: it stays as it was.
+        # The round that has ended since continues from it, and counts as if it had been added: it stays as it was.
         self._shelf.publish_correction(key)
         return key
 

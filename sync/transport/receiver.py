@@ -221,7 +221,7 @@ class _Receiving:
             raise
         if landing is None or self._landing is None:
             if not self._told:
-                # It is whole without this chunk: the sender need not go on.
+                # It is whole without this chunk: the sender need not continue.
                 self._told = True
                 self._reply(Frame(Kind.OFFER, head.tag, 0, 1 << 32), self._desk.landed(self._caller, self._offer))
             return

@@ -16,7 +16,7 @@ class ExchangeSettings:
     """How parameter servers exchange, whatever the policy; every field is a number, so that plans can carry it."""
 
     background: float = 0.0
-    """1: workers go on while updates travel. 0: all wait for all at the end of a round."""
+    """1: workers continue while updates travel. 0: all wait for all at the end of a round."""
     quorum: float = 0.0
     """Regions, this one included, whose new updates a merge waits for within the grace window; 0: for the round of
     every region that keeps up. Background only."""

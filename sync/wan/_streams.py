@@ -32,7 +32,7 @@ class StreamState:
     rtt_ms: float
     """When the trial began."""
     settled: bool
-    """No trial is going on."""
+    """No trial is running."""
     before_mbps: float | None = None
     """Goodput with half the streams; None: not known yet."""
     shifted_rounds: int = 0

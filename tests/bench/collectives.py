@@ -370,7 +370,7 @@ def _ceilings(rows: list[tuple[Case, Outcome]]) -> dict[tuple[str, str, int], Ce
 def _mechanisms() -> list[dict[str, object]]:
     """From the faithful K-REDUCE to ours, one mechanism at a time: 14 MB, W = 8, S3, with 1 s of compute a step.
 
-    Where workers that own no chunk go on one step behind, their batch is larger by what they compute while owners
+    Where workers that own no chunk continue one step behind, their batch is larger by what they compute while owners
     aggregate (FasDL §1.4), at most twice an owner's.
     """
     source, steps, compute, batch = Modelled(), 6, 1.0, 32

@@ -218,7 +218,7 @@ def _merged(
     over = driver.over if isinstance(driver, AsPublished) else over
     driver.drain()
     usage = channel.usage
-    # Deletes go on beside.
+    # Deletes continue beside.
     while time.sleep(_SETTLED_SECONDS) is None and channel.usage != usage:
         usage = channel.usage
     used = Usage(*(after - was for after, was in zip(_counts(usage), _counts(before), strict=True)))

@@ -72,7 +72,7 @@ class Link:
 
 
 class ShapedChannel:
-    """A worker's way to the store. Deletes go on beside everything and are not held up."""
+    """A worker's way to the store. Deletes continue beside everything and are not held up."""
 
     in_memory = False
 

@@ -244,7 +244,7 @@ class Run:
 
 
 Steering = Callable[[Observation], int]
-"""Told every step, it says with how many workers to go on."""
+"""Told every step, it says with how many workers to continue."""
 
 
 def play(

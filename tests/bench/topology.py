@@ -25,7 +25,7 @@ from pathlib import Path as File
 
 from report import Bar, Report, options
 
-from scheduler import LinkTable, Path, Topologies, choose_topology, weigh_topologies
+from scheduler import LinkTable, Path, Topologies, choose_topology, evaluate_topologies
 
 GRID = File(__file__).resolve().parents[3] / "shared" / "data" / "wan" / "skyplane_wan.csv"
 DRAWS, QUICK_DRAWS = 1000, 100
@@ -43,7 +43,7 @@ def main() -> int:
     grid = _read(given.grid) if given.grid.exists() else _generated()
     print(f"grid: {given.grid if given.grid.exists() else 'generated'}, {len(grid)} links")
     draw = random.Random(20260101)
-    weigh_topologies(["a", "b"], {("a", "b"): Path(1, 1, 0), ("b", "a"): Path(1, 1, 0)}, 1)  # loads networkx
+    evaluate_topologies(["a", "b"], {("a", "b"): Path(1, 1, 0), ("b", "a"): Path(1, 1, 0)}, 1)  # loads networkx
     for number in range(QUICK_DRAWS if given.quick else DRAWS):
         report.runs.append(_run(number, draw, grid))
     near = sum(run["ratio"] <= NEAR for run in report.runs) / len(report.runs)
@@ -77,14 +77,14 @@ def _run(number: int, draw: random.Random, grid: LinkTable) -> dict[str, object]
     size = int(10 ** draw.uniform(5, 9.6))
     clouds = {name: name.partition(":")[0] for name in names}
     begun = time.thread_time()
-    weighed = weigh_topologies(names, table, size, clouds)
-    chosen = choose_topology(weighed)
+    evaluated = evaluate_topologies(names, table, size, clouds)
+    chosen = choose_topology(evaluated)
     took = (time.thread_time() - begun) * 1e3
     assert chosen is not None, "a draw is connected"
-    simulated = {kind: simulate(links, table, size) for kind, links in _by_kind(weighed).items()}
+    simulated = {kind: simulate(links, table, size) for kind, links in _by_kind(evaluated).items()}
     best = min(simulated, key=lambda kind: simulated[kind])
     other = {link: replace(path, mbps=path.mbps * math.exp(draw.gauss(0, 0.25))) for link, path in table.items()}
-    rough = {kind: simulate(links, other, size) for kind, links in _by_kind(weighed).items()}
+    rough = {kind: simulate(links, other, size) for kind, links in _by_kind(evaluated).items()}
     return {
         "regions": len(names),
         "links": len(table),
@@ -100,8 +100,8 @@ def _run(number: int, draw: random.Random, grid: LinkTable) -> dict[str, object]
     }
 
 
-def _by_kind(weighed: Topologies) -> dict[str, tuple[tuple[str, str], ...]]:
-    return {topology.kind: topology.links for topology in weighed.possible}
+def _by_kind(evaluated: Topologies) -> dict[str, tuple[tuple[str, str], ...]]:
+    return {topology.kind: topology.links for topology in evaluated.possible}
 
 
 # --- the simulation
@@ -183,7 +183,7 @@ def _drawn(number: int, draw: random.Random, grid: LinkTable) -> tuple[list[str]
                 for link in ((a, b), (b, a)):
                     path = grid[link]
                     table[link] = Path(path.rtt_ms, path.mbps * scale, path.usd_per_gb)
-        if weigh_topologies(names, table, 1).possible:
+        if evaluate_topologies(names, table, 1).possible:
             return names, table
 
 

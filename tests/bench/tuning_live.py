@@ -1,7 +1,7 @@
 """Live iterations: workers that compute, as a sleep of calibrated length, and merge real tensors over a real channel.
 
 The stores, relays and workers are those of `collectives_live.py`, with its ``scale`` and ``slower``. A setting is a
-chain of iterations, in which every worker goes on as soon as it has the merged vector; what counts is the median time
+chain of iterations, in which every worker continues as soon as it has the merged vector; what counts is the median time
 between the moments at which the last worker has one merged vector and the next.
 """
 

@@ -139,13 +139,13 @@ class Outcome:
     """Of one run."""
 
     speeds: dict[str, float]
-    """Steps a second of each region, while the script went on."""
+    """Steps a second of each region, while the script continued."""
     goodput: float
     windows: list[Window]
     fault_speeds: list[dict[str, float]]
     """During each fault."""
     round_seconds: dict[str, float]
-    """Median of each region while the script went on; other work on the machine moves it less than a mean."""
+    """Median of each region while the script continued; other work on the machine moves it less than a mean."""
     fault_round_seconds: list[dict[str, float]]
     result: dict[str, Any]
 

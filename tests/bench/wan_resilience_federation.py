@@ -86,7 +86,7 @@ class Region:
         written(site, folder / "site.json")
         self.journal = Journal(folder / "state", name)
         self.stopped = False
-        """One of its processes does not go on, and answers nothing."""
+        """One of its processes does not continue, and answers nothing."""
         self.server = self._launched()
         program = str(Path(__file__).with_name("wan_resilience.py"))
         command = [sys.executable, program, "--site", str(folder / "site.json")]

@@ -108,8 +108,8 @@ class FakeAgent:
         self.welcome: agent_pb2.Welcome | None = None
         self.failure: Any = None
         self.strict = True
-        self.weighs = False
-        """Whether what it is to weigh is a command that a test answers; otherwise it cannot, and says so."""
+        self.probes = False
+        """Whether what it is to probe is a command that a test answers; otherwise it cannot, and says so."""
         self._seq = 0
         self._news = asyncio.Condition()
 
@@ -182,11 +182,11 @@ class FakeAgent:
             self.cursor = message.seq
             self.commands.append(message)
             self._out.put_nowait(agent_pb2.FromAgent(command_ack=agent_pb2.CommandAck(seq=message.seq)))
-        elif kind in ("profile", "stop") or (kind == "weigh" and self.weighs):
+        elif kind in ("profile", "stop") or (kind == "probe" and self.probes):
             self.commands.append(message)
-        elif kind == "weigh":
+        elif kind == "probe":
             error = common_pb2.Error(code="FUNCTION_FAILED", message="this agent runs nothing")
-            self.tell_profile(message.weigh.id, error=error)
+            self.tell_profile(message.probe.id, error=error)
         else:
             self.lease = message.lease.lease_seconds
 

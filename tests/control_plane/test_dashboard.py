@@ -52,7 +52,7 @@ def test_the_pages_follow_a_job_to_its_end(serve_config: ServeConfig, job_file: 
     async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
         async with browser(stage) as pages:
             empty = (await pages.get("/")).text
-            assert "None is going on." in empty
+            assert "None is running." in empty
             job = (await stage.submit(job_file)).job.id
             await train(job, a, b)
             for round_ in (1, 2):
@@ -76,7 +76,7 @@ def test_the_pages_follow_a_job_to_its_end(serve_config: ServeConfig, job_file: 
             assert "job.succeeded" in page
             assert "$0.50" in page
             assert 'http-equiv="refresh"' not in page
-            assert "None is going on." in (await pages.get("/")).text
+            assert "None is running." in (await pages.get("/")).text
 
     told(serve_config, scene)
 
@@ -119,10 +119,10 @@ def test_jobs_of_one_name_are_told_apart_and_lead_to_each_other(serve_config: Se
             for one in (job, after):
                 assert f'<a href="/jobs/{one}">digits</a><div class="id">{one}</div>' in overview
             first, second = [(await pages.get(f"/jobs/{one}")).text for one in (job, after)]
-            assert f'<dt>goes on as</dt><dd><a href="/jobs/{after}">' in first
+            assert f'<dt>continues as</dt><dd><a href="/jobs/{after}">' in first
             assert "starts from" not in first
             assert f'<dt>starts from</dt><dd>the model of <a href="/jobs/{job}">' in second
-            assert "goes on as" not in second
+            assert "continues as" not in second
         await c.close()
 
     told(serve_config, scene)

@@ -158,18 +158,18 @@ def test_a_date_costs_hardly_more_than_a_plan_where_shards_may_be_processed_anyw
         shard = replace(told.datasets[0], residency="anywhere", splits=splits)
         return replace(entry, catalogue=replace(told, datasets=(shard,), takes_shards=True))
 
-    weighed, choose = 0, _plan.choose_wan
+    evaluated, choose = 0, _plan.choose_wan
 
     def counted(*args: object) -> object:
-        nonlocal weighed
-        weighed += 1
+        nonlocal evaluated
+        evaluated += 1
         return choose(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(_plan, "choose_wan", counted)
     stand = Stand([open_to_all(number) for number in range(6)])
     _, answer = stand.asks(job_file, "data.residency=anywhere", "objective.deadline=5s")
     assert isinstance(answer, Declined)
-    assert weighed < 250, "one plan weighs up to 120: what depends on no deadline is weighed once for all dates"
+    assert evaluated < 250, "one plan evaluates up to 120: what depends on no deadline is evaluated once for all dates"
     told = named(answer)
     stand.at += 0.5
     _, later = stand.asks(job_file, "data.residency=anywhere", f"objective.deadline={told}s")
@@ -179,7 +179,7 @@ def test_a_date_costs_hardly_more_than_a_plan_where_shards_may_be_processed_anyw
 
 
 def test_an_answer_holds_as_long_as_what_it_rests_on_does(job_file: Path) -> None:
-    """It is worked out while other things go on, and held against them before it is stored."""
+    """It is worked out while other things continue, and held against them before it is stored."""
     stand = Stand([live("r0", 10_000, 4, 900.0), live("r1", 8_000, 4, 900.0)])
     _, alone = stand.asks(job_file)
     assert isinstance(alone, Decision)

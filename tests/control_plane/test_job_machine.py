@@ -193,7 +193,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(successor=st.sampled_from(("", "k")))
     def go_on(self, successor: str) -> None:
         awaited = self.machine.state.awaits_successor
-        self.tell(Continued(self.at, successor, "goes on", {}))
+        self.tell(Continued(self.at, successor, "continues", {}))
         assert self.machine.state.successor == (successor if awaited else self.machine.state.successor)
         assert not awaited or self.machine.state.phase == "succeeded"
 
@@ -203,7 +203,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.tell(FinishAsked(self.at, "enough"))
         now = self.machine.state
         if before.phase in ("running", "finishing"):
-            assert not now.replanned, "what a user wants ended is not gone on with"
+            assert not now.replanned, "what a user wants ended is not continued with"
             assert now.phase == ("succeeded" if before.awaits_successor else before.phase)
         else:
             assert now == before
@@ -416,7 +416,7 @@ def test_the_first_region_brings_in_what_the_job_begins_with() -> None:
 
 
 def replanned() -> JobMachine:
-    """Its model is here, and another job is to go on with it."""
+    """Its model is here, and another job is to continue with it."""
     machine = running("a", "b")
     machine.state = replace(machine.state, deadline_at=100.0)
     told = sent(machine.handle(ReplanAsked(3, "c has come", {"regions": ["a", "b"]})), SendPeers)
@@ -435,7 +435,7 @@ def test_a_job_that_is_planned_anew_ends_with_the_job_that_goes_on() -> None:
     late = Report(1, "stopped", meter=1, money=(Charge("function-seconds", 1.0, "GB-s", 0.5, "file"),))
     machine.handle(Reported(8, "b", late))
     assert [machine.handle(event) for event in (RegionLost(8, "a"), Tick(900), RegionLive(901, "a", True))] == [[]] * 3
-    kinds = [record.kind for record in sent(machine.handle(Continued(902, "k", "goes on", {})), Record)]
+    kinds = [record.kind for record in sent(machine.handle(Continued(902, "k", "continues", {})), Record)]
     assert kinds == ["job.replanned", "job.succeeded"], "the promise is the other's"
     assert (machine.state.phase, machine.state.successor) == ("succeeded", "k")
     part = machine.state.partition("b")

@@ -126,7 +126,7 @@ def test_what_is_left_is_known_once_and_a_late_word_of_it_changes_nothing() -> N
     assert not [action for action in machine.handle(word) if getattr(action, "kind", "") == "partition.preempted"]
     part = machine.state.partitions[0]
     assert (part.workers, part.preempted) == (2, True)
-    # Told to go on as it is, the region hears of it once, so that it knows that it was seen.
+    # Told to continue as it is, the region hears of it once, so that it knows that it was seen.
     told = machine.handle(ScaleAsked(2.0, {"a": 2}, "", preemptible=True))
     assert [action for action in told if isinstance(action, SendScale)] == [SendScale("a", 1, 2, "", True, 1)]
     assert not machine.handle(ScaleAsked(3.0, {"a": 2}, "", preemptible=True))
@@ -218,7 +218,7 @@ def test_by_hand_no_region_is_put_onto_workers_that_others_have(serve_config: Se
             for workers in ({"b": 2}, {"a": 1}):
                 with pytest.raises(GeofedError, match="INADMISSIBLE: region b has 0 workers that stay"):
                     await stage.client.scale(one, workers)
-            assert [scale.workers for scale in _scales(b, one)] == [2], "it goes on as it was"
+            assert [scale.workers for scale in _scales(b, one)] == [2], "it continues as it was"
             for agent in (a, b):
                 await agent.close()
 

@@ -1,4 +1,4 @@
-"""A region and the control plane go on together, whichever of them is put back from an older copy of its state."""
+"""A region and the control plane continue together, whichever of them is put back from an older copy of its state."""
 
 from __future__ import annotations
 

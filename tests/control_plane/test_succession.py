@@ -1,4 +1,4 @@
-"""A running job is planned anew: it ends with its model, and another one goes on with that where the data are now."""
+"""A running job is replanned: it ends with its model, and another one continues with that where the data are now."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_another_job_goes_on_over_the_region_that_has_come(serve_config: ServeCo
                 "job.finishing", "job.publishing", "job.replanned", "job.succeeded",
             ]  # fmt: skip
             assert await data_of(stage, job, "job.replanned") == {"successor": after.id, "regions": ["a", "b", "c"]}
-            await refused(stage.client.finish(job), "ILLEGAL_STATE", f"job {after.id} goes on")
+            await refused(stage.client.finish(job), "ILLEGAL_STATE", f"job {after.id} continues")
             assert (await data_of(stage, after.id, "job.submitted"))["initial_model"]["job"] == job
             await close(a, b, c)
 
@@ -147,9 +147,9 @@ def test_a_crash_between_the_two_loses_neither(
                 await end_early(job, (a, b), 5)
                 waits = await stage.client.job(job)
                 assert (waits.state, waits.successor) == ("finishing", "")
-                assert "goes on with its model to be planned" in waits.condition
+                assert "continues with its model to be planned" in waits.condition
                 await close(a, b, c)
-        # What it was to go on in is not there any more: so long that is waited for.
+        # What it was to continue in is not there any more: so long that is waited for.
         monkeypatch.setattr(_succession, "_BACK_SECONDS", 0.2)
         async with staged(serve_config) as stage:
             first = await ended(stage, job)
@@ -395,7 +395,7 @@ def test_what_is_left_of_a_job(tmp_path: Path) -> None:
     assert rest.objective.deadline == "2027-01-15T08:00:00.500000+00:00"
     kept = ("task", "data", "regions", "wan", "function", "metadata", "limits")
     assert all(getattr(rest, name) == getattr(job.spec, name) for name in kept)
-    # One that was taken without a promise goes on without one.
+    # One that was taken without a promise continues without one.
     assert rest_of(job).objective.deadline is None
     with pytest.raises(GeofedError, match="nothing is left to train"):
         rest_of(running(tmp_path, "train.end={steps: 195}", done=20))
@@ -406,7 +406,7 @@ def test_what_is_left_of_a_job(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=budget(40))
 @given(st.integers(1, 400), st.lists(st.integers(0, 12), max_size=6))
 def test_however_often_it_is_planned_anew_all_is_trained_once(steps: int, ends: list[int]) -> None:
-    """Over jobs of ever fewer steps, each of which ends after some of its rounds; and the schedule goes on as one."""
+    """Over jobs of ever fewer steps, each of which ends after some of its rounds; and the schedule continues as one."""
     with TemporaryDirectory() as name:
         job = running(Path(name), f"train.end={{steps: {steps}}}", "train.learningRate={schedule: linear}", done=0)
     made = 0

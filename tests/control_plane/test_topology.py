@@ -70,7 +70,7 @@ def test_a_plan_of_before_is_of_a_mesh(job_file: Path) -> None:
     assert "exchange" in plan_text(old)
 
 
-def test_people_see_the_topology_its_time_and_what_else_was_weighed(job_file: Path) -> None:
+def test_people_see_the_topology_its_time_and_what_else_was_evaluated(job_file: Path) -> None:
     text = plan_text(json.loads(plan_json(planned(job_file, "auto", "a>c"))))
     (line,) = [line for line in text.splitlines() if line.startswith("exchange")]
     assert " s a round (a-b, b-c)" in line

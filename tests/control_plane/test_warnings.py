@@ -1,4 +1,4 @@
-"""What to beware of in a plan: old prices, and regions that are away."""
+"""Warnings of a plan: old prices, and regions that are away."""
 
 from __future__ import annotations
 

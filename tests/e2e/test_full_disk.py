@@ -1,4 +1,4 @@
-"""A disk that is full stops what needs it, says so, and goes on once there is space; nothing is lost."""
+"""A disk that is full stops what needs it, says so, and continues once there is space; nothing is lost."""
 
 from __future__ import annotations
 

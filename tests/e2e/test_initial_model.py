@@ -1,4 +1,4 @@
-"""A job that starts from another's model, and one that is planned anew because a region has come."""
+"""A job that starts from another's model, and one that is replanned because a region has come."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ def _planned_anew(running: Running, comes: RegionSite, exchange: str, replan: st
     federation.wait_connected(["shanghai"])
     if replan == "asked":
         told = federation.control_plane("replan", job, "--reason", "shanghai is here").stdout
-        assert "planned anew, over frankfurt, shanghai, virginia: shanghai is here" in told
-    # To wait for it is to wait for the last one that goes on with its model.
+        assert "replanned, over frankfurt, shanghai, virginia: shanghai is here" in told
+    # To wait for it is to wait for the last one that continues with its model.
     eventually(lambda: bool(running.describe(job)["finished_at"]), "the job ends", seconds=120.0)
     first = running.describe(job)
     check_succeeded(first, accuracy=0.0)

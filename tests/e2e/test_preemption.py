@@ -1,4 +1,5 @@
-"""Workers that are taken away while a real job trains on them: it goes on, keeps its promise, counts no step twice."""
+"""Workers that are taken away while a real job trains on them: it continues, keeps its promise, counts no step
+twice."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_a_job_pauses_for_one_with_a_deadline_and_both_come_to_their_end(running
     running.wait_round(first, 1)
     second = running.submit(*settings, "train.workers=4", "train.end.epochs=4", "objective.deadline=30m")
     check_succeeded(running.wait_end(second), accuracy=0.0)
-    eventually(lambda: len(_scaled(running, first)) >= 2 * len(PAIR), "the first one goes on")
+    eventually(lambda: len(_scaled(running, first)) >= 2 * len(PAIR), "the first one continues")
     _finished(running, first)
     reasons = [event["data"]["reason"] for event in _scaled(running, first)]
     assert f"gives way to {second}" in reasons

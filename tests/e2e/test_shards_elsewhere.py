@@ -109,7 +109,7 @@ def test_a_copy_goes_on_where_a_killed_agent_left_it(running: Running) -> None:
     job = running.submit("train.end.epochs=3", *_on("heavy"))
     size, before = BALLAST_MIB << 20, 0
     for victim in ("oslo", "frankfurt"):
-        eventually(lambda seen=before: _arrived_bytes(running) > seen, "the copy goes on", pause=0.005)
+        eventually(lambda seen=before: _arrived_bytes(running) > seen, "the copy continues", pause=0.005)
         running.federation.kill(victim)
         before = _arrived_bytes(running)
         assert 0 < before < size, "it was in the middle"

@@ -85,7 +85,7 @@ SURFACES = {
         "restaff",
         "round_compute_seconds",
         "step_seconds",
-        "weigh_topologies",
+        "evaluate_topologies",
     },
     "scheduler.partition": {
         "Channel",

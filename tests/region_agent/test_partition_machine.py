@@ -353,7 +353,7 @@ class AnyOrder(RuleBasedStateMachine):
 def _all_goes_well(region: Region) -> None:
     region.feed(PublishAsked())
     if not region.machine.workers:
-        region.feed(Scaled(2, "go on", 2 * BATCH))
+        region.feed(Scaled(2, "continue", 2 * BATCH))
     for _ in range(60):
         if region.machine.over:
             break
@@ -470,7 +470,7 @@ def test_task_code_that_hangs_is_told_and_ended_the_third_time() -> None:
     region.feed(Progress(40.0, 150.0))
     assert region.machine.condition == "no step for 40 s (a call without an answer is ended after 150 s)"
     region.feed(Progress(0.0, 150.0))
-    assert region.machine.condition == "", "it goes on"
+    assert region.machine.condition == "", "it continues"
     region.feed(PsSaid(PsView("training", "waits for west", region.round)))
     region.feed(Progress(40.0, 150.0))
     assert region.machine.condition == "waits for west", "that is what it waits for"
@@ -694,7 +694,7 @@ def test_what_is_left_goes_on_where_workers_are_taken_away() -> None:
 
 
 def _moved(region: Region, workers: int, *, preemptible: bool) -> None:
-    """All of them leave what they have, and others are to go on."""
+    """All of them leave what they have, and others are to continue."""
     region.feed(Scaled(workers, "a test", preemptible=preemptible))
     for key in sorted(region.running):
         region.worker_ends(key, slice_over=True)

@@ -95,8 +95,8 @@ class Scene:
     def ask(self, job: str = "profile-1", **changed: Any) -> None:
         self.profiler.ask(self._command(job, **changed))
 
-    def weigh(self, job: str = "weigh-1", **changed: Any) -> None:
-        self.profiler.weigh(self._command(job, **{"memories_mb": [512], "limit_seconds": 0.3, **changed}))
+    def probe(self, job: str = "probe-1", **changed: Any) -> None:
+        self.profiler.probe(self._command(job, **{"memories_mb": [512], "limit_seconds": 0.3, **changed}))
 
     def _command(self, job: str, **changed: Any) -> agent_pb2.ProfileTask:
         task = agent_pb2.TaskRef(bundle_digest=digest_of([self.bundle]), module="task.py", dataset="d")
@@ -162,8 +162,8 @@ async def test_what_is_told_is_a_profile_and_nothing_is_left_behind(scene: Scene
 
 @pytest.mark.slow
 @on_a_loop
-async def test_a_task_is_weighed_before_its_steps_are_timed_and_nothing_is_left_behind(scene: Scene) -> None:
-    scene.weigh()
+async def test_a_task_is_probed_before_its_steps_are_timed_and_nothing_is_left_behind(scene: Scene) -> None:
+    scene.probe()
     told = (await scene.answer()).weight
     assert (told.parameters, told.model_bytes, told.note) == (10, 40, "")
     assert [step.batch for step in told.steps] == [8, 2]
@@ -175,21 +175,21 @@ async def test_a_task_is_weighed_before_its_steps_are_timed_and_nothing_is_left_
     assert scene.gateway.calls == 2
     assert not scene.gateway.there
     assert not (scene.folder / "profiling").exists()
-    assert not list((scene.folder / "channel").glob("weigh-*"))
+    assert not list((scene.folder / "channel").glob("probe-*"))
 
 
 @pytest.mark.slow
 @on_a_loop
 async def test_the_model_is_known_where_its_data_cannot_be_read_or_its_loss_fails(scene: Scene) -> None:
     (scene.folder / "data.npz").unlink()
-    scene.weigh("w1")
+    scene.probe("w1")
     told = await scene.answer(1)
     assert not told.HasField("error")
     assert (told.weight.model_bytes, len(told.weight.steps), told.weight.start_seconds) == (40, 0, 0.0)
     assert told.weight.note.startswith("SHARD_")
     write_samples(scene.folder / "data.npz", 40)
     scene.bundle = pack({"task.py": LINEAR_TASK.replace("nn.Linear(4, 2)", "nn.Linear(7, 2)")})
-    scene.weigh("w2")
+    scene.probe("w2")
     told = await scene.answer(2)
     assert told.weight.model_bytes == 64
     assert told.weight.note.startswith("TASK_FAILED: loss raised")
@@ -199,24 +199,24 @@ async def test_the_model_is_known_where_its_data_cannot_be_read_or_its_loss_fail
 @on_a_loop
 async def test_a_model_that_cannot_be_made_has_no_weight(scene: Scene) -> None:
     scene.bundle = pack({"task.py": LINEAR_TASK.replace("nn.Linear(4, 2)", "nn.Linear(4, width)")})
-    scene.weigh()
+    scene.probe()
     told = await scene.answer()
     assert told.error.code == "TASK_FAILED"
     assert "model raised NameError" in told.error.message
     assert told.usd > 0, "the call was made"
     assert not [one for one in scene.told if one.HasField("weight")]
-    scene.weigh("w2", region="west")
+    scene.probe("w2", region="west")
     assert (await scene.answer(2)).error.code == "RESIDENCY_VIOLATION"
 
 
 @pytest.mark.slow
 @on_a_loop
-async def test_a_model_that_needs_what_dataset_sets_is_weighed_after_it(scene: Scene) -> None:
+async def test_a_model_that_needs_what_dataset_sets_is_probed_after_it(scene: Scene) -> None:
     task = LINEAR_TASK.replace("nn.Linear(4, 2)", "nn.Linear(width, 2)").replace(
         "    held = np.load(uri)\n", "    global width\n    held = np.load(uri)\n    width = held['x'].shape[1]\n"
     )
     scene.bundle = pack({"task.py": task})
-    scene.weigh()
+    scene.probe()
     told = (await scene.answer()).weight
     assert (told.parameters, told.note) == (10, "")
     assert told.steps
@@ -255,15 +255,15 @@ async def test_another_command_waits_for_its_turn(scene: Scene) -> None:
 async def test_a_task_that_nobody_waits_for_any_more_costs_nothing(scene: Scene) -> None:
     """It is dropped while others are before it, and those that come later are not held up."""
     scene.gateway.open.clear()
-    scene.weigh("w1")
+    scene.probe("w1")
     await until(lambda: scene.gateway.calls)
-    scene.weigh("w2", wait_seconds=0.05)
+    scene.probe("w2", wait_seconds=0.05)
     told = await scene.answer()
     assert (told.id, told.error.code, told.usd) == ("w2", "WAIT_TIMEOUT", 0.0)
     scene.gateway.open.set()
     assert (await scene.answer(2)).id == "w1"
     assert scene.gateway.calls == 2
-    scene.weigh("w3", wait_seconds=60.0)
+    scene.probe("w3", wait_seconds=60.0)
     assert (await scene.answer(3)).weight.steps
 
 
@@ -271,7 +271,7 @@ async def test_a_task_that_nobody_waits_for_any_more_costs_nothing(scene: Scene)
 @on_a_loop
 async def test_one_that_goes_on_too_long_is_broken_off_and_tells_what_it_took(scene: Scene) -> None:
     scene.gateway.open.clear()
-    scene.weigh(wait_seconds=2.0)
+    scene.probe(wait_seconds=2.0)
     told = await scene.answer()
     assert told.error.code == "WAIT_TIMEOUT"
     assert scene.gateway.calls == 1
@@ -279,7 +279,7 @@ async def test_one_that_goes_on_too_long_is_broken_off_and_tells_what_it_took(sc
     assert not scene.gateway.there
     assert not (scene.folder / "profiling").exists()
     scene.gateway.open.set()
-    scene.weigh("w2")
+    scene.probe("w2")
     assert (await scene.answer(2)).weight.steps
 
 
@@ -287,9 +287,9 @@ async def test_one_that_goes_on_too_long_is_broken_off_and_tells_what_it_took(sc
 async def test_no_more_than_so_many_wait(scene: Scene) -> None:
     scene.gateway.open.clear()
     for number in range(16):
-        scene.weigh(f"w{number}")
-    scene.weigh("one more")
-    scene.weigh("w3")
+        scene.probe(f"w{number}")
+    scene.probe("one more")
+    scene.probe("w3")
     told = await scene.answer()
     assert (told.id, told.error.code, told.error.retryable) == ("one more", "FUNCTION_BUSY", True)
     assert len(scene._last()) == 1

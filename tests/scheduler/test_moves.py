@@ -265,6 +265,6 @@ def test_what_was_asked_before_changes_no_plan(
     for seconds, usd, epochs in asked:
         wanted = demand(deadline_seconds=seconds, budget_usd=usd, epochs=epochs)
         assert planner.plan(wanted) == plan(snapshot, wanted)
-    weighed = planner.placements
+    evaluated = planner.placements
     planner.plan(wanted)
-    assert planner.placements == weighed
+    assert planner.placements == evaluated

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler import Path, Sighting, as_seen, choose_topology, rerouted, weigh_topologies
+from scheduler import Path, Sighting, as_seen, choose_topology, evaluate_topologies, rerouted
 from scheduler._link import pace
 
 SIZE = 5_000_000
@@ -58,7 +58,7 @@ def test_what_nobody_knows_is_not_counted_on() -> None:
 def test_other_ways_must_make_the_round_shorter() -> None:
     good = complete("abcd")
     slow = good | {("a", "b"): replace(good["a", "b"], mbps=5.0)}
-    mesh = choose_topology(weigh_topologies("abcd", good, SIZE))
+    mesh = choose_topology(evaluate_topologies("abcd", good, SIZE))
     assert mesh is not None
     found = rerouted(mesh, [slow] * 3, good, SIZE, compute_seconds=1.0, background=False)
     assert found is not None
@@ -72,7 +72,7 @@ def test_other_ways_must_make_the_round_shorter() -> None:
 
 def test_a_link_that_is_down_takes_for_ever() -> None:
     good = complete("abc")
-    mesh = choose_topology(weigh_topologies("abc", good, SIZE))
+    mesh = choose_topology(evaluate_topologies("abc", good, SIZE))
     assert mesh is not None
     down = {pair: path for pair, path in good.items() if pair != ("c", "b")}
     found = rerouted(mesh, [down] * 3, good, SIZE, compute_seconds=1.0, background=True)

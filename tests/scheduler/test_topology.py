@@ -29,10 +29,10 @@ from scheduler import (
     Topologies,
     Topology,
     choose_topology,
+    evaluate_topologies,
     evaluate_topology,
     plan,
     rechosen,
-    weigh_topologies,
 )
 from scheduler._link import pace
 
@@ -100,10 +100,10 @@ def test_every_topology_spans_the_regions_over_links_that_are_there(
     drawn: tuple[list[str], dict[tuple[str, str], Path]], size: int
 ) -> None:
     names, table = drawn
-    weighed = weigh_topologies(names, table, size)
+    evaluated = evaluate_topologies(names, table, size)
     connected = reached(tuple(table), names[0]) == set(names)
-    assert bool(weighed.possible) == connected
-    for topology in weighed.possible:
+    assert bool(evaluated.possible) == connected
+    for topology in evaluated.possible:
         assert reached(topology.links, names[0]) == set(names)
         assert list(topology.links) == sorted(set(topology.links))
         assert all(a < b and (a, b) in table and (b, a) in table for a, b in topology.links)
@@ -112,16 +112,16 @@ def test_every_topology_spans_the_regions_over_links_that_are_there(
         sent = sum(topology.bytes_per_round_by_link.values())
         assert sent == pytest.approx(len(names) * (len(names) - 1) * size)
         assert evaluate_topology(topology, table, size) == topology
-    kinds = {topology.kind for topology in weighed.possible}
-    assert not kinds & set(weighed.impossible)
-    assert kinds | set(weighed.impossible) >= {"mesh", "star", "tree", "ring", "two-level"}
+    kinds = {topology.kind for topology in evaluated.possible}
+    assert not kinds & set(evaluated.impossible)
+    assert kinds | set(evaluated.impossible) >= {"mesh", "star", "tree", "ring", "two-level"}
 
 
 @settings(deadline=None, max_examples=budget(40))
 @given(tables(most=6), SIZES)
 def test_stars_and_rings_are_the_best_of_all(drawn: tuple[list[str], dict[tuple[str, str], Path]], size: int) -> None:
     names, table = drawn
-    found = {topology.kind: topology.seconds for topology in weigh_topologies(names, table, size).possible}
+    found = {topology.kind: topology.seconds for topology in evaluate_topologies(names, table, size).possible}
 
     def best(graphs: list[list[tuple[str, str]]]) -> float | None:
         there = [links for links in graphs if all(link in table for link in links)]
@@ -144,7 +144,7 @@ def test_a_larger_update_takes_no_less_time_on_its_way(
     larger = int(size * factor)
     for path in table.values():
         assert pace(path, larger).total_seconds >= pace(path, size).total_seconds
-    for topology in weigh_topologies(names, table, size).possible:
+    for topology in evaluate_topologies(names, table, size).possible:
         other = evaluate_topology(topology, table, larger)
         assert other is not None
         if topology.kind == "mesh":
@@ -164,7 +164,7 @@ def test_a_long_ring_is_near_the_best_of_many() -> None:
             apart = min((i - j) % 12, (j - i) % 12)
             if apart:
                 table[a, b] = Path(20.0 * apart, 1000.0 / apart**2, 0.09)
-    ring = next(t for t in weigh_topologies(order, table, 100_000_000).possible if t.kind == "ring")
+    ring = next(t for t in evaluate_topologies(order, table, 100_000_000).possible if t.kind == "ring")
     assert set(ring.links) == {tuple(sorted(pair)) for pair in zip(order, order[1:] + order[:1], strict=True)}
 
 
@@ -175,7 +175,7 @@ def test_clusters_far_apart_make_two_levels_with_a_hub_in_each() -> None:
         far = NAMES.index(a) // 3 != NAMES.index(b) // 3
         good = not far or (a in "adg" and b in "adg")
         table[a, b] = Path(200.0 if far else 2.0, 1000.0 if good else 5.0, 0.09)
-    chosen = choose_topology(weigh_topologies("abcdefghi", table, 50_000_000))
+    chosen = choose_topology(evaluate_topologies("abcdefghi", table, 50_000_000))
     assert chosen is not None
     assert set(chosen.hubs) == set("adg") or chosen.kind == "tree"
     assert {("a", "b"), ("a", "c"), ("d", "e"), ("d", "f"), ("g", "h"), ("g", "i")} <= set(chosen.links)
@@ -195,7 +195,7 @@ def test_clusters_far_apart_make_two_levels_with_a_hub_in_each() -> None:
 def test_the_fastest_is_taken_unless_another_is_as_fast_and_cheaper(
     minimise: str, compute: float | None, waiting: float, expected: str
 ) -> None:
-    weighed = Topologies(
+    evaluated = Topologies(
         (
             Topology("mesh", (), (("a", "b"), ("a", "c"), ("b", "c")), 1.00, 0.10),
             Topology("star", ("b",), (("a", "b"), ("b", "c")), 1.04, 0.09),
@@ -203,16 +203,18 @@ def test_the_fastest_is_taken_unless_another_is_as_fast_and_cheaper(
         ),
         {},
     )
-    chosen = choose_topology(weighed, minimise=minimise, round_compute_seconds=compute, waiting_usd_per_second=waiting)
+    chosen = choose_topology(
+        evaluated, minimise=minimise, round_compute_seconds=compute, waiting_usd_per_second=waiting
+    )
     assert chosen is not None
     assert chosen.kind == {"b": "star", "c": "tree"}[expected]
 
 
 def test_one_region_exchanges_nothing() -> None:
-    alone = choose_topology(weigh_topologies(["a"], {}, 1000))
+    alone = choose_topology(evaluate_topologies(["a"], {}, 1000))
     assert alone == Topology("mesh", (), (), 0.0, 0.0)
     with pytest.raises(ValueError):
-        weigh_topologies([], {}, 1000)
+        evaluate_topologies([], {}, 1000)
 
 
 # --- in plans
@@ -300,7 +302,7 @@ def test_what_cannot_be_joined_is_declined_with_what_would_help() -> None:
 
 def test_a_topology_is_changed_only_for_a_gain_that_lasts() -> None:
     good, size = complete("abcd"), 10_000_000
-    mesh = choose_topology(weigh_topologies("abcd", good, size))
+    mesh = choose_topology(evaluate_topologies("abcd", good, size))
     assert mesh is not None
     assert mesh.kind == "mesh"
     slow = {**good, ("a", "b"): Path(50.0, 5.0, 0.09)}
@@ -316,6 +318,6 @@ def test_a_topology_is_changed_only_for_a_gain_that_lasts() -> None:
     gone = {link: path for link, path in good.items() if set(link) != {"a", "b"}}
     assert rechosen(mesh, [gone] * 3, size) is not None
     assert rechosen(mesh, [gone, gone, good], size) is None
-    alone = choose_topology(weigh_topologies("a", {}, size))
+    alone = choose_topology(evaluate_topologies("a", {}, size))
     assert alone is not None
     assert rechosen(alone, [{}] * 3, size) is None

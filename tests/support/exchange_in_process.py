@@ -176,7 +176,7 @@ class Federation:
             )
         while bodies:
             for name in list(bodies):
-                # A region goes on until it has to wait: to load another's task takes longer than a step.
+                # A region continues until it has to wait: to load another's task takes longer than a step.
                 while name in bodies:
                     outcome: Outcome = call(bodies[name])
                     assert outcome.status in ("continue", "done"), outcome

@@ -224,7 +224,7 @@ class Site:
             self.next_attempt()
 
     def take_over(self, furthest: Site, updates: tuple[tuple[str, Manifest], ...]) -> None:
-        """Go on from another region's checkpoint (`sync.ps.rejoin`)."""
+        """Continue from another region's checkpoint (`sync.ps.rejoin`)."""
         last = furthest.disk.checkpoints[-1]
         first = self.name == self.setup.regions[0]
         applied = last.sequence * (len(self.setup.regions) - 1) + (not first)
@@ -393,14 +393,14 @@ class Site:
         return _LATE if self.graced >= sequence else 1
 
     def _nobody_is_left_behind(self, sequence: int) -> None:
-        """The workers have ended the round after this one, and go on."""
+        """The workers have ended the round after this one, and continue."""
         assert self.machine is not None
         ledger, done = self.machine.ledger, self.disk.checkpoints[-1].lasts
         for region in self.setup.others:
             if self.setup.quorum or self.lost_patience or ledger.has_ended(region) or region in done:
                 continue
             lacks = sequence - ledger.newest(region)
-            assert lacks <= self._slack(sequence), f"{self.name} went on without {region}, which all wait for"
+            assert lacks <= self._slack(sequence), f"{self.name} continued without {region}, which all wait for"
 
     def _apply(self, action: Apply) -> Applied:
         if self.setup.background:
@@ -623,7 +623,7 @@ class Miniature:
         self.wan = [message for message in self.wan if name not in (message.source, message.to)]
 
     def rejoin(self, name: str) -> None:
-        """It asks all others, if all can answer, and goes on from what the furthest has."""
+        """It asks all others, if all can answer, and continues from what the furthest has."""
         here = self.sites[name]
         if here.machine is None or not here.machine.lapsed or not here.machine.ledger.peers:
             return

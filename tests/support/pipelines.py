@@ -24,7 +24,7 @@ def mse(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def shares(total: int, degree: int) -> list[int]:
-    """Samples of each replica, as `BatchStream` deals them out."""
+    """Samples of each replica, as `BatchStream` partitions them."""
     return [(replica + 1) * total // degree - replica * total // degree for replica in range(degree)]
 
 

@@ -1,4 +1,4 @@
-"""A real federation on this machine, with the digits dealt out to its regions, and ways to watch and break it."""
+"""A real federation on this machine, with the digits partitioned over its regions, and ways to watch and break it."""
 
 from __future__ import annotations
 

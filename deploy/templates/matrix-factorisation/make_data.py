@@ -1,4 +1,4 @@
-"""Make shards of ratings: made up, or dealt out from a MovieLens file of yours.
+"""Make shards of ratings: made up, or partitioned from a MovieLens file of yours.
 
     python make_data.py --regions shanghai,frankfurt,virginia --out ../shards [--form dat] [--users 300]
     python make_data.py --regions shanghai,frankfurt,virginia --out ../shards --source ml-1m/ratings.dat

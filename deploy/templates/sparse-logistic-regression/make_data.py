@@ -1,4 +1,4 @@
-"""Make shards for sparse logistic regression: made up, or dealt out from a file of yours.
+"""Make shards for sparse logistic regression: made up, or partitioned from a file of yours.
 
     python make_data.py --regions shanghai,frankfurt,virginia --out ../shards [--form criteo] [--samples 4000]
     python make_data.py --regions shanghai,frankfurt,virginia --out ../shards --source train.txt.gz

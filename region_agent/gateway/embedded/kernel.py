@@ -83,7 +83,7 @@ def _cover_all(hidden: Iterable[str], kept: Iterable[str], read_only: Iterable[s
             os.makedirs(path, exist_ok=True)
             _mount(f"/proc/self/fd/{handle}", path, None, _MS_BIND | _MS_REC)
             if path in frozen:
-                # What the mount below it forbids, it must go on forbidding.
+                # What the mount below it forbids, it must continue forbidding.
                 locked = os.statvfs(path).f_flag & (_MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
                 _mount("none", path, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | locked)
         os.close(handle)

@@ -35,11 +35,11 @@ class LogQuery:
     since: datetime | None = None
     """Nothing older than this."""
     follow: bool = False
-    """True goes on with new lines until the function is gone."""
+    """True continues with new lines until the function is gone."""
 
 
 class _Follower:
-    """A reader that goes on with new lines, as fast as it can."""
+    """A reader that continues with new lines, as fast as it can."""
 
     def __init__(self, query: LogQuery) -> None:
         self.query = query

@@ -2,7 +2,7 @@
 
 A replica is STARTING until it reports ready, READY while it takes calls, DRAINING when it may only finish the
 calls it has. The table forgets a replica when it has exited. A function that changes gets a new generation;
-replicas of older generations go on serving until the new ones are ready.
+replicas of older generations continue serving until the new ones are ready.
 """
 
 from __future__ import annotations

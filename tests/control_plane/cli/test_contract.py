@@ -35,7 +35,7 @@ class Contract:
     """To run it with; {job} is a job that has succeeded, {file} a job file."""
     mutating: bool = False
     streaming: bool = False
-    """It has a way to go on until the job has ended."""
+    """It has a way to continue until the job has ended."""
     remote: bool = True
     """It speaks to the control plane."""
     formats: frozenset[str] = ALL

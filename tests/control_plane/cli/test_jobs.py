@@ -158,7 +158,7 @@ def test_a_plan_is_explained_and_drawn(live: Federation, run: Run, job_file: str
     texts = {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
     assert {"a", "b"} < texts
     assert any("a → b: " in text for text in texts if text)
-    for part in ("SHARD IN", "also weighed", "egress to b"):
+    for part in ("SHARD IN", "also evaluated", "egress to b"):
         assert part in run("explain", job_file).out
     assert run("list", "--all", "-o", "json").data == before
     hurried = run("explain", job_file, "--set", "objective.deadline=1s")

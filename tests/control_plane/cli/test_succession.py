@@ -1,4 +1,4 @@
-"""A job that is planned anew, as who watches it sees it: it goes on as another one, to that one's end."""
+"""A job that is replanned, as who watches it sees it: it continues as another one, to that one's end."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_who_watches_a_job_is_led_to_the_end_of_the_one_that_goes_on(serve_confi
                 agent.report(after, "training", **figures(agent.region, "b" if agent is a else "a", 1))
             out, said = await asyncio.wait_for(late.communicate(), 30)
             assert (late.returncode, out.decode().strip()) == (0, after)
-            assert said.decode().count(f"job {job} goes on as {after}\n") == 1
+            assert said.decode().count(f"job {job} continues as {after}\n") == 1
             a.report(after, "failed", error=common_pb2.Error(code="TASK_FAILED", message="loss raised ValueError"))
             assert (await ended(stage, after)).state == "failed"
 
@@ -69,12 +69,12 @@ def test_who_watches_a_job_is_led_to_the_end_of_the_one_that_goes_on(serve_confi
             error = json.loads(out)["error"]
             assert (wait.returncode, error["code"]) == (1, "JOB_FAILED")
             assert f"job {after} failed: TASK_FAILED" in error["message"]
-            assert said.decode().count(f"job {job} goes on as {after}\n") == 1
+            assert said.decode().count(f"job {job} continues as {after}\n") == 1
             out, said = await asyncio.wait_for(watch.communicate(), 30)
             *events, last = [json.loads(line) for line in out.splitlines()]
             assert [event["data"]["job"] for event in events if event["data"]["terminal"]] == [job, after]
             assert (watch.returncode, last["error"]["code"]) == (1, "JOB_FAILED")
-            assert f"job {job} goes on as {after}\n" in said.decode()
+            assert f"job {job} continues as {after}\n" in said.decode()
             await close(a, b, c)
 
     run(scenario())
@@ -98,7 +98,7 @@ def test_the_name_of_a_job_is_that_of_the_last_one_that_goes_on(serve_config: Se
             assert {event.job async for event in client.watch("digits", follow=False)} == {after}
             await refused(client.replan("digits"), "ILLEGAL_STATE", f"job {after} does not run")
             error = await refused(client.replan(job), "ILLEGAL_STATE", f"job {job} has succeeded; only a running job")
-            assert error.hint == f"it went on as {after}"
+            assert error.hint == f"it continued as {after}"
             # One that only starts from its model is another job.
             wanted = (f"train.initialModel={{job: {job}}}",)
             other = (await stage.submit(file, "r2", wanted)).job.id

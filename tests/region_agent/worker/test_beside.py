@@ -1,4 +1,4 @@
-"""With background exchange steps go on while a round's end is told: what comes of it, wherever the slices end."""
+"""With background exchange steps continue while a round's end is told: what comes of it, wherever the slices end."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def _samples(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_what_the_workers_leave_in_the_channel_is_little(lives: dict[str, Life]) -> None:
-    """Slices, gradients and rounds that are over are forgotten as the job goes on."""
+    """Slices, gradients and rounds that are over are forgotten as the job continues."""
     left = lives["many slices"].left
     assert {name.split("/")[0] for name in left} <= {"bundle", "model", "state", "b", "g"}
     assert sum(name.startswith("model/") for name in left) <= 2

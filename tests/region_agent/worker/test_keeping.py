@@ -1,4 +1,4 @@
-"""Wherever an attempt breaks off, and whoever is lost: the next one finds all that it takes to go on, at most a step
+"""Wherever an attempt breaks off, and whoever is lost: the next one finds all that it takes to continue, at most a step
 behind the furthest worker that was well."""
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Worker:
             world.now += world.draw.choice([0.0, 1.0, 4.0])
             if self.keeping.due():
                 self.keeping.store(step, self._state())
-            # What goes on beside is over before anybody else does anything, or the test would not repeat itself.
+            # What continues beside is over before anybody else does anything, or the test would not repeat itself.
             self.keeping._beside.submit(lambda: None).result()
             assert len([key for key in channel.values if key.startswith(f"w/{self.attempt}/s{self.stage}/")]) <= 3
 

@@ -93,7 +93,7 @@ def test_a_slice_that_ends_in_the_wait_for_a_round_hands_over_the_same_model(pla
 
 
 def test_a_round_that_ended_meanwhile_is_taken_over(place: Server, script: Script) -> None:
-    """The model left behind is older than the federation's: it must not be gone on from."""
+    """The model left behind is older than the federation's: it must not be continued from."""
     body = _invocation(place, config={"lr": 0.0})
     script.wait_at = "boundary"
     outcome = call(body)

@@ -1,4 +1,4 @@
-"""An optimiser that was taken down and set up again goes on as if nothing had been."""
+"""An optimiser that was taken down and set up again continues as if nothing had been."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_making_ready_measures_nothing(tmp_path: Path) -> None:
     assert not told.norms
 
 
-def test_a_model_is_weighed_without_looking_at_data(tmp_path: Path) -> None:
+def test_a_model_is_probed_without_looking_at_data(tmp_path: Path) -> None:
     told, _ = profiled(tmp_path, measure="size", splits={})
     assert (told.status, told.parameters, told.model_bytes, told.samples, told.steps) == ("done", 10, 40, 0, ())
     # The rest of the state travels too.
@@ -99,7 +99,7 @@ def test_a_model_is_weighed_without_looking_at_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_the_function_cannot_hold_is_weighed_without_being_made(tmp_path: Path) -> None:
+def test_a_model_that_the_function_cannot_hold_is_probed_without_being_made(tmp_path: Path) -> None:
     """Of a chain and of what is none; one that needs its values to be made is made."""
     whole, _ = profiled(tmp_path, DEEP, measure="size", splits={})
     assert "together" in whole.message

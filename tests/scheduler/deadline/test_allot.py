@@ -155,7 +155,7 @@ def test_an_offer_can_be_kept_with_all_that_were_promised(jobs: list[Gang], capa
 @settings(max_examples=budget(100), deadline=None)
 @given(gangs(), CAPACITIES)
 def test_promises_are_kept_as_time_passes(jobs: list[Gang], capacities: dict[str, Capacity]) -> None:
-    """Each job is asked for when its turn comes; then everybody goes on, with a pause for each change."""
+    """Each job is asked for when its turn comes; then everybody continues, with a pause for each change."""
     there: dict[str, Gang] = {}
     pause_until: dict[str, float] = {}
     promised: set[str] = set()

@@ -30,7 +30,7 @@ def told(rules: Rules, new: Job, *old: Job, devices: int = 4) -> Refusal:
         (replace(FREE_CHANGES, overhead=Overhead(1.0, 0.0)), 149.0, 2, 194.0),
         # 88 s are left of the window.
         (replace(FREE_CHANGES, margin=0.1, reserve_s=2.0, grace_s=0.0), (145.0 + 2.0) / 0.9, 6, 176.0),
-        # The other one, too, goes on after 3 s only.
+        # The other one, too, continues after 3 s only.
         (replace(FREE_CHANGES, change_pause_s=3.0), 158.5, 6, 156.0),
     ],
 )

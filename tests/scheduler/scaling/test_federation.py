@@ -1,4 +1,4 @@
-"""One tuner for all regions: how its workers are dealt out, and what it knows of a round."""
+"""One tuner for all regions: how its workers are partitioned, and what it knows of a round."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_they_are_dealt_out_in_proportion() -> None:
 
 @pytest.mark.parametrize("workers", [1, 7])
 def test_more_than_there_are_and_fewer_than_regions_are_refused(workers: int) -> None:
-    with pytest.raises(ValueError, match="cannot be dealt out"):
+    with pytest.raises(ValueError, match="cannot be partitioned"):
         dealt(workers, {"east": 4, "west": 2})
 
 

@@ -44,7 +44,7 @@ def test_a_job_ends_where_its_plan_does_and_its_pause_makes_it_no_later() -> Non
 def test_a_decision_in_between_makes_the_pause_count() -> None:
     found = outcomes(1, asks("j", 0.0, 100.0, 100.0), asks("late", 110.0, 30.0, 900.0))
     assert found["late"].declined, "as the plan of the other is late"
-    assert found["j"].ended_s == 114.0, "what the pause of 4 s has left undone is planned anew at 110 s"
+    assert found["j"].ended_s == 114.0, "what the pause of 4 s has left undone is replanned at 110 s"
     assert not found["j"].met
     assert found["j"].device_s == 172.0, (
         "to the edge of a slot from then on, and a pause of 2 s in a place that was seen"

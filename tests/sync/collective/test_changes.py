@@ -260,7 +260,7 @@ def test_with_no_threshold_every_step_is_synchronous(chunks: int | None) -> None
 
 
 def test_owners_hold_back_sums_that_are_not_significant() -> None:
-    """A worker goes on with its own change until it is published, and all agree on what is."""
+    """A worker continues with its own change until it is published, and all agree on what is."""
     workers, size = 4, 8
     ones = [
         Sharing(Settings("isp", chunks=2, significance=0.4), Member(w, workers, 1), MemoryChannel(), "c", size)

@@ -235,10 +235,10 @@ def _one_each(weights: list[float]) -> None:
     for worker, one in enumerate(ones):
         virtual.add(steps(one, [np.ones(10, np.float32)], [weights[worker]], taken[worker]))
     virtual.run()
-    from sync.collective._reducing import weighed
+    from sync.collective._reducing import with_weight
 
     for mine in taken:
-        weighed(tuple(mine))
+        with_weight(tuple(mine))
 
 
 def test_another_attempt_is_not_disturbed() -> None:

@@ -145,7 +145,7 @@ def test_over_an_object_store(s3: S3Server) -> None:
     _check(CASE, torch.float32, lambda: open_channel("s3", s3.address("pipeline")))
 
 
-class _Weighing(MemoryChannel):
+class _CountingBytes(MemoryChannel):
     """Counts the bytes that are put."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ def test_bf16_halves_what_stages_send_and_comes_near() -> None:
     _, expected = _alone(layers, batch, torch.float32)
     sent = {}
     for codec in ("fp32", "bf16"):
-        channel = _Weighing()
+        channel = _CountingBytes()
         with Crew(shape, layers, lambda channel=channel: channel, codec=codec) as crew:
             crew.step(1, batch)
             for name, gradient in expected.items():

@@ -18,7 +18,7 @@ def test_every_stage_comes_to_its_end(order: str, stages: int, micro_batches: in
     done: set[tuple[int, Operation]] = set()
     while any(left.values()):
         ready = [stage for stage, todo in left.items() if todo and set(dependencies(todo[0], stage, stages)) <= done]
-        assert ready, f"nobody can go on: {left}"
+        assert ready, f"nobody can continue: {left}"
         for stage in ready:
             done.add((stage, left[stage].pop(0)))
     wanted = [Operation(kind, number) for kind in ("forward", "backward") for number in range(micro_batches)]  # type: ignore[arg-type]

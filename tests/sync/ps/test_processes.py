@@ -209,7 +209,7 @@ def test_killed_while_it_waits_for_a_peer(servers: Servers, workers: Workers) ->
 
 
 def test_killed_when_all_updates_of_the_round_are_durable(servers: Servers, workers: Workers) -> None:
-    """Nobody sends an update again that was acknowledged: the server must find out by itself that it can go on."""
+    """Nobody sends an update again that was acknowledged: the server must find out by itself that it can continue."""
     east, west = servers("east", "west", rounds=1)
     first = workers(east, 1.0)
     wait_until(lambda: east.status().condition == "waiting for the update of round 1 from west", "east to wait")

@@ -168,7 +168,7 @@ def test_who_begins_anew_from_the_model_is_led_nowhere_after_a_crash_either(
     works.do(Restart(2), 2)
     again = life()
     assert again.recover().correction_key == ""
-    # What it goes on to make of that is the same in the next life.
+    # What it continues to make of that is the same in the next life.
     ends(again, 2, "")
     assert again.replica is not None
     then = life()

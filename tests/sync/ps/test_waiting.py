@@ -1,4 +1,4 @@
-"""Whom a region with background exchange goes on without, in which order, and whom it waits for again."""
+"""Whom a region with background exchange continues without, in which order, and whom it waits for again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_region_says_so_where_it_would_go_on_alone(regions: Miniature) -> None
     go(regions, ("r0",), 10)
     second = lose_patience(here)
     assert (second.regions, second.alone) == (("r1",), True)
-    assert round_of(here) <= held + 4, "it went on before it had lost patience with both"
+    assert round_of(here) <= held + 4, "it continued before it had lost patience with both"
     go(regions, ("r0",), 10)
     assert round_of(here) > held + 5
 

@@ -1,4 +1,4 @@
-"""What agents have weighed of tasks that nobody had run."""
+"""What agents have probed of tasks that nobody had run."""
 
 import sqlalchemy as sa
 from alembic import op

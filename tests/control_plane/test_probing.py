@@ -1,4 +1,4 @@
-"""A task that nobody has run is weighed before its first plan: once, in time, and by nobody who may not see it."""
+"""A task that nobody has run is probed before its first plan: once, in time, and by nobody who may not see it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from control_plane.cli._report import plan_text
 from control_plane.server import ServeConfig
-from control_plane.service import _weighing
+from control_plane.service import _probing
 from control_plane.service._known import Learnt, probed_speeds, task_keys
 from control_plane.service._planning import snapshot_of
 from control_plane.spec import load, pack
@@ -44,7 +44,7 @@ def weight(**changed: Any) -> agent_pb2.TaskWeight:
 async def scales(stage: Stage, region: str = "a", workers: int = 2) -> AsyncIterator[FakeAgent]:
     """An agent that is asked, and answers as the test has it."""
     agent = await stage.agent(region)
-    agent.weighs = True
+    agent.probes = True
     capacity = replace(agent.catalogue.capacity, workers=workers, samples_per_second=None)
     agent.catalogue = replace(agent.catalogue, capacity=capacity)
     async with agent:
@@ -59,17 +59,17 @@ async def plan(stage: Stage, job_file: Path, *overrides: str) -> Any:
 
 
 def asked(agent: FakeAgent) -> int:
-    return sum(command.WhichOneof("body") == "weigh" for command in agent.commands)
+    return sum(command.WhichOneof("body") == "probe" for command in agent.commands)
 
 
 def test_the_first_plan_knows_the_model_and_a_speed(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage, scales(stage) as agent:
             answer = asyncio.create_task(plan(stage, job_file))
-            command = await agent.command("weigh")
+            command = await agent.command("probe")
             assert (command.region, command.batch, command.limit_seconds) == ("a", 10, 2.0)
             assert 100 < command.wait_seconds <= 120, "the agent gives it up, too"
-            assert await agent.fetch(command.task.bundle_digest), "its code may be fetched as long as it is weighed"
+            assert await agent.fetch(command.task.bundle_digest), "its code may be fetched as long as it is probed"
             agent.tell_profile(command.id, weight=weight(steps=[], last=False))
             await asyncio.sleep(0.2)
             assert not answer.done(), "the steps are still to come"
@@ -79,7 +79,7 @@ def test_the_first_plan_knows_the_model_and_a_speed(serve_config: ServeConfig, j
             assert (estimate["model_bytes"], estimate["model_basis"]) == (100_000, "counted")
             assert (estimate["basis"], estimate["start_basis"]) == ("probed", "probed")
             assert told["partitions"][0]["samples_per_second"] == pytest.approx(200)
-            assert not [text for text in told.get("warnings", []) if "weigh" in text or "timed" in text]
+            assert not [text for text in told.get("warnings", []) if "probe" in text or "timed" in text]
             text = plan_text(told)
             assert "100 kB, counted by an agent" in text
             assert "a few steps of the task" in text
@@ -89,7 +89,7 @@ def test_the_first_plan_knows_the_model_and_a_speed(serve_config: ServeConfig, j
             assert (await plan(stage, job_file, "metadata.name=zz", "train.batch=20"))["estimate"]["basis"] == "probed"
             assert (await stage.submit(job_file)).created
             assert asked(agent) == 1
-            assert "task.weighed" in await stage.events("")
+            assert "task.probed" in await stage.events("")
         async with staged(serve_config) as stage, scales(stage) as agent:
             assert (await plan(stage, job_file))["estimate"]["model_basis"] == "counted"
             assert not asked(agent), "it is kept"
@@ -97,11 +97,11 @@ def test_the_first_plan_knows_the_model_and_a_speed(serve_config: ServeConfig, j
     run(scenario())
 
 
-def test_many_who_ask_at_once_have_it_weighed_once(serve_config: ServeConfig, job_file: Path) -> None:
+def test_many_who_ask_at_once_have_it_probed_once(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage, scales(stage) as agent:
             answers = [asyncio.create_task(plan(stage, job_file, f"train.batch={size}")) for size in range(10, 20)]
-            command = await agent.command("weigh")
+            command = await agent.command("probe")
             await asyncio.sleep(0.3)
             agent.tell_profile(command.id, weight=weight())
             told = await asyncio.gather(*answers)
@@ -115,11 +115,11 @@ def test_an_answer_waits_no_longer_than_it_may_and_later_ones_know_more(
     serve_config: ServeConfig, job_file: Path
 ) -> None:
     async def scenario() -> None:
-        async with staged(replace(serve_config, weigh_wait=SOON)) as stage, scales(stage) as agent:
+        async with staged(replace(serve_config, probe_wait=SOON)) as stage, scales(stage) as agent:
             told = await plan(stage, job_file)
             assert told["estimate"]["model_basis"] == "prior"
-            assert "the task was not weighed: that takes longer than 0.3 s; later plans will know" in told["warnings"]
-            command = await agent.command("weigh")
+            assert "the task was not probed: that takes longer than 0.3 s; later plans will know" in told["warnings"]
+            command = await agent.command("probe")
             agent.tell_profile(command.id, weight=weight(steps=[], last=False))
             told = await told_so(stage, job_file, '"counted"')
             assert told["estimate"]["basis"] == "prior"
@@ -146,7 +146,7 @@ def test_a_model_that_cannot_be_made_is_told_at_once_and_makes_no_job(
         async with staged(serve_config) as stage, scales(stage) as agent:
             for number, ask in enumerate((plan, Stage.submit), 1):
                 answer = asyncio.create_task(ask(stage, job_file))
-                command = await agent.command("weigh", number)
+                command = await agent.command("probe", number)
                 error = common_pb2.Error(code="TASK_FAILED", message="model raised KeyError at task.py:3")
                 agent.tell_profile(command.id, error=error)
                 with pytest.raises(GeofedError, match=r"TASK_FAILED: a: model raised KeyError at task\.py:3"):
@@ -165,11 +165,11 @@ def test_one_of_several_regions_refuses_nobody(serve_config: ServeConfig, job_fi
     async def scenario() -> None:
         async with staged(serve_config) as stage, scales(stage, "a") as one, scales(stage, "b") as two:
             answer = asyncio.create_task(plan(stage, job_file))
-            one.tell_profile((await one.command("weigh")).id, error=common_pb2.Error(code="TASK_FAILED", message=LACKS))
-            two.tell_profile((await two.command("weigh")).id, weight=weight())
+            one.tell_profile((await one.command("probe")).id, error=common_pb2.Error(code="TASK_FAILED", message=LACKS))
+            two.tell_profile((await two.command("probe")).id, weight=weight())
             told = await answer
             assert told["estimate"]["model_basis"] == "counted"
-            assert f"where the task was weighed before b it failed: a: {LACKS}" in told["warnings"]
+            assert f"where the task was probed before b it failed: a: {LACKS}" in told["warnings"]
             assert (await stage.submit(job_file)).created
             assert (asked(one), asked(two)) == (1, 1)
 
@@ -182,7 +182,7 @@ def test_two_regions_that_say_the_same_refuse_the_job(serve_config: ServeConfig,
             answer = asyncio.create_task(stage.submit(job_file))
             for agent in (one, two):
                 error = common_pb2.Error(code="TASK_FAILED", message=LACKS)
-                agent.tell_profile((await agent.command("weigh")).id, error=error)
+                agent.tell_profile((await agent.command("probe")).id, error=error)
             with pytest.raises(GeofedError, match="No module named 'timm'"):
                 await answer
             assert not await stage.client.jobs(ended=True)
@@ -195,10 +195,10 @@ def test_surroundings_of_the_only_region_refuse_nobody(serve_config: ServeConfig
         async with staged(serve_config) as stage, scales(stage) as agent:
             answer = asyncio.create_task(plan(stage, job_file))
             error = common_pb2.Error(code="TASK_FAILED", message=LACKS)
-            agent.tell_profile((await agent.command("weigh")).id, error=error)
+            agent.tell_profile((await agent.command("probe")).id, error=error)
             told = await answer
             assert told["estimate"]["model_basis"] == "prior"
-            assert f"the task was not weighed: a: {LACKS}" in told["warnings"]
+            assert f"the task was not probed: a: {LACKS}" in told["warnings"]
 
     run(scenario())
 
@@ -229,16 +229,16 @@ TOO_LARGE = "model raised RuntimeError: [enforce fail] DefaultCPUAllocator: can'
 )  # fmt: skip
 def test_who_refuses(texts: tuple[str, ...], alone: bool, certain: bool) -> None:
     failed = {name: GeofedError("TASK_FAILED", f"{name}: {text}") for name, text in zip("abc", texts, strict=False)}
-    assert (_weighing._certain_fault(failed, alone) is not None) == certain
+    assert (_probing._certain_fault(failed, alone) is not None) == certain
 
 
 def test_a_task_that_lacks_a_function_is_refused_and_one_that_did_not_arrive_is_not() -> None:
     lacks = GeofedError("TASK_INVALID", "a: task.py does not define model")
     lost = GeofedError("TASK_INVALID", "a: the task folder bundle/1 is not in the channel")
     other = GeofedError("FUNCTION_OUT_OF_MEMORY", "a: too little memory")
-    assert _weighing._certain_fault({"a": lacks}, alone=True) is lacks
-    assert _weighing._certain_fault({"a": lost}, alone=True) is None
-    assert _weighing._certain_fault({"a": other, "b": other}, alone=False) is None
+    assert _probing._certain_fault({"a": lacks}, alone=True) is lacks
+    assert _probing._certain_fault({"a": lost}, alone=True) is None
+    assert _probing._certain_fault({"a": other, "b": other}, alone=False) is None
 
 
 def test_what_may_be_otherwise_elsewhere_stops_nobody(serve_config: ServeConfig, job_file: Path) -> None:
@@ -248,12 +248,12 @@ def test_what_may_be_otherwise_elsewhere_stops_nobody(serve_config: ServeConfig,
         async with staged(serve_config) as stage, scales(stage, "a") as one, scales(stage, "b") as two:
             answer = asyncio.create_task(plan(stage, job_file))
             for agent in (one, two):
-                command = await agent.command("weigh")
+                command = await agent.command("probe")
                 error = common_pb2.Error(code="FUNCTION_OUT_OF_MEMORY", message="too little memory")
                 agent.tell_profile(command.id, error=error)
             told = await answer
             assert told["estimate"]["model_basis"] == "prior"
-            assert "the task was not weighed: b: too little memory" in told["warnings"]
+            assert "the task was not probed: b: too little memory" in told["warnings"]
             assert "b: too little memory" in str((await plan(stage, job_file))["warnings"])
             assert (asked(one), asked(two)) == (1, 1)
 
@@ -266,18 +266,18 @@ def test_steps_that_something_else_was_in_the_way_of_are_timed_once_that_is_mend
     async def scenario() -> None:
         async with staged(serve_config) as stage, scales(stage) as agent:
             answer = asyncio.create_task(plan(stage, job_file))
-            command = await agent.command("weigh")
+            command = await agent.command("probe")
             agent.tell_profile(command.id, weight=weight(steps=[], note="SHARD_UNREADABLE: x.npz is not there"))
             assert "x.npz is not there" in str((await answer)["warnings"])
             assert (await plan(stage, job_file))["estimate"]["model_basis"] == "counted"
             assert asked(agent) == 1, "it rests"
-            monkeypatch.setattr(_weighing, "_REST_SECONDS", 0.0)
+            monkeypatch.setattr(_probing, "_REST_SECONDS", 0.0)
             answer = asyncio.create_task(plan(stage, job_file, "task.config.width=9"))
-            command = await agent.command("weigh", 2)
+            command = await agent.command("probe", 2)
             agent.tell_profile(command.id, weight=weight(steps=[], note="SHARD_UNREADABLE: x.npz is not there"))
             await answer
             answer = asyncio.create_task(plan(stage, job_file, "task.config.width=9"))
-            agent.tell_profile((await agent.command("weigh", 3)).id, weight=weight())
+            agent.tell_profile((await agent.command("probe", 3)).id, weight=weight())
             assert (await answer)["estimate"]["basis"] == "probed"
 
     run(scenario())
@@ -292,7 +292,7 @@ def test_the_region_with_the_most_data_is_asked(serve_config: ServeConfig, job_f
             await large.close()
             await large.connect()
             answer = asyncio.create_task(plan(stage, job_file))
-            large.tell_profile((await large.command("weigh")).id, weight=weight())
+            large.tell_profile((await large.command("probe")).id, weight=weight())
             await answer
             assert not asked(small)
 
@@ -306,17 +306,17 @@ def test_an_agent_that_goes_away_leaves_what_it_has_told(serve_config: ServeConf
     async def scenario() -> None:
         async with staged(serve_config) as stage, scales(stage) as agent:
             answer = asyncio.create_task(plan(stage, job_file))
-            command = await agent.command("weigh")
+            command = await agent.command("probe")
             agent.tell_profile(command.id, weight=weight(steps=[], last=False))
             await asyncio.sleep(0.2)
             await agent.close()
             await agent.connect()
-            assert await agent.command("weigh", 2) == command
+            assert await agent.command("probe", 2) == command
             error = common_pb2.Error(code="INTERNAL", message="the agent has a bug")
             agent.tell_profile(command.id, error=error, usd=0.25)
             told = await answer
             events = [one async for one in stage.client.watch("", follow=False)]
-            broken = [json.loads(one.data_json) for one in events if one.kind == "task.unweighed"]
+            broken = [json.loads(one.data_json) for one in events if one.kind == "task.probe-failed"]
             assert broken == [{"usd": 0.25}]
             assert told["estimate"]["model_basis"] == "counted"
             assert "has not timed the task's steps: INTERNAL: a: the agent has a bug" in str(told["warnings"])
@@ -324,17 +324,17 @@ def test_an_agent_that_goes_away_leaves_what_it_has_told(serve_config: ServeConf
     run(scenario())
 
 
-def test_no_more_tasks_than_so_many_are_weighed_at_once(
+def test_no_more_tasks_than_so_many_are_probed_at_once(
     serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_weighing, "_MOST_AT_ONCE", 2)
+    monkeypatch.setattr(_probing, "_MOST_AT_ONCE", 2)
 
     async def scenario() -> None:
         async with staged(serve_config) as stage, scales(stage) as agent:
             answers = [asyncio.create_task(plan(stage, job_file, f"task.config.width={n}")) for n in range(2)]
-            commands = [await agent.command("weigh", count) for count in (1, 2)]
+            commands = [await agent.command("probe", count) for count in (1, 2)]
             refused = await plan(stage, job_file, "task.config.width=5")
-            assert "the task was not weighed: 2 other tasks are being weighed" in refused["warnings"]
+            assert "the task was not probed: 2 other tasks are being probed" in refused["warnings"]
             for command in commands:
                 agent.tell_profile(command.id, weight=weight())
             assert {(await answer)["estimate"]["model_basis"] for answer in answers} == {"counted"}
@@ -346,9 +346,9 @@ def test_an_agent_that_talks_nonsense_is_not_believed(serve_config: ServeConfig,
     async def scenario() -> None:
         async with staged(serve_config) as stage, scales(stage) as agent:
             answer = asyncio.create_task(plan(stage, job_file))
-            command = await agent.command("weigh")
+            command = await agent.command("probe")
             agent.tell_profile(command.id, weight=weight(model_bytes=2**63))
-            assert "what region a has weighed makes no sense" in str((await answer)["warnings"])
+            assert "what region a has probed makes no sense" in str((await answer)["warnings"])
 
     run(scenario())
 
@@ -359,7 +359,7 @@ def test_a_number_that_cannot_be_is_left_out_and_the_rest_kept(serve_config: Ser
             answer = asyncio.create_task(plan(stage, job_file))
             steps = [{"batch": 10, "seconds": 1e-310}, {"batch": 4, "seconds": 0.05}]
             told = weight(steps=steps, start_seconds=float("nan"), usd=float("nan"))
-            agent.tell_profile((await agent.command("weigh")).id, weight=told)
+            agent.tell_profile((await agent.command("probe")).id, weight=told)
             answered = await answer
             estimate = answered["estimate"]
             assert (estimate["basis"], estimate["model_basis"], estimate["start_basis"]) == (
@@ -367,7 +367,7 @@ def test_a_number_that_cannot_be_is_left_out_and_the_rest_kept(serve_config: Ser
                 "counted",
                 "prior",
             )
-            assert "some of what region a has weighed makes no sense" in str(answered["warnings"])
+            assert "some of what region a has probed makes no sense" in str(answered["warnings"])
 
     run(scenario())
 
@@ -384,7 +384,7 @@ def test_whatever_an_agent_tells_what_is_kept_makes_finite_speeds(
 ) -> None:
     timed = [{"batch": one, "seconds": seconds} for one, seconds in steps]
     told = weight(model_bytes=size, parameters=size, steps=timed, start_seconds=start)
-    kept = _weighing._row("t", "a", 1.0, told)
+    kept = _probing._row("t", "a", 1.0, told)
     assert (kept.parameters, kept.model_bytes) == (size, size)
     for speed in (probed_speeds(kept, batch) or {"a": 1.0}).values():
         assert 0 < speed < math.inf
@@ -398,12 +398,12 @@ def test_without_agents_workers_or_code_it_is_planned_as_before(serve_config: Se
             loaded = load(job_file)
             told = json.loads((await stage.client.plan(loaded.json, loaded.code_digest)).plan_json)
             assert told["estimate"]["model_basis"] == "prior"
-            assert "warnings" not in told or "weigh" not in str(told["warnings"])
+            assert "warnings" not in told or "probe" not in str(told["warnings"])
             with pytest.raises(GeofedError, match="has not arrived"):
                 await stage.client.plan(loaded.json, bundle_digest=f"sha256:{'0' * 64}")
-            # What is known needs no weighing, whoever is busy.
+            # What is known needs no probing, whoever is busy.
             first = asyncio.create_task(stage.submit(job_file))
-            command = await agent.command("weigh")
+            command = await agent.command("probe")
             agent.tell_profile(command.id, weight=weight())
             assert (await first).created
             told = await plan(stage, job_file, "task.config.width=9")
@@ -422,14 +422,14 @@ def test_an_agent_that_comes_is_asked_though_a_moment_ago_there_was_none(
                 assert not asked(none)
             async with scales(stage, "b") as agent:
                 answer = asyncio.create_task(plan(stage, job_file, "regions.use=[b]"))
-                command = await agent.command("weigh")
+                command = await agent.command("probe")
                 agent.tell_profile(command.id, weight=weight())
                 assert (await answer)["estimate"]["model_basis"] == "counted"
 
     run(scenario())
 
 
-def test_a_task_with_runs_is_not_weighed(serve_config: ServeConfig, job_file: Path) -> None:
+def test_a_task_with_runs_is_not_probed(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage, scales(stage) as agent:
             loaded = load(job_file)
@@ -441,7 +441,7 @@ def test_a_task_with_runs_is_not_weighed(serve_config: ServeConfig, job_file: Pa
             # Other code of that name may make another model; its speed is the best that is known.
             (job_file.parent / "task.py").write_text((job_file.parent / "task.py").read_text() + "\n# changed\n")
             answer = asyncio.create_task(plan(stage, job_file))
-            agent.tell_profile((await agent.command("weigh")).id, weight=weight())
+            agent.tell_profile((await agent.command("probe")).id, weight=weight())
             estimate = (await answer)["estimate"]
             assert (estimate["model_bytes"], estimate["basis"]) == (100_000, "measured")
 
@@ -465,7 +465,7 @@ def test_a_probe_tells_the_speed_with_its_own_batch_and_a_sane_one_with_others(
         assert speed == pytest.approx(batch / exact)
 
 
-def test_what_ran_counts_before_what_was_weighed() -> None:
+def test_what_ran_counts_before_what_was_probed() -> None:
     ran = RunRow("j", "a", "t", 1.0, 50.0, 44, 0.5, batch=10)
     known = snapshot_of((), (), Learnt((ran,), row([(10, 0.1)])), 10)
     assert (known.model_bytes, known.counted, known.start_seconds, known.start_probed) == (44, False, 0.5, False)

@@ -21,12 +21,12 @@ def explained(running: Running, *settings: str) -> Any:
     return json.loads(ran.stdout)["data"]
 
 
-def times_weighed(running: Running) -> int:
+def times_probed(running: Running) -> int:
     """As the control plane's own log has it."""
-    return (running.federation.folder / "control-plane.log").read_text().count("was weighed in")
+    return (running.federation.folder / "control-plane.log").read_text().count("was probed in")
 
 
-def test_a_task_is_weighed_before_its_first_plan_and_the_run_sends_what_was_foretold(tmp_path: Path) -> None:
+def test_a_task_is_probed_before_its_first_plan_and_the_run_sends_what_was_foretold(tmp_path: Path) -> None:
     sites = digits_sites(tmp_path, REGIONS, workers=2)
     with Federation(tmp_path / "federation", sites) as federation:
         running = Running(federation, tmp_path)
@@ -36,14 +36,14 @@ def test_a_task_is_weighed_before_its_first_plan_and_the_run_sends_what_was_fore
         assert first["start_basis"] == "probed"
         assert first["wan_bytes"]["high"] < 1.7 * first["wan_bytes"]["low"]
         assert explained(running)["estimate"]["model_bytes"] == first["model_bytes"]
-        assert times_weighed(running) == 1
+        assert times_probed(running) == 1
         described = running.wait_end(running.submit())
         check_succeeded(described)
         assert described["plan"]["estimate"]["model_bytes"] == first["model_bytes"]
         result = described["result"]
         sent = result["measured"]["wan_bytes"]
         assert result["predicted"]["wan_bytes"]["low"] <= sent <= result["predicted"]["wan_bytes"]["high"]
-        assert times_weighed(running) == 1
+        assert times_probed(running) == 1
         later = explained(running)["estimate"]
         assert (later["basis"], later["model_basis"]) == ("measured", "measured")
         assert later["model_bytes"] == first["model_bytes"], "what was counted is what has travelled"

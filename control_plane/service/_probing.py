@@ -1,4 +1,4 @@
-"""Weighs tasks that nobody has run: before the first plan an agent that holds the data counts the model, and times a
+"""Probes tasks that nobody has run: before the first plan an agent that holds the data counts the model, and times a
 few steps. Else that plan would rest on a guess of the model's size."""
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 
 WAIT = timedelta(seconds=10)
-"""How long an answer waits for a task to be weighed; what comes later is for later plans."""
+"""How long an answer waits for a task to be probed; what comes later is for later plans."""
 PROBE_SECONDS = 2.0
 """Of steps, once model and data are there."""
 _LIMIT_SECONDS = 120.0
-"""After it a weighing is given up, by the agent as well."""
+"""After it a probing is given up, by the agent as well."""
 _LAST_WORD_SECONDS = 10.0
 """And so much later it has told what it took."""
 _MOST_AT_ONCE = 8
 """Tasks; each takes a worker of a region for some seconds."""
 _REST_SECONDS = 60.0
-"""A task that could not be weighed is not tried again for so long."""
+"""A task that could not be probed is not tried again for so long."""
 _TASK = frozenset({"TASK_FAILED", "TASK_INVALID"})
 """What came of running the task's code; what it runs on, a package or a download, may be the reason all the same."""
 _RAISED, _PLACE = re.compile(r"[\w' ]{1,60} raised (\w+)"), re.compile(r" at [^\s:]{1,200}:\d+$")
@@ -56,37 +56,37 @@ _MOST_BYTES, _MOST_BATCH, _MOST_STEPS = 2**46, 2**31, 16
 _LEAST_SECONDS, _MOST_SECONDS = 1e-6, 1e6
 """Of what an agent tells: what lies beyond is a fault of its, and would stay in every later plan."""
 _LONGEST_NOTE = 1000
-_log = structlog.get_logger("geofed.weighing")
+_log = structlog.get_logger("geofed.probing")
 
 
 @dataclass(frozen=True)
-class _Unweighed:
-    """Why a task was not weighed."""
+class _Unprobed:
+    """Why a task was not probed."""
 
     error: GeofedError
     certain: bool = False
     """Any run would fail so: there is no use in planning one."""
 
 
-class Weighing:
-    """Weighings that go on, each task's once, whoever asks for it."""
+class Probing:
+    """Weighings under way, each task's once, whoever asks for it."""
 
     def __init__(self, federation: Federation, measurements: Measurements, wait: timedelta = WAIT) -> None:
         self._federation, self._measurements = federation, measurements
         self._wait = wait.total_seconds()
-        self._going: dict[str, asyncio.Task[_Unweighed | None]] = {}
+        self._going: dict[str, asyncio.Task[_Unprobed | None]] = {}
         self._rests: dict[str, tuple[float, GeofedError]] = {}
-        """By task: until when, and why it could not be weighed."""
+        """By task: until when, and why it could not be probed."""
 
     async def close(self) -> None:
-        """Give up what goes on."""
+        """Give up what continues."""
         going = list(self._going.values())
         for task in going:
             task.cancel()
         await asyncio.gather(*going, return_exceptions=True)
 
     async def learnt(self, spec: JobSpec, code_digest: str, bundle_digest: str = "") -> Learnt:
-        """What is known of a task. One that was never run is weighed first, where its code is here: that may take as
+        """What is known of a task. One that was never run is probed first, where its code is here: that may take as
         long as the answer may wait.
 
         Raises ``GeofedError``: TASK_FAILED, TASK_INVALID where its model surely cannot be made.
@@ -94,13 +94,13 @@ class Weighing:
         keys = task_keys(spec, code_digest)
         learnt = await self._stored(keys)
         if bundle_digest and not learnt.of_own_code(keys[0]) and not _settled(learnt.weight):
-            why = await self._weighed(keys[0], spec, bundle_digest)
+            why = await self._probed(keys[0], spec, bundle_digest)
             learnt = await self._stored(keys)
             if learnt.weight is None and why is not None:
                 if why.certain:
                     hint = "correct the task module; it was tried before the plan, and no job was made"
                     raise GeofedError(why.error.code, why.error.message, hint=hint)
-                return replace(learnt, note=f"the task was not weighed: {why.error.message}")
+                return replace(learnt, note=f"the task was not probed: {why.error.message}")
         return replace(learnt, note=self._doubt(learnt, keys[0]))
 
     async def _stored(self, keys: tuple[str, str]) -> Learnt:
@@ -116,26 +116,26 @@ class Weighing:
         why = "that takes longer; later plans will know" if key in self._going else weight.note or "it broke off"
         return f"the agent of {weight.region} has not timed the task's steps: {why}"
 
-    async def _weighed(self, key: str, spec: JobSpec, bundle_digest: str) -> _Unweighed | None:
-        """Wait for it, at most as long as an answer may; why it is not weighed, or not wholly."""
+    async def _probed(self, key: str, spec: JobSpec, bundle_digest: str) -> _Unprobed | None:
+        """Wait for it, at most as long as an answer may; why it is not probed, or not wholly."""
         until, why = self._rests.get(key, (-math.inf, None))
         if why is not None and time.monotonic() < until:
-            return _Unweighed(why)
+            return _Unprobed(why)
         task = self._going.get(key)
         if task is None:
             if len(self._going) >= _MOST_AT_ONCE:
-                return _Unweighed(GeofedError("UNAVAILABLE", f"{len(self._going)} other tasks are being weighed"))
-            task = self._going[key] = asyncio.create_task(self._weigh(key, spec, bundle_digest))
+                return _Unprobed(GeofedError("UNAVAILABLE", f"{len(self._going)} other tasks are being probed"))
+            task = self._going[key] = asyncio.create_task(self._probe(key, spec, bundle_digest))
             task.add_done_callback(lambda _: self._going.pop(key, None))
         await asyncio.wait({task}, timeout=self._wait)
         if not task.done():
             text = f"that takes longer than {self._wait:g} s; later plans will know"
-            return _Unweighed(GeofedError("WAIT_TIMEOUT", text))
+            return _Unprobed(GeofedError("WAIT_TIMEOUT", text))
         if task.cancelled():
-            return _Unweighed(GeofedError("UNAVAILABLE", "the control plane is stopping"))
+            return _Unprobed(GeofedError("UNAVAILABLE", "the control plane is stopping"))
         return task.result()
 
-    async def _weigh(self, key: str, spec: JobSpec, bundle_digest: str) -> _Unweighed | None:
+    async def _probe(self, key: str, spec: JobSpec, bundle_digest: str) -> _Unprobed | None:
         """In one region after another until one has; None: it is stored."""
         failed: dict[str, GeofedError] = {}
         tried = False
@@ -150,28 +150,28 @@ class Weighing:
                     tried = True
                     try:
                         command = self._command(region, spec, bundle_digest, left)
-                        row = await self._weigh_in(command, key, spec.metadata.name, failed)
+                        row = await self._probe_in(command, key, spec.metadata.name, failed)
                     except GeofedError as error:
                         failed[region] = error
                         if (fault := _certain_fault(failed, alone)) is not None:
-                            return _Unweighed(fault, certain=True)
+                            return _Unprobed(fault, certain=True)
                     else:
                         self._rest(key, None if _settled(row) else GeofedError("UNAVAILABLE", row.note))
                         return None
             none = GeofedError("INADMISSIBLE", "no region that holds its data has a worker free")
             why = _of_task(failed) or next(reversed(failed.values()), none)
         except TimeoutError:
-            late = GeofedError("WAIT_TIMEOUT", f"it was not weighed within {_LIMIT_SECONDS:g} s")
+            late = GeofedError("WAIT_TIMEOUT", f"it was not probed within {_LIMIT_SECONDS:g} s")
             why = _of_task(failed) or late
         except GeofedError as error:
             why = error
-        except Exception as error:  # noqa: BLE001 - the task's edge: whoever waits must go on without it
-            _log.exception("a task could not be weighed", task=key)
+        except Exception as error:  # noqa: BLE001 - the task's edge: whoever waits must continue without it
+            _log.exception("a task could not be probed", task=key)
             why = GeofedError("INTERNAL", f"{type(error).__name__}: {error}")
         if tried:
             # Where no region could be asked, the next one that comes can.
             self._rest(key, why)
-        return _Unweighed(why)
+        return _Unprobed(why)
 
     def _rest(self, key: str, why: GeofedError | None) -> None:
         """Have a task rest, where there is a reason; those of before that have rested are forgotten."""
@@ -197,7 +197,7 @@ class Weighing:
         memory = given if isinstance(given, int) else self._measurements.usual_memory_mb(region)
         return agent_pb2.ProfileTask(
             # Never again the same: an agent keeps its answers, and what has failed may go well the next time.
-            id=f"weigh-{secrets.token_hex(8)}",
+            id=f"probe-{secrets.token_hex(8)}",
             region=region,
             task=agent_pb2.TaskRef(
                 bundle_digest=bundle_digest,
@@ -213,16 +213,16 @@ class Weighing:
             wait_seconds=wait_seconds,
         )
 
-    async def _weigh_in(
+    async def _probe_in(
         self, command: agent_pb2.ProfileTask, key: str, name: str, failed: Mapping[str, GeofedError]
     ) -> WeightRow:
-        """Have an agent weigh it, and store what it tells as it comes. What breaks off after the size is known only
+        """Have an agent probe it, and store what it tells as it comes. What breaks off after the size is known only
         leaves the steps unknown. ``failed``: what came of it elsewhere, which whoever reads the plan should know."""
         region, fault = command.region, _of_task(failed)
-        elsewhere = f"where the task was weighed before {region} it failed: {fault.message}" if fault else ""
+        elsewhere = f"where the task was probed before {region} it failed: {fault.message}" if fault else ""
         row: WeightRow | None = None
         try:
-            async with aclosing(self._measurements.told(agent_pb2.ToAgent(weigh=command))) as reports:
+            async with aclosing(self._measurements.told(agent_pb2.ToAgent(probe=command))) as reports:
                 async for report in reports:
                     if report.HasField("weight"):
                         row = _row(key, region, self._federation.clock(), report.weight)
@@ -237,7 +237,7 @@ class Weighing:
                     row = replace(row, note=_joined(why, elsewhere))
                     draft.weights.append(row)
                 data = {"usd": _money(error.usd) if isinstance(error, Unmeasured) else 0.0}
-                draft.record("task.unweighed", f"weighing {name} broke off: {why}", region=region, data=data)
+                draft.record("task.probe-failed", f"probing {name} broke off: {why}", region=region, data=data)
             if row is None:
                 raise
         return row
@@ -246,9 +246,9 @@ class Weighing:
         async with self._federation.change() as draft:
             draft.weights.append(row)
             if told.last:
-                text = f"{name} was weighed in {row.region}: {row.parameters:,} parameters"
+                text = f"{name} was probed in {row.region}: {row.parameters:,} parameters"
                 data = {"parameters": row.parameters, "model_bytes": row.model_bytes, "usd": _money(told.usd)}
-                draft.record("task.weighed", text, region=row.region, data=data)
+                draft.record("task.probed", text, region=row.region, data=data)
 
 
 def _certain_fault(failed: Mapping[str, GeofedError], alone: bool) -> GeofedError | None:
@@ -305,11 +305,11 @@ def _row(key: str, region: str, at: float, told: agent_pb2.TaskWeight) -> Weight
     Raises ``GeofedError`` FRAME_INVALID where the size is such a thing.
     """
     if not (0 < told.model_bytes <= _MOST_BYTES and told.parameters <= _MOST_BYTES):
-        raise GeofedError("FRAME_INVALID", f"what region {region} has weighed makes no sense")
+        raise GeofedError("FRAME_INVALID", f"what region {region} has probed makes no sense")
     steps = [(step.batch, step.seconds) for step in told.steps[:_MOST_STEPS] if _sound(step)]
     start = told.start_seconds if 0 <= told.start_seconds <= _MOST_SECONDS else 0.0
     left_out = len(steps) < len(told.steps) or start != told.start_seconds
-    nonsense = f"FRAME_INVALID: some of what region {region} has weighed makes no sense, and was left out"
+    nonsense = f"FRAME_INVALID: some of what region {region} has probed makes no sense, and was left out"
     note = _joined(nonsense if left_out else "", told.note)
     return WeightRow(key, region, at, told.parameters, told.model_bytes, json.dumps(steps), start, note)
 
