@@ -116,8 +116,8 @@ class ControlClient:
             memories_mb=memories_mb,
         )
         with _mapped():
-            async for news in self._stub.Profile(request, metadata=self._metadata):
-                yield news
+            async for progress in self._stub.Profile(request, metadata=self._metadata):
+                yield progress
 
     async def job(self, job: str) -> control_pb2.Job:
         """A job, by id or name."""

@@ -28,7 +28,7 @@ from region_agent.gateway import BasicAuth, GatewayClient
 from region_agent.hub import Hub
 from region_agent.identity import Identity
 from region_agent.log_shipping import LogShipping
-from region_agent.offering import Offering
+from region_agent.offered_datasets import OfferedDatasets
 from region_agent.partition import Partition, Surroundings
 from region_agent.partition_events import Happened, PublishAsked, Scaled, Stopped
 from region_agent.partition_shards import SHARDS
@@ -87,10 +87,12 @@ class Agent:
         self._hub = Hub(
             self._identity,
             self._store,
-            lambda: json.dumps(config.catalogue(self._preemptible, self._offering.sizes, self._offering.withheld)),
+            lambda: json.dumps(
+                config.catalogue(self._preemptible, self._offered_datasets.sizes, self._offered_datasets.withheld)
+            ),
             version("geofed"),
         )
-        self._offering = Offering(config, self._hub.begin_anew)
+        self._offered_datasets = OfferedDatasets(config, self._hub.begin_anew)
         self._partitions: dict[str, Partition] = {}
         self._sendings: dict[str, Sending] = {}
         """This region's shards on their way to others, by job."""
@@ -146,12 +148,12 @@ class Agent:
     def _duties(self) -> list[Coroutine[Any, Any, None]]:
         return [
             self._tick(), self._keep_certificate(), self._flush_logs(), self._keep_session(),
-            self._offering.keep_looking(),
+            self._offered_datasets.keep_looking(),
         ]  # fmt: skip
 
     async def _keep_session(self) -> None:
         # The first word to the control plane says what is there.
-        await self._offering.look()
+        await self._offered_datasets.look()
         await self._hub.run(self)
 
     # Around the partitions
@@ -348,7 +350,7 @@ class Agent:
                 job: {"to": s.order.to, "state": s.state, "condition": s.condition}
                 for job, s in sorted(self._sendings.items())
             },
-            condition="; ".join(filter(None, [str(self._hub.refusal or ""), self._offering.condition])),
+            condition="; ".join(filter(None, [str(self._hub.refusal or ""), self._offered_datasets.condition])),
         )
 
     # Commands of the control plane

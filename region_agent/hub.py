@@ -114,8 +114,8 @@ class Hub:
 
     def tell_capacity(self, preemptible: int) -> None:
         """Tell how many preemptible workers there are now; the next session's first word has it too."""
-        news = agent_pb2.CapacityNews(preemptible=preemptible)
-        self._passing["capacity"] = agent_pb2.FromAgent(capacity=news)
+        update = agent_pb2.CapacityNews(preemptible=preemptible)
+        self._passing["capacity"] = agent_pb2.FromAgent(capacity=update)
         self._news.set()
 
     def send_durably(self, message: agent_pb2.FromAgent) -> None:

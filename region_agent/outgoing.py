@@ -62,8 +62,8 @@ def _substitute(message: agent_pb2.FromAgent | None, error: GeofedError) -> agen
         told = agent_pb2.Happening(kind="message.undeliverable", text=text)
         return agent_pb2.FromAgent(seq=message.seq if message is not None else 0, happening=told)
     if kind == "profile":
-        news = agent_pb2.ProfileReport(id=message.profile.id, error=to_proto(error))
-        return agent_pb2.FromAgent(seq=message.seq, profile=news)
+        profiled = agent_pb2.ProfileReport(id=message.profile.id, error=to_proto(error))
+        return agent_pb2.FromAgent(seq=message.seq, profile=profiled)
     if kind == "happening":
         text = f"an event of kind {clean(message.happening.kind, 64)} could not be delivered: {error}"
         told = agent_pb2.Happening(

@@ -69,8 +69,8 @@ from region_agent.partition_events import (
 )
 from region_agent.partition_logs import FunctionLogs
 from region_agent.partition_machine import PartitionMachine
-from region_agent.partition_news import News
 from region_agent.partition_report import PartitionMeter, report_of, view_of
+from region_agent.partition_server_events import ServerEvents
 from region_agent.partition_shards import SHARDS, PartitionShards
 from region_agent.ps_process import PsProcess
 from region_agent.region_channel import RegionChannel
@@ -170,7 +170,7 @@ class Partition:
         """Of the addresses in the splits, which are good for a limited time."""
         self._status = sync_pb2.PsStatus()
         self.meter = PartitionMeter(around.store, start.job)
-        self._news = News()
+        self._news = ServerEvents()
         self._reported_at = self._progress_at = time.monotonic()
         self._logged_state = ""
         self._progress_mark: tuple[object, ...] = ()

@@ -12,7 +12,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from region_agent.partition_events import Happened
-from region_agent.shard_taking import Shelf, ShelfPort, open_port
+from region_agent.shard_taking import ShardStore, ShelfPort, open_port
 from region_agent.shards import shard_files
 from region_agent.worker.invocation import ShardFile
 from sync.transport.sockets import Tls
@@ -51,7 +51,7 @@ class PartitionShards:
         self._own = not shards or any(ref.region == config.name for ref in shards)
         self.foreign = [ref for ref in shards if ref.region != config.name]
         """Those of other regions."""
-        self._shelves: list[Shelf] = []
+        self._stores: list[ShardStore] = []
         self._port: ShelfPort | None = None
         """While shards are waited for."""
 
@@ -61,7 +61,7 @@ class PartitionShards:
         port = self._port
         if port is None:
             return ""
-        lacking = [source for source, shelf in port.shelves.items() if not shelf.complete]
+        lacking = [source for source, shard_store in port.stores.items() if not shard_store.complete]
         return "; ".join(f"waits for the shard of {source}: {port.progress(source)}" for source in lacking)
 
     @property
@@ -78,13 +78,15 @@ class PartitionShards:
         dataset = self._start.task.dataset
 
         def look() -> bool:
-            self._shelves = [Shelf(self.folder / ref.region, ref.region, dataset, ref.bytes) for ref in self.foreign]
-            return all(shelf.complete for shelf in self._shelves)
+            self._stores = [
+                ShardStore(self.folder / ref.region, ref.region, dataset, ref.bytes) for ref in self.foreign
+            ]
+            return all(shard_store.complete for shard_store in self._stores)
 
         if await asyncio.to_thread(look):
             self.here = True
             return
-        port = self._port = ShelfPort(self._start.job, self._config.name, self._config.cloud, self._shelves)
+        port = self._port = ShelfPort(self._start.job, self._config.name, self._config.cloud, self._stores)
         opened, whole = contextlib.AsyncExitStack(), False
         try:
             self.address = await opened.enter_async_context(open_port(port, self._config, self._identity))
@@ -98,8 +100,8 @@ class PartitionShards:
         self.here = True
         run(_closed_later(opened))
         self._tell(True)
-        for shelf in self._shelves:
-            self._happened(_received(self._config.name, shelf))
+        for shard_store in self._stores:
+            self._happened(_received(self._config.name, shard_store))
 
     async def _complete(self, port: ShelfPort) -> None:
         waiting = asyncio.create_task(port.complete())
@@ -118,17 +120,22 @@ class PartitionShards:
             if dataset is None:
                 raise GeofedError("SHARD_UNREADABLE", f"this region has no shard of {self._start.task.dataset}")
             found = shard_files(dataset, self._config.stores)
-        for shelf in self._shelves:
-            for split, files in shelf.laid_out().items():
+        for shard_store in self._stores:
+            for split, files in shard_store.laid_out().items():
                 found[split] = (*found.get(split, ()), *files)
         return found
 
 
-def _received(region: str, shelf: Shelf) -> Happened:
-    assert shelf.list is not None
-    size = shelf.list.total_bytes
-    data = {"from": shelf.source, "digest": shelf.list.digest, "bytes": size, "files": len(shelf.list.files)}
-    return Happened("shard.received", f"{region}: the shard of {shelf.source} is here, {size:,} bytes", data)
+def _received(region: str, shard_store: ShardStore) -> Happened:
+    assert shard_store.list is not None
+    size = shard_store.list.total_bytes
+    data = {
+        "from": shard_store.source,
+        "digest": shard_store.list.digest,
+        "bytes": size,
+        "files": len(shard_store.list.files),
+    }
+    return Happened("shard.received", f"{region}: the shard of {shard_store.source} is here, {size:,} bytes", data)
 
 
 async def _closed_later(opened: contextlib.AsyncExitStack) -> None:

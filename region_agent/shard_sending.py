@@ -24,8 +24,8 @@ from region_agent.shard_list import FileContent, Listed, ShardList, listed
 from region_agent.shard_taking import LIST_SEQUENCE
 from region_agent.store import AgentStore
 from sync.ps.intake import LARGEST_UPDATE_BYTES
-from sync.ps.link import Courier, Notices
 from sync.ps.manifest import Manifest, Peer
+from sync.ps.peer_sender import Notices, PeerSender
 from sync.ps.storage import write_durably
 from sync.transport.sockets import Tls
 
@@ -38,7 +38,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 10.0
 _GIVEN_UP = frozenset({"RESIDENCY_VIOLATION", "CONFIG_INVALID", "FORBIDDEN", "LIMIT_EXCEEDED"})
 """Codes that trying again does not mend."""
 _REFUSALS = frozenset({"LIMIT_EXCEEDED", "FRAME_INVALID", "SHARD_UNREADABLE"})
-"""Of a file on its way: the courier would meet it for ever. FORBIDDEN is none: that asks for a new ticket by itself."""
+"""Of a file on its way: the sender would meet it for ever. FORBIDDEN is none: that asks for a new ticket by itself."""
 _PATIENCE = 5
 """Tries in a row, with no progress, to read a shard that cannot be read."""
 
@@ -64,11 +64,11 @@ class Sending:
         self._hands, self.order, self.job = hands, order, order.job
         self.state, self.condition = "sent" if sent else "sending", ""
         self._error: GeofedError | None = None
-        self._courier: Courier | None = None
+        self._peer_sender: PeerSender | None = None
         self._carrying: asyncio.Task[None] | None = None
-        """The courier's work."""
+        """The sender's work."""
         self._counted, self._sent = 0, 0
-        """Bytes of the present courier, and of all."""
+        """Bytes of the present sender, and of all."""
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
@@ -89,8 +89,8 @@ class Sending:
 
     def stopped(self) -> None:
         """The job has ended: the last word on what this has cost. What is still on its way is not counted any more."""
-        if self._courier is not None:
-            self._count(self._courier)
+        if self._peer_sender is not None:
+            self._count(self._peer_sender)
         self._enter("stopped")
 
     async def _work(self) -> None:
@@ -167,11 +167,11 @@ class Sending:
         await asyncio.to_thread(write_durably, place, [shard.shard.to_bytes()])
         manifests = self._manifests(shard.shard, there)
         left = {manifest.sequence for manifest in manifests}
-        news, refused = asyncio.Event(), list[GeofedError]()
+        changed, refused = asyncio.Event(), list[GeofedError]()
 
         def arrived(_: str, manifest: Manifest) -> None:
             left.discard(manifest.sequence)
-            news.set()
+            changed.set()
 
         def content_of(manifest: Manifest) -> Path | FileContent:
             index = manifest.sequence - LIST_SEQUENCE - 1
@@ -181,22 +181,24 @@ class Sending:
             # Where a file cannot be read, all must be listed anew.
             if error.code in _REFUSALS:
                 refused.append(error)
-                news.set()
+                changed.set()
 
-        courier = self._courier = Courier(
+        peer_sender = self._peer_sender = PeerSender(
             order.job, self._hands.identity, content_of, arrived, _STALL_SECONDS, notices=Notices(refused=note)
         )
-        carrying = self._carrying = asyncio.create_task(courier.run(), name=f"the shard of {order.job} to {order.to}")
+        carrying = self._carrying = asyncio.create_task(
+            peer_sender.run(), name=f"the shard of {order.job} to {order.to}"
+        )
         self._counted = 0
         try:
             peer = Peer(order.to, order.epoch, order.address)
-            courier.ship(peer, tuple(m for m in manifests if m.sequence == LIST_SEQUENCE) or manifests)
+            peer_sender.ship(peer, tuple(m for m in manifests if m.sequence == LIST_SEQUENCE) or manifests)
             listed_there = LIST_SEQUENCE not in left
             while left:
-                news.clear()
+                changed.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_TOLD_SECONDS):
-                        await news.wait()
+                        await changed.wait()
                 if carrying.done():
                     carrying.result()
                 if refused:
@@ -204,8 +206,8 @@ class Sending:
                 if not listed_there and LIST_SEQUENCE not in left:
                     # Before the list is there nothing else is wanted.
                     listed_there = True
-                    courier.ship(peer, tuple(m for m in manifests if m.sequence in left))
-                self._tell(courier, shard.shard)
+                    peer_sender.ship(peer, tuple(m for m in manifests if m.sequence in left))
+                self._tell(peer_sender, shard.shard)
         finally:
             await self._put_down()
 
@@ -214,9 +216,9 @@ class Sending:
         if self._carrying is not None:
             self._carrying.cancel()
             await asyncio.gather(self._carrying, return_exceptions=True)
-        if self._courier is not None:
-            await self._courier.close()
-            self._count(self._courier)
+        if self._peer_sender is not None:
+            await self._peer_sender.close()
+            self._count(self._peer_sender)
 
     def _manifests(self, shard: ShardList, there: sync_pb2.Introduction) -> tuple[Manifest, ...]:
         """What the other region lacks, in order."""
@@ -231,9 +233,9 @@ class Sending:
 
     # What is told
 
-    def _tell(self, courier: Courier, shard: ShardList) -> None:
-        self._count(courier)
-        meter = courier.meter
+    def _tell(self, peer_sender: PeerSender, shard: ShardList) -> None:
+        self._count(peer_sender)
+        meter = peer_sender.meter
         self.condition = f"{meter.sent_bytes:,} bytes are sent, {shard.total_bytes:,} is the whole"
         if not meter.up:
             self.condition += f"; the way there is down: {meter.fault}"
@@ -241,8 +243,8 @@ class Sending:
             self.condition += f"; a slower way is taken: {meter.slow_way}"
         self._report(durable=False)
 
-    def _count(self, courier: Courier) -> None:
-        grown = courier.meter.sent_bytes - self._counted
+    def _count(self, peer_sender: PeerSender) -> None:
+        grown = peer_sender.meter.sent_bytes - self._counted
         if grown and self.state != "stopped":
             self._counted, self._sent = self._counted + grown, self._sent + grown
             self._hands.store.add_to_meters(self.job, {f"sent_bytes:{self.order.to}": float(grown)})
@@ -273,9 +275,9 @@ class Sending:
             error=to_proto(self._error) if self._error else None,
             meter=hands.store.meter_id,
         )
-        if self._courier is not None:
-            meter = self._courier.meter
-            message.link_rtt_ms[self.order.to], message.link_mbps[self.order.to] = meter.rtt_ms, self._courier.mbps
+        if self._peer_sender is not None:
+            meter = self._peer_sender.meter
+            message.link_rtt_ms[self.order.to], message.link_mbps[self.order.to] = meter.rtt_ms, self._peer_sender.mbps
         hands.report(message, durable)
 
 

@@ -29,7 +29,7 @@ from sync.ps.storage import disk_full_is_told, write_durably
 from sync.ps.wire import manifest_of
 from sync.transport.sockets import Tls
 
-__all__ = ["LIST_SEQUENCE", "Shelf", "ShelfPort", "forget_shards", "open_port"]
+__all__ = ["LIST_SEQUENCE", "ShardStore", "ShelfPort", "forget_shards", "open_port"]
 
 LIST_SEQUENCE = 1
 """Of the list; file n of it, counted from 0, comes as n + 2."""
@@ -40,7 +40,7 @@ _SMALL_BYTES = 64 << 20
 _STOP_GRACE_SECONDS = 1.0
 
 
-class Shelf:
+class ShardStore:
     """One region's shard of one job in a folder: whole files by digest, the list, and at the end the splits."""
 
     def __init__(self, folder: Path, source: str, dataset: str, planned_bytes: int) -> None:
@@ -149,15 +149,15 @@ class Shelf:
 class ShelfPort(Intake, sync_pb2_grpc.ShardPortServicer):
     """Takes the shards that a job's plan has processed here, from the regions that hold them and from nobody else."""
 
-    def __init__(self, job: str, region: str, cloud: str, shelves: Iterable[Shelf]) -> None:
+    def __init__(self, job: str, region: str, cloud: str, stores: Iterable[ShardStore]) -> None:
         super().__init__(job, Tickets())
         self._region, self._cloud = region, cloud
-        self.shelves = {shelf.source: shelf for shelf in shelves}
-        self.news = asyncio.Event()
+        self.stores = {shard_store.source: shard_store for shard_store in stores}
+        self.changed = asyncio.Event()
         """Something has come."""
 
     def admit(self, caller: str | None, job: str | None = None) -> str:
-        if caller is None or caller not in self.shelves:
+        if caller is None or caller not in self.stores:
             raise GeofedError("FORBIDDEN", f"no shard of {caller} is wanted in {self._region}")
         if job is not None and job != self._job:
             raise GeofedError("FORBIDDEN", f"no shard is wanted here for {job}")
@@ -175,14 +175,14 @@ class ShelfPort(Intake, sync_pb2_grpc.ShardPortServicer):
         return manifest_of(proto)
 
     def judge(self, job: str, manifest: Manifest, via: str = "") -> Verdict:
-        return self.shelves[manifest.region].verdict(manifest)
+        return self.stores[manifest.region].verdict(manifest)
 
     def place_of(self, manifest: Manifest) -> Path:
-        return self.shelves[manifest.region].place_of(manifest)
+        return self.stores[manifest.region].place_of(manifest)
 
     def stored(self, manifest: Manifest) -> None:
-        self.shelves[manifest.region].stored(manifest)
-        self.news.set()
+        self.stores[manifest.region].stored(manifest)
+        self.changed.set()
 
     def count_received(self, caller: str, count: int) -> None:
         """The one who sends pays, and counts."""
@@ -191,33 +191,33 @@ class ShelfPort(Intake, sync_pb2_grpc.ShardPortServicer):
     async def Introduce(
         self, request: sync_pb2.IntroduceRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> sync_pb2.Introduction:
-        shelf = self.shelves[self.admit(peer_common_name(context), request.job)]
+        shard_store = self.stores[self.admit(peer_common_name(context), request.job)]
         return sync_pb2.Introduction(
             region=self._region,
             cloud=self._cloud,
-            list_digest=shelf.list.digest if shelf.list is not None else "",
-            have_through=shelf.through,
+            list_digest=shard_store.list.digest if shard_store.list is not None else "",
+            have_through=shard_store.through,
         )
 
     def progress(self, source: str) -> str:
         """How far a region's shard is, in words."""
-        shelf = self.shelves[source]
-        if shelf.list is None:
+        shard_store = self.stores[source]
+        if shard_store.list is None:
             return "nothing has come yet"
         arriving = (arrival.landing.have for (region, _), arrival in self._incoming.items() if region == source)
-        here = shelf.have_bytes + sum(end - begin for have in arriving for begin, end in have)
-        return f"{min(here, shelf.list.total_bytes):,} of {shelf.list.total_bytes:,} bytes are here"
+        here = shard_store.have_bytes + sum(end - begin for have in arriving for begin, end in have)
+        return f"{min(here, shard_store.list.total_bytes):,} of {shard_store.list.total_bytes:,} bytes are here"
 
     async def complete(self) -> None:
         """Wait until all shards are here; raises ``GeofedError`` where what came is of no use."""
         while True:
-            self.news.clear()
-            for shelf in self.shelves.values():
-                if shelf.failed is not None:
-                    raise shelf.failed
-            if all(shelf.complete for shelf in self.shelves.values()):
+            self.changed.clear()
+            for shard_store in self.stores.values():
+                if shard_store.failed is not None:
+                    raise shard_store.failed
+            if all(shard_store.complete for shard_store in self.stores.values()):
                 return
-            await self.news.wait()
+            await self.changed.wait()
 
 
 @contextlib.asynccontextmanager

@@ -72,11 +72,11 @@ async def measured(
     content, digest = bundle
     await client.put_bundle(content, digest)
     try:
-        async for news in client.profile(loaded.json, digest, mark, memories):
-            if news.result_json:
-                told: Data = json.loads(news.result_json)
+        async for progress in client.profile(loaded.json, digest, mark, memories):
+            if progress.result_json:
+                told: Data = json.loads(progress.result_json)
                 return told
-            say(f"{news.region}: {news.text}" if news.region else news.text)
+            say(f"{progress.region}: {progress.text}" if progress.region else progress.text)
     except GeofedError as error:
         if error.code != "UNAVAILABLE":
             raise

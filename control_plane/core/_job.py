@@ -49,7 +49,7 @@ from control_plane.core._events import (
 )
 from control_plane.core._goal import may_end_early, metrics_without_goal, reached
 from control_plane.core._meters import settled, with_all_meters
-from control_plane.core._news import failure_of, fewer_workers, news, no_step_back
+from control_plane.core._report_events import failure_of, fewer_workers, no_step_back, records_of
 from control_plane.core._state import ENDED_PARTITION, Copy, Failure, JobPhase, JobState, Link, Partition, Peer
 
 MAX_PUBLISHES = 5
@@ -180,7 +180,7 @@ class JobMachine:
         part = self.state.partition(event.region)
         if part is None or event.report.epoch != part.epoch or self.state.phase in ("queued", "planned"):
             return
-        self._out += news(part, event.report)
+        self._out += records_of(part, event.report)
         before, report = with_all_meters(part, event.report)
         self._put(
             replace(

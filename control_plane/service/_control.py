@@ -14,10 +14,10 @@ import grpc.aio
 from control_plane._view import standing_text
 from control_plane.core import TERMINAL, CancelAsked, FinishAsked
 from control_plane.pki import InvitationToken, hash_secret, new_secret
-from control_plane.service._bell import Bell
 from control_plane.service._draft import JobEntry
 from control_plane.service._enrolment import unseen_region
 from control_plane.service._federation import ACTIVE, Federation
+from control_plane.service._notifier import Notifier
 from control_plane.service._probing import Probing
 from control_plane.service._profiling import Profiling
 from control_plane.service._submission import answer_plan, scale, submit
@@ -101,8 +101,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
     ) -> AsyncIterator[control_pb2.ProfileNews]:
         """Have a task measured where its data are; ends with what was found."""
         self._admit(context)
-        async for news in self._profiling.run(request):
-            yield news
+        async for progress in self._profiling.run(request):
+            yield progress
 
     @answering
     async def GetJob(self, request: control_pb2.JobRequest, context: Context) -> control_pb2.Job:
@@ -127,7 +127,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         federation, cursor = self._federation, request.cursor
         job = (await federation.find_job(request.job)).row.id if request.job else None
         while True:
-            heard, ended = federation.events_bell.count, job is not None and job not in federation.jobs
+            heard, ended = federation.events_notifier.count, job is not None and job not in federation.jobs
             rows = await federation.read(partial(Store.events_after, cursor=cursor, job=job))
             for row in rows:
                 yield event_message(row)
@@ -137,7 +137,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             if not rows:
                 if not request.follow or ended:
                     return
-                await self._next(federation.events_bell, heard)
+                await self._next(federation.events_notifier, heard)
                 self._admit(context)
 
     @streaming
@@ -152,7 +152,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if request.tail and not cursor:
             cursor = await federation.read(lambda store: store.log_tail_cursor(job, request.tail, region=region))
         while True:
-            heard, ended = federation.logs_bell.count, job not in federation.jobs
+            heard, ended = federation.logs_notifier.count, job not in federation.jobs
             rows = await federation.read(partial(Store.logs_after, job=job, cursor=cursor, region=region))
             for row in rows:
                 yield log_message(row)
@@ -160,7 +160,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             if not rows:
                 if not request.follow or ended:
                     return
-                await self._next(federation.logs_bell, heard)
+                await self._next(federation.logs_notifier, heard)
                 self._admit(context)
 
     @answering
@@ -290,9 +290,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     # --- inside
 
-    async def _next(self, bell: Bell, heard: int) -> None:
+    async def _next(self, notifier: Notifier, heard: int) -> None:
         if not self._federation.stopping:
-            await bell.wait(heard)
+            await notifier.wait(heard)
         if self._federation.stopping:
             raise GeofedError("UNAVAILABLE", "the control plane is stopping")
 

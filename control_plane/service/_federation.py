@@ -33,9 +33,9 @@ from control_plane.core import (
 )
 from control_plane.service._admission import Answer, Asked
 from control_plane.service._allocation import Allocation
-from control_plane.service._bell import Bell
 from control_plane.service._draft import Draft, JobEntry, RegionEntry
 from control_plane.service._known import Learnt
+from control_plane.service._notifier import Notifier
 from control_plane.service._routing import Routing
 from control_plane.service._session import AgentSession
 from control_plane.service._wire import job_message, to_json
@@ -66,8 +66,8 @@ class Federation:
         self.blobs = blobs
         self.clock = clock
         self.lease = lease
-        self.events_bell = Bell()
-        self.logs_bell = Bell()
+        self.events_notifier = Notifier()
+        self.logs_notifier = Notifier()
         self.regions: dict[str, RegionEntry] = {}
         self.jobs: dict[str, JobEntry] = {}
         """Those that have not ended."""
@@ -123,8 +123,8 @@ class Federation:
         self.stopping = True
         for session in list(self.sessions.values()):
             session.end(GeofedError("UNAVAILABLE", "the control plane is stopping"))
-        self.events_bell.ring()
-        self.logs_bell.ring()
+        self.events_notifier.ring()
+        self.logs_notifier.ring()
 
     async def close(self) -> None:
         """Let go of the threads, once the last message is stored."""
@@ -188,9 +188,9 @@ class Federation:
         for event in committed.events:
             _log.info(event.text, kind=event.kind, job=event.job or None, region=event.region or None)
         if committed.events:
-            self.events_bell.ring()
+            self.events_notifier.ring()
         if committed.logged:
-            self.logs_bell.ring()
+            self.logs_notifier.ring()
 
     @staticmethod
     def _why_ended(draft: Draft, region: str) -> GeofedError:

@@ -23,7 +23,6 @@ import torch
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data import fetch_split, joined
 from region_agent.worker.heap import keep_pages
-from region_agent.worker.holding import Holding, WholeModel
 from region_agent.worker.invocation import Invocation, Outcome, read_invocation
 from region_agent.worker.loop import WorkerLoop
 from region_agent.worker.modules import drop_task_modules
@@ -32,6 +31,7 @@ from region_agent.worker.profiling import probe, profile
 from region_agent.worker.scratch import scratch_folder
 from region_agent.worker.stage import ModelStage, pipeline_of
 from region_agent.worker.task import Task, load_task, task_fault, unpack
+from region_agent.worker.trainer import Trainer, WholeModel
 from sync.channel import Channel, open_channel
 from sync.device import device
 from sync.pipeline import measure_messages
@@ -117,10 +117,10 @@ def _run(invocation: Invocation, begun: float) -> Outcome:
     if where.type == "cuda":
         print(f"computing on {where}, {torch.cuda.get_device_name(where)}", flush=True)
     channel = open_channel(invocation.channel, invocation.channel_address)
-    return WorkerLoop(invocation, _holding(invocation, channel, begun), channel, begun).run()
+    return WorkerLoop(invocation, _trainer(invocation, channel, begun), channel, begun).run()
 
 
-def _holding(invocation: Invocation, channel: Channel, begun: float) -> Holding:
+def _trainer(invocation: Invocation, channel: Channel, begun: float) -> Trainer:
     if not invocation.stages:
         return WholeModel(invocation, *_task_and_data(channel, invocation), channel, begun)
     stage = pipeline_of(invocation).position(invocation.worker).stage

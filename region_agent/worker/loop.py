@@ -2,7 +2,7 @@
 
 A worker attaches to its parameter server, continues from the round that the server names, and makes steps: its own
 batch, gradients merged with the other workers that hold the same, one optimiser step that is the same in all of them.
-What it holds is the model, or a stage of it (`Holding`).
+What it holds is the model, or a stage of it (`Trainer`).
 At the end of a round it hands over the model, waits for the federation's, and continues from that; with background
 exchange it makes the next steps meanwhile, and then adds the correction that it is given. When its slice of time is
 over it leaves what it needs in the channel and returns; the next invocation takes it up at the same step.
@@ -23,17 +23,17 @@ import numpy as np
 from geofed_pb.bounds import bounded_metrics
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import worker_pb2
-from region_agent.worker.holding import Holding
 from region_agent.worker.invocation import Invocation, Outcome
 from region_agent.worker.optimizer_state import State
-from region_agent.worker.promptness import run_promptly
 from region_agent.worker.ps_client import PsClient, SliceOver
 from region_agent.worker.rounds import Answer, Ended, Sums
+from region_agent.worker.scheduling import request_low_latency
+from region_agent.worker.trainer import Trainer
 from sync import framing
-from sync.beside import steps_beside
 from sync.channel import Channel
 from sync.collective import State as CollectiveState
 from sync.layout import Vector
+from sync.overlap import overlapped_steps
 from sync.tree import dump_tree, load_tree
 
 __all__ = ["WorkerLoop"]
@@ -54,9 +54,9 @@ _STATE_SECONDS = 10.0
 class WorkerLoop:
     """One invocation's training; `run` returns how it ended."""
 
-    def __init__(self, invocation: Invocation, holding: Holding, channel: Channel, begun: float) -> None:
-        self._call, self._holding, self._channel = invocation, holding, channel
-        self._flat = holding.flat
+    def __init__(self, invocation: Invocation, trainer: Trainer, channel: Channel, begun: float) -> None:
+        self._call, self._trainer, self._channel = invocation, trainer, channel
+        self._flat = trainer.flat
         self._slice_ends = begun + invocation.slice_seconds
         self._attached = False
         self._completed = 0
@@ -85,10 +85,10 @@ class WorkerLoop:
 
     def run(self) -> Outcome:
         """Train until the job's end or the slice's, or until the attempt is over."""
-        run_promptly()
+        request_low_latency()
         broken: GeofedError | None = None
         finished = False
-        with PsClient(self._call, self._slice_ends) as server, self._beside, closing(self._holding):
+        with PsClient(self._call, self._slice_ends) as server, self._beside, closing(self._trainer):
             try:
                 finished = self._train_slice(server)
             except GeofedError as error:
@@ -103,7 +103,7 @@ class WorkerLoop:
             code=broken.code if broken else "",
             message=broken.message if broken else "",
             channel=asdict(self._channel.usage),
-            merged_by=self._holding.name,
+            merged_by=self._trainer.name,
             steps=self._outcome_steps,
             samples=self._outcome_samples,
             compute_seconds=self._compute_seconds,
@@ -118,7 +118,7 @@ class WorkerLoop:
             finished = self._train(server)
         except SliceOver:
             finished = False
-        self._holding.drain()
+        self._trainer.drain()
         return finished
 
     # Rounds
@@ -143,7 +143,7 @@ class WorkerLoop:
             reply = self._end_round(server, self._completed + 1, known=awaited)
             self._go_on(reply)
             if awaited and reply.state_key and not self._background:
-                self._holding.load_state(self._holding.read_state(reply.state_key))
+                self._trainer.load_state(self._trainer.read_state(reply.state_key))
             awaited, finished = False, reply.finished
             self._completed, self._round = reply.round, Sums()
             if not self._background:
@@ -157,14 +157,14 @@ class WorkerLoop:
     def _go_on(self, reply: worker_pb2.BoundaryReply) -> None:
         self._steady = False
         if reply.model_key:
-            self._flat.load(self._holding.read(reply.model_key, "model"))
+            self._flat.load(self._trainer.read(reply.model_key, "model"))
         elif reply.correction_key:
-            self._flat.add(self._holding.read(reply.correction_key, "correction"))
+            self._flat.add(self._trainer.read(reply.correction_key, "correction"))
         self._until = reply.until_step
 
     def _correction(self, key: str) -> Vector | None:
         """Read beside the steps; "": there is none."""
-        return self._holding.read(key, "correction") if key else None
+        return self._trainer.read(key, "correction") if key else None
 
     # The end of a round, with background exchange
 
@@ -174,10 +174,10 @@ class WorkerLoop:
         self._snapshot = self._flat.vector(self._snapshot)
         request, state = self._end_of(sequence, self._step, self._round), None
         # The stages of a model must all give theirs of the same round.
-        due = self._holding.in_stages or time.monotonic() - self._state_given > _STATE_SECONDS
-        if self._holding.leads and due:
+        due = self._trainer.in_stages or time.monotonic() - self._state_given > _STATE_SECONDS
+        if self._trainer.leads and due:
             self._state_given = time.monotonic()
-            tensors, numbers = self._holding.dump_state()
+            tensors, numbers = self._trainer.dump_state()
             # The next steps change what they are views of.
             state = {name: np.array(array) for name, array in tensors.items()}, numbers
         reply = self._beside.submit(self._tell_end, server, request, self._snapshot, state)
@@ -192,7 +192,7 @@ class WorkerLoop:
     ) -> None:
         """Make steps until the answer to an end is due; only it says where the next round ends."""
         each, total = self._call.steps_per_round, self._call.rounds * self._call.steps_per_round
-        self._until = min(request.step + steps_beside(each), total)
+        self._until = min(request.step + overlapped_steps(each), total)
         self._ended = Ended(request, sums, self._until, reply)
 
     def _tell_end(
@@ -234,19 +234,19 @@ class WorkerLoop:
         call = self._call
         initial_key = f"init/{call.attempt}/{call.worker}"
         if not call.resume_key:
-            initial_key = self._holding.offer(initial_key)
-        request = worker_pb2.AttachRequest(layout_json=self._holding.layout.to_json(), initial_key=initial_key)
+            initial_key = self._trainer.offer(initial_key)
+        request = worker_pb2.AttachRequest(layout_json=self._trainer.layout.to_json(), initial_key=initial_key)
         start = server.attach(request)
-        self._holding.withdraw(initial_key)
+        self._trainer.withdraw(initial_key)
         self._attached, self._completed, self._until = True, start.round, start.until_step
         self._background = start.background
         if not self._resume(server, start) and not (start.background and start.boundary):
             if not start.model_key:
                 raise GeofedError("FENCED", "what the last slice left has gone from the channel")
             self._step = start.step
-            self._flat.load(self._holding.read(start.model_key, "model"))
+            self._flat.load(self._trainer.read(start.model_key, "model"))
             if start.state_key:
-                self._holding.load_state(self._holding.read_state(start.state_key))
+                self._trainer.load_state(self._trainer.read_state(start.state_key))
         return start
 
     def _end_round(self, server: PsClient, sequence: int, *, known: bool) -> worker_pb2.BoundaryReply:
@@ -257,7 +257,7 @@ class WorkerLoop:
             vector = self._flat.vector()
             request = self._end_of(sequence, self._step, self._round)
             # All workers of a group hold the same model and optimiser state, so one hands them over for all.
-            self._put_end(request, vector, self._holding.dump_state() if self._holding.leads else None)
+            self._put_end(request, vector, self._trainer.dump_state() if self._trainer.leads else None)
         reply = server.boundary(request)
         if not self._background:
             self._channel.delete_tree(f"b/{self._call.attempt}/{sequence - 1}")
@@ -266,7 +266,7 @@ class WorkerLoop:
     def _settle(self) -> None:
         self._flat.check_names()
         if self._settled < self._step:
-            self._holding.settle(self._step)
+            self._trainer.settle(self._step)
             self._settled = self._step
 
     def _end_of(self, sequence: int, step: int, sums: Sums) -> worker_pb2.BoundaryRequest:
@@ -276,7 +276,7 @@ class WorkerLoop:
             round=sequence,
             step=step,
             model_key=f"{place}/model" if self._call.worker == 0 else "",
-            group=self._holding.group,
+            group=self._trainer.group,
             samples=sums.samples,
             loss=sums.loss,
             compute_seconds=sums.compute_seconds,
@@ -285,16 +285,16 @@ class WorkerLoop:
     def _put_end(self, request: worker_pb2.BoundaryRequest, vector: Vector, state: State | None) -> None:
         place = f"b/{self._call.attempt}/{request.round}"
         request.digest = self._digest_of(vector)
-        if self._holding.leads:
-            self._holding.put(f"{place}/model", vector)
+        if self._trainer.leads:
+            self._trainer.put(f"{place}/model", vector)
         if state is not None:
-            self._holding.put_state(f"{place}/state", state)
+            self._trainer.put_state(f"{place}/state", state)
             if request.model_key:
                 request.state_key = f"{place}/state"
 
     def _digest_of(self, vector: Vector) -> str:
         # A worker alone has nobody to differ from.
-        return "alone" if self._holding.alone else framing.digest_of([vector.view(np.uint8).data])
+        return "alone" if self._trainer.alone else framing.digest_of([vector.view(np.uint8).data])
 
     # Steps
 
@@ -302,15 +302,15 @@ class WorkerLoop:
         # What is received ahead must be what comes next: another step, and no evaluation before it.
         more = step < self._until
         begun = time.monotonic()
-        value, seconds = self._holding.step(server, step, more)
+        value, seconds = self._trainer.step(server, step, more)
         took = time.monotonic() - begun
-        if not self._holding.in_stages:
+        if not self._trainer.in_stages:
             # What a stage does not compute it mostly waits for other stages.
             self._merge_seconds += max(0.0, took - seconds)
         if self._steady:
             self._steady_seconds.append(took)
         self._steady = True
-        counted = self._holding.counted
+        counted = self._trainer.counted
         self._step = step
         self._round.samples += counted
         self._round.loss_sum += value * counted
@@ -318,9 +318,9 @@ class WorkerLoop:
         self._outcome_steps += 1
         self._outcome_samples += counted
         self._compute_seconds += seconds
-        if self._holding.keeps(step) and not self._background:
-            self._holding.keep(step, self._frame(for_others=True))
-        tells = self._holding.tells and not self._holding.server_knows
+        if self._trainer.keeps(step) and not self._background:
+            self._trainer.keep(step, self._frame(for_others=True))
+        tells = self._trainer.tells and not self._trainer.server_knows
         if tells and time.monotonic() - self._told > _NEWS_SECONDS:
             # Last, as it may be told that the attempt is over: the step is made by then, with all that counts it.
             self._told = time.monotonic()
@@ -332,11 +332,11 @@ class WorkerLoop:
         samples, metrics, told = 0, dict[str, float](), ""
         try:
             with self._evaluation_tried() as tries:
-                samples, found = self._holding.evaluate(self._completed, tries)
+                samples, found = self._trainer.evaluate(self._completed, tries)
             metrics, told = bounded_metrics(found)
         except (GeofedError, MemoryError) as error:
             code = error.code if isinstance(error, GeofedError) else "FUNCTION_OUT_OF_MEMORY"
-            if code not in _NOT_MEASURED or not self._holding.may_not_measure:
+            if code not in _NOT_MEASURED or not self._trainer.may_not_measure:
                 raise
             told = error.message if isinstance(error, GeofedError) else "the evaluation ran out of memory"
         request = worker_pb2.EvaluatedRequest(round=self._completed, samples=samples, metrics=metrics, error=told)
@@ -346,7 +346,7 @@ class WorkerLoop:
     def _evaluation_tried(self) -> Iterator[int]:
         """How often this worker was killed in the evaluation of this round: over its memory, say. Too often, and the
         job continues without. A mark in the channel tells; only who is killed leaves it there."""
-        if self._holding.in_stages:
+        if self._trainer.in_stages:
             # All stages evaluate together, or none.
             yield 0
             return
@@ -368,8 +368,8 @@ class WorkerLoop:
         """Store model, optimiser and the round's sums where the next slice finds them, or the next attempt."""
         if not self._attached:
             return self._call.resume_key
-        key = self._holding.left_key(self._step, broken)
-        if not (broken and self._holding.in_stages and self._channel.has(key)):
+        key = self._trainer.left_key(self._step, broken)
+        if not (broken and self._trainer.in_stages and self._channel.has(key)):
             self._channel.put(key, self._frame(for_others=broken))
         if self._call.resume_key.startswith(f"w/{self._call.attempt}/") and self._call.resume_key != key:
             self._channel.delete(self._call.resume_key)
@@ -377,12 +377,12 @@ class WorkerLoop:
 
     def _frame(self, *, for_others: bool) -> list[memoryview]:
         """All that the next invocation needs, of this worker, or of any that holds the same in another attempt."""
-        tensors, numbers = self._holding.dump_state()
+        tensors, numbers = self._trainer.dump_state()
         # Until the answer to an end counts here, that round is not completed here, whatever the server has of it.
         completed = self._completed if self._ended is None else self._ended.request.round - 1
         facts = {"round": completed, "step": self._step, "settled": self._settled, **self._round.facts()}
-        facts |= {"attempt": self._call.attempt, "worker": self._call.worker, "batch": self._holding.share(self._step)}
-        facts |= self._holding.facts()
+        facts |= {"attempt": self._call.attempt, "worker": self._call.worker, "batch": self._trainer.share(self._step)}
+        facts |= self._trainer.facts()
         if self._ended is not None:
             # The slice ends in the wait for an answer, which the next one will ask for again.
             facts |= {"ended_step": self._ended.request.step, **self._ended.sums.facts("ended_")}
@@ -391,7 +391,7 @@ class WorkerLoop:
         facts |= {f"o/{name}": value for name, value in numbers.items()}
         if not for_others:
             # What was sent of a merge that broke off is not known: what is held back goes with the attempt.
-            state = self._holding.merging_state()
+            state = self._trainer.merging_state()
             prefixed |= {f"c/{name}": array for name, array in state.tensors.items()}
             facts |= {f"c/{name}": value for name, value in state.facts.items()}
         return framing.encode({"model": self._flat.vector(), **prefixed}, facts)
@@ -399,14 +399,14 @@ class WorkerLoop:
     def _forget_left(self) -> str:
         if self._call.resume_key:
             self._channel.delete(self._call.resume_key)
-        self._holding.forget()
+        self._trainer.forget()
         return ""
 
     def _resume(self, server: PsClient, start: worker_pb2.AttachReply) -> bool:
         """Take up what the last slice left, unless the federation has a newer model: then that one counts."""
         key = self._call.resume_key
         if key and not key.startswith(f"w/{self._call.attempt}/"):
-            key = self._holding.taken_over(key)
+            key = self._trainer.taken_over(key)
         left = self._channel.get(key) if key else None
         if left is None or start.finished:
             return False
@@ -433,16 +433,16 @@ class WorkerLoop:
         self._round = Sums.of(facts)
         if other_attempt:
             # Of another worker, whose share of a step may have been another.
-            self._round.rescale(self._holding.share(self._step) / facts["batch"])
+            self._round.rescale(self._trainer.share(self._step) / facts["batch"])
         self._flat.load(np.asarray(frame.tensors["model"], np.float32))
         self._flat.load_named(load_tree(frame.tensors, "x/"))
-        self._holding.load_state((_under("o/", frame.tensors), _under("o/", facts)))
+        self._trainer.load_state((_under("o/", frame.tensors), _under("o/", facts)))
         if not other_attempt:
             self._settled = int(facts["settled"])
-            self._holding.recall(facts)
+            self._trainer.recall(facts)
             held = CollectiveState(_under("c/", frame.tensors), _under("c/", facts))
             if held.tensors or held.facts:
-                self._holding.restore_merging(held)
+                self._trainer.restore_merging(held)
         if missed:
             if "ended_step" not in facts:
                 self._round = Sums()
@@ -465,7 +465,7 @@ class WorkerLoop:
         sums = Sums.of(facts, "ended_")
         request = self._end_of(self._completed + 1, int(facts["ended_step"]), sums)
         key = f"b/{self._call.attempt}/{request.round}/model"
-        vector = self._holding.own(key)
+        vector = self._trainer.own(key)
         if vector is None:
             raise GeofedError("FENCED", f"{key} has gone from the channel: a newer attempt has taken over")
         request.digest = self._digest_of(vector)

@@ -13,15 +13,15 @@ import torch
 from geofed_pb.bounds import MOST_METRICS
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data import BatchStream, evaluation_batches, move, share_of
-from region_agent.worker.holding import checked_loss
 from region_agent.worker.invocation import Invocation
-from region_agent.worker.keeping import Keeping, state_key
 from region_agent.worker.learning_rate import LearningRate
 from region_agent.worker.merging import Fenced, group_settings
 from region_agent.worker.optimizer_state import State, dump_state, load_state
 from region_agent.worker.ps_client import PsClient
+from region_agent.worker.stage_checkpoints import StageCheckpoints, state_key
 from region_agent.worker.task import Task
-from sync import framing, parted
+from region_agent.worker.trainer import checked_loss
+from sync import chunked, framing
 from sync.channel import Channel
 from sync.collective import Member
 from sync.collective import State as CollectiveState
@@ -50,7 +50,7 @@ def pipeline_of(call: Invocation) -> Pipeline:
 
 
 class ModelStage:
-    """One replica of one stage. What a broken attempt has done is not lost: see `Keeping`."""
+    """One replica of one stage. What a broken attempt has done is not lost: see `StageCheckpoints`."""
 
     in_stages = True
     server_knows = False
@@ -105,7 +105,7 @@ class ModelStage:
         self.name = f"a pipeline of {len(self._shape.stages)} stages, {call.order}"
         if call.degree > 1:
             self.name += f", and {settings.pattern} among {call.degree} replicas of each"
-        self._keeping = Keeping(call, self._shape, self._fenced, 4 * self.flat.layout.size)
+        self._checkpoints = StageCheckpoints(call, self._shape, self._fenced, 4 * self.flat.layout.size)
         self._made = 0
         """The last step."""
         self._found: tuple[int, int, dict[str, float]] = (-1, 0, {})
@@ -123,7 +123,7 @@ class ModelStage:
             for stage, (first, last) in enumerate(self._shape.stages)
             for name in layers.names[first : last + 1]
         }
-        self._spans: list[parted.Span] = []
+        self._spans: list[chunked.Span] = []
         at = 0
         for slot in self.layout.slots:
             stage = stage_of[slot.name.split(".", 1)[0]]
@@ -145,7 +145,7 @@ class ModelStage:
         return self._samples
 
     def step(self, server: PsClient, step: int, more: bool) -> tuple[float, float]:
-        taken, logged = self._runner.taken_bytes, self._keeping.replayed(step)
+        taken, logged = self._runner.taken_bytes, self._checkpoints.replayed(step)
         if logged is not None:
             done = self._runner.replay(logged, step, self._drawn_anew(logged, step))
             self._check_loss(step)
@@ -158,12 +158,12 @@ class ModelStage:
             check = lambda: self._check_loss(step)  # noqa: E731
             done = self._runner.step(step, self._samples, batches, before_last=check, then=then)
         # What is being stored is a view of what the optimiser is about to change.
-        self._keeping.settle()
+        self._checkpoints.settle()
         self._rate.set(step)
         with self._task.calling("the optimiser's step"):
             self._optimizer.step()
         self._made = step
-        self._keeping.made(step, done.compute_seconds, self._runner.taken_bytes - taken)
+        self._checkpoints.made(step, done.compute_seconds, self._runner.taken_bytes - taken)
         return done.loss or 0.0, done.compute_seconds
 
     def _drawn(self, stream: BatchStream | None, replica: int, step: int, sizes: Sequence[int]) -> list[Any]:
@@ -226,7 +226,7 @@ class ModelStage:
 
     def offer(self, key: str) -> str:
         """Every stage puts its part; the first worker tells of them once all are there."""
-        self._keeping.begin_anew()
+        self._checkpoints.begin_anew()
         place = f"init/{self._call.attempt}/model"
         if self.leads:
             self.put(place, self.flat.vector())
@@ -239,7 +239,7 @@ class ModelStage:
     def withdraw(self, key: str) -> None:
         place = f"init/{self._call.attempt}/model"
         if self.leads:
-            self._channel.delete(parted.part_key(place, self.group))
+            self._channel.delete(chunked.part_key(place, self.group))
         if self._call.worker == 0:
             # The first worker waits for these, also where the server, which has the federation's model already, has
             # answered the others meanwhile.
@@ -248,15 +248,15 @@ class ModelStage:
 
     def put(self, key: str, vector: Vector) -> None:
         if self.leads:
-            self._channel.put(parted.part_key(key, self.group), framing.encode({"model": vector}))
+            self._channel.put(chunked.part_key(key, self.group), framing.encode({"model": vector}))
         if self._call.worker == 0:
-            parted.put_index(self._channel, key, self._spans, parts=len(self._shape.stages))
+            chunked.put_index(self._channel, key, self._spans, parts=len(self._shape.stages))
 
     def own(self, key: str) -> Vector | None:
-        return parted.read_slices(self._channel, key, "model", self._slices)
+        return chunked.read_slices(self._channel, key, "model", self._slices)
 
     def read(self, key: str, name: str) -> Vector:
-        vector = parted.read_slices(self._channel, key, name, self._slices)
+        vector = chunked.read_slices(self._channel, key, name, self._slices)
         if vector is None:
             raise GeofedError("FENCED", f"{key} has gone from the channel: a newer attempt has taken over")
         return vector
@@ -273,12 +273,12 @@ class ModelStage:
             load_state(self._optimizer, _renumbered(tensors, by), _renumbered(numbers, by))
 
     def put_state(self, key: str, state: State) -> None:
-        self._channel.put(parted.part_key(key, self.group), framing.encode(*state))
+        self._channel.put(chunked.part_key(key, self.group), framing.encode(*state))
         if self._call.worker == 0:
-            parted.put_owners(self._channel, key, self._owners, parts=len(self._shape.stages))
+            chunked.put_owners(self._channel, key, self._owners, parts=len(self._shape.stages))
 
     def read_state(self, key: str) -> State:
-        frame = parted.read_state(self._channel, key, self._parameters)
+        frame = chunked.read_state(self._channel, key, self._parameters)
         if frame is None:
             raise GeofedError("FENCED", f"{key} has gone from the channel: a newer attempt has taken over")
         return frame.tensors, frame.facts
@@ -291,20 +291,20 @@ class ModelStage:
         return f"w/{self._call.attempt}/{self._call.worker}/{step}"
 
     def taken_over(self, key: str) -> str:
-        return self._keeping.take_over(key, _TIMEOUT_SECONDS)
+        return self._checkpoints.take_over(key, _TIMEOUT_SECONDS)
 
     def keeps(self, step: int) -> bool:
-        return self._keeping.due()
+        return self._checkpoints.due()
 
     def keep(self, step: int, pieces: list[memoryview]) -> None:
-        self._keeping.store(step, pieces)
+        self._checkpoints.store(step, pieces)
 
     def facts(self) -> dict[str, float]:
         sequence, samples, metrics = self._found
         return {
             "found": sequence,
             "found_samples": samples,
-            **self._keeping.facts(),
+            **self._checkpoints.facts(),
             **{f"found/{name}": value for name, value in metrics.items()},
         }
 
@@ -312,7 +312,7 @@ class ModelStage:
         metrics = {name.removeprefix("found/"): value for name, value in facts.items() if name.startswith("found/")}
         self._found = int(facts["found"]), int(facts["found_samples"]), metrics
         self._made = int(facts["step"])
-        self._keeping.recall(facts)
+        self._checkpoints.recall(facts)
 
     def merging_state(self) -> CollectiveState:
         return self._merge.state()
@@ -321,7 +321,7 @@ class ModelStage:
         self._merge.restore(state)
 
     def forget(self) -> None:
-        self._keeping.forget(self._made)
+        self._checkpoints.forget(self._made)
 
     def drain(self) -> None:
         self._runner.drain()
@@ -329,7 +329,7 @@ class ModelStage:
     def close(self) -> None:
         self._runner.close()
         self._merge.close()
-        self._keeping.close()
+        self._checkpoints.close()
 
     def _await_all(self, keys: list[str]) -> dict[str, memoryview]:
         waited: Iterator[tuple[str, memoryview]] = self._fenced.wait(keys, _TIMEOUT_SECONDS)

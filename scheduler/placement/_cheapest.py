@@ -50,7 +50,7 @@ def priced(
 
     `scarcity` [site] is added to the price of a unit, in USD for the whole job: the price of a capacity that other
     jobs want. The two figures differ only where the effort was not enough. A choice that is `known`, within the same
-    limits, spares much of it where it is nearly the best.
+    limits, buffer_pool much of it where it is nearly the best.
     """
     best = replace(known, priced_usd=at_prices(known, scarcity)) if known is not None else None
     bound = best.priced_usd if best is not None else math.inf

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from geofed_pb.errors import GeofedError
 from sync.channel._arrivals import Arrivals
+from sync.channel._buffer_pool import LEAST_BYTES, SPARE, BufferPool, held
 from sync.channel._contract import Buffer, Limits
 from sync.channel._inotify import Spare
 from sync.channel._keys import checked_key, late
 from sync.channel._meter import Meter, Usage
 from sync.channel._pieces import checked_size, views
-from sync.channel._spares import LEAST_BYTES, SPARE, Spares, held
 
 __all__ = ["FileChannel"]
 
@@ -34,7 +34,7 @@ class FileChannel:
     """A folder whose files are the values. A value is written beside its place and renamed into it.
 
     A file lives until it is deleted. Whoever gave the folder removes it when the job is over. In shared memory large
-    files are written again when nobody reads them any more (`Spares`).
+    files are written again when nobody reads them any more (`BufferPool`).
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -42,7 +42,7 @@ class FileChannel:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._meter, self._watches = Meter(), Spare()
         self._in_memory = _in_memory(self._folder)
-        self._spares = Spares(self._folder / SPARE) if self._in_memory else None
+        self._buffer_pool = BufferPool(self._folder / SPARE) if self._in_memory else None
 
     @property
     def usage(self) -> Usage:
@@ -65,7 +65,7 @@ class FileChannel:
         size = checked_size(key, left, _VALUE_BYTES, str(self._folder))
         for tries_left in reversed(range(_TRIES)):
             try:
-                _write_beside(path, left, self._spares if size >= LEAST_BYTES else None)
+                _write_beside(path, left, self._buffer_pool if size >= LEAST_BYTES else None)
                 break
             except (FileNotFoundError, FileExistsError):
                 # Somebody deletes the tree around it at this moment; the value is put all the same.
@@ -73,7 +73,7 @@ class FileChannel:
                     raise
             except OSError as error:
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                if full and tries_left and self._spares is not None and self._spares.clear():
+                if full and tries_left and self._buffer_pool is not None and self._buffer_pool.clear():
                     continue
                 self._meter.count(failures=1)
                 if full:
@@ -94,7 +94,7 @@ class FileChannel:
             for _ in range(_TRIES):
                 with path.open("rb") as file:
                     size = os.fstat(file.fileno()).st_size
-                    if self._spares is not None and size >= LEAST_BYTES:
+                    if self._buffer_pool is not None and size >= LEAST_BYTES:
                         if not held(file.fileno(), path):
                             continue
                         # It may have been written again before it was held.
@@ -152,7 +152,7 @@ class FileChannel:
         path = self._path(key)
         self._meter.count(deletes=1)
         with contextlib.suppress(FileNotFoundError):
-            if self._spares is None or not self._spares.keep(path):
+            if self._buffer_pool is None or not self._buffer_pool.keep(path):
                 path.unlink()
 
     def delete_many(self, keys: Collection[str]) -> None:
@@ -164,11 +164,11 @@ class FileChannel:
     def delete_tree(self, prefix: str) -> None:
         path = self._path(prefix)
         self._meter.count(deletes=1)
-        if self._spares is not None and not (path / SPARE).exists():
+        if self._buffer_pool is not None and not (path / SPARE).exists():
             for folder, _, names in os.walk(path):
                 for name in names:
                     with contextlib.suppress(OSError):
-                        self._spares.keep(Path(folder, name))
+                        self._buffer_pool.keep(Path(folder, name))
         shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
@@ -188,12 +188,12 @@ def _in_memory(folder: Path) -> bool:
     return mounts.get(nearest) in ("tmpfs", "ramfs")
 
 
-def _write_beside(path: Path, pieces: Sequence[memoryview], spares: Spares | None) -> None:
+def _write_beside(path: Path, pieces: Sequence[memoryview], buffer_pool: BufferPool | None) -> None:
     """Write a file under a name of its own and rename it into its place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        again = spares is not None and spares.take(sum(piece.nbytes for piece in pieces), partial)
+        again = buffer_pool is not None and buffer_pool.take(sum(piece.nbytes for piece in pieces), partial)
         descriptor = os.open(partial, os.O_WRONLY if again else os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             _write_all(descriptor, list(pieces))

@@ -28,13 +28,13 @@ from sync.ps.config import PsConfig, read_config
 from sync.ps.engine import Engine
 from sync.ps.events import Configured
 from sync.ps.exchange import ExchangeService, Links
+from sync.ps.executor import ActionExecutor
 from sync.ps.ledger import NO_MODEL
 from sync.ps.listening import credentials, listen
 from sync.ps.machine import Setup
 from sync.ps.rejoin import rejoin
 from sync.ps.server import AdminService, WorkerService
 from sync.ps.storage import Storage, write_durably
-from sync.ps.works import Works
 from sync.transport.sockets import Tls
 from sync.wan import ExchangeSettings, policy_of
 
@@ -66,12 +66,14 @@ async def serve(config: PsConfig) -> None:
     policy = policy_of(config.wan_policy, config.wan_settings)
     storage = Storage(config.state_dir, setup)
     codec, shares = codec_named(config.codec), dict(config.shares)
-    works = Works(setup, storage, channel, policy, codec, settings, shares, config.part_elements, config.initial_model)
-    engine = Engine(works, settings)
+    executor = ActionExecutor(
+        setup, storage, channel, policy, codec, settings, shares, config.part_elements, config.initial_model
+    )
+    engine = Engine(executor, settings)
     links = Links(engine, config, identity)
     admin = AdminService(engine, config, links)
-    engine.machine.lapsed = config.begun and engine.machine.sequence == NO_MODEL and not storage.marked
-    if not engine.machine.lapsed:
+    engine.machine.state_lost = config.begun and engine.machine.sequence == NO_MODEL and not storage.marked
+    if not engine.machine.state_lost:
         storage.mark()
     engine.feed(Configured(config.epoch, config.attempt, ()))
     workers, exchange = grpc.aio.server(options=server_options()), grpc.aio.server(options=server_options())
@@ -88,7 +90,7 @@ async def serve(config: PsConfig) -> None:
     await workers.start()
     await exchange.start()
     links.start()
-    if engine.machine.lapsed:
+    if engine.machine.state_lost:
         rejoining = asyncio.create_task(rejoin(engine, config, identity), name="the way back into the job")
         rejoining.add_done_callback(functools.partial(_rejoined, engine))
     write_durably(config.ready_file, [json.dumps(ports).encode()])

@@ -7,7 +7,7 @@ round's update is made, shipped and merged together with the remote ones that ha
 unless the workers end another round before this one is merged: a merge waits for the same round of every region that
 keeps up, and of one that lacked it the last time for what it will have. At the end of the next round the workers wait
 for the one before, and after a moment for one a few rounds older.
-A region that does not is left out until it does (`Attendance`); its updates are merged when they come, and until then
+A region that does not is left out until it does (`Membership`); its updates are merged when they come, and until then
 the others' count for more in the model that the workers continue from (`Replica`). Regions get their model one after
 the other, and make the first rounds together. So is the last quarter of the job made, with all, whoever was away, so
 that what regions made apart is trained on together. A quorum makes a merge wait for fewer, a lead bounds how far a
@@ -34,13 +34,13 @@ from sync.ps.actions import (
     StartPause,
 )
 from sync.ps.answers import AttachAnswer, BoundaryAnswer
-from sync.ps.attendance import Attendance
 from sync.ps.cadence import Tempo
-from sync.ps.crew import Evaluation
 from sync.ps.events import Applied, BoundaryArrived, GraceOver, Logged, PatienceOver, PauseOver, Restarted
 from sync.ps.ledger import NO_MODEL
 from sync.ps.machine import Machine, Recovered, Setup
 from sync.ps.manifest import Manifest
+from sync.ps.membership import Membership
+from sync.ps.worker_group import Evaluation
 
 __all__ = ["FIRST", "Background"]
 
@@ -87,7 +87,7 @@ class Background(Machine):
         """Rounds whose grace window was begun: with a quorum for more updates than it needs, else for regions that are
         a little late."""
         self._grace_over: set[int] = set()
-        self._attendance = Attendance()
+        self._membership = Membership()
         self._lags: dict[str, tuple[int, int]] = {}
         """Rounds of each region that were lacking at the last end of one that our workers came to, and at the one
         before."""
@@ -355,7 +355,7 @@ class Background(Machine):
             return self._ended_sequence - (lag + 1 if lag > before else before)
         if self._together or self._ended_sequence not in self._grace_over:
             return self._ended_sequence - 1
-        return self._ended_sequence - self._attendance.behind(region) - _LATE
+        return self._ended_sequence - self._membership.behind(region) - _LATE
 
     @property
     def _together(self) -> bool:
@@ -372,7 +372,7 @@ class Background(Machine):
         """
         if self.setup.quorum and (not self.setup.lead or self._own_last):
             return ()
-        away = {*self._lasts} if self._together else {*self._attendance.absent, *self._lasts}
+        away = {*self._lasts} if self._together else {*self._membership.absent, *self._lasts}
         present = [region for region in self.setup.others if region not in away]
         late = (region for region in present if self.ledger.newest(region) < self._awaited_round(region))
         return tuple(region for region in late if not self.ledger.has_ended(region))
@@ -388,7 +388,7 @@ class Background(Machine):
             self._grace = {sequence}
             return [StartGrace(sequence)]
         self._patience = sequence
-        alone = {*late, *self._attendance.absent, *self._lasts} >= set(self.setup.others)
+        alone = {*late, *self._membership.absent, *self._lasts} >= set(self.setup.others)
         return [StartPatience(sequence, late, alone, tuple(region for region in late if self._is_elsewhere(region)))]
 
     def _is_elsewhere(self, region: str) -> bool:
@@ -401,7 +401,7 @@ class Background(Machine):
             return []
         self._patience = 0
         if self._ended_sequence == event.sequence and not self._together:
-            self._attendance.gave_up(region for region in self._late() if region in event.regions)
+            self._membership.gave_up(region for region in self._late() if region in event.regions)
         return self._try_apply()
 
     @property
@@ -417,7 +417,7 @@ class Background(Machine):
     @property
     def _alone(self) -> bool:
         """Nobody that still trains is waited for, and nobody is further than this region."""
-        absent = self._attendance.absent
+        absent = self._membership.absent
         if self.setup.quorum or self._together or not {*absent, *self._lasts} >= set(self.setup.others):
             return False
         training = [region for region in absent if not self.ledger.has_ended(region)]
@@ -428,7 +428,7 @@ class Background(Machine):
         """Regions that still train and are not absent whose rounds take longer than ours, and how many seconds."""
         if self.setup.quorum:
             return {}
-        gone = {*self._attendance.absent, *self._lasts}
+        gone = {*self._membership.absent, *self._lasts}
         training = [one for one in self.setup.others if one not in gone and not self.ledger.has_ended(one)]
         return self._tempo.slower_than(self.setup.region, training)
 
@@ -489,7 +489,7 @@ class Background(Machine):
                 behind = apply.sequence - self.ledger.marks[region]
                 near = region in came and behind <= _BACK
                 keeps_up = near or behind <= 0 or region in self._lasts
-                self._attendance.merged(region, keeps_up=keeps_up, behind=max(0, behind))
+                self._membership.merged(region, keeps_up=keeps_up, behind=max(0, behind))
         for manifest, stale in zip(apply.manifests, apply.staleness, strict=False):
             if manifest.region != self.setup.region:
                 old = self._staleness.get(manifest.region, float(stale))
@@ -534,6 +534,6 @@ class Background(Machine):
             return f"waiting for round {self._awaited_round(late[0])} of {', '.join(late)}"
         if self.held_up and (slower := self._slower):
             return f"in step with {', '.join(slower)}"
-        if self._attendance.absent:
-            return f"continuing without {', '.join(self._attendance.absent)}"
+        if self._membership.absent:
+            return f"continuing without {', '.join(self._membership.absent)}"
         return ""

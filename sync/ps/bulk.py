@@ -1,4 +1,4 @@
-"""A courier's bulk streams: when they are dialled, by whom, how many, and what is sent over them."""
+"""A sender's bulk streams: when they are dialled, by whom, how many, and what is sent over them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A courier's way through a peer's exchange port: offers, and updates that go as one stream of a gRPC connection."""
+"""A sender's way through a peer's exchange port: offers, and updates that go as one stream of a gRPC connection."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class DirectWay:
 
     def require_peer(self) -> Peer:
         if self._peer is None:
-            raise GeofedError("INTERNAL", "a courier without a peer")
+            raise GeofedError("INTERNAL", "a sender without a peer")
         return self._peer
 
     # How long it may take

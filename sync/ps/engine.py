@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from geofed_pb.errors import GeofedError
-from sync.beside import steps_beside
 from sync.codec import codec_named
 from sync.layout import Layout, Vector
+from sync.overlap import overlapped_steps
 from sync.ps.actions import (
     Action,
     Apply,
@@ -38,9 +38,9 @@ from sync.ps.actions import (
     SumUp,
 )
 from sync.ps.answers import Answer
-from sync.ps.attendance import Pace, Punctuality, Spared
 from sync.ps.background import FIRST, Background
 from sync.ps.cadence import Cadence
+from sync.ps.controller import Controller
 from sync.ps.events import (
     Applied,
     CallGone,
@@ -53,10 +53,10 @@ from sync.ps.events import (
     Prepared,
     Stored,
 )
+from sync.ps.executor import ActionExecutor, Framed, merged_key, step_back
 from sync.ps.machine import Machine, Setup
-from sync.ps.steering import Steering
+from sync.ps.membership import Pace, Punctuality, Spared
 from sync.ps.synchronous import Synchronous
-from sync.ps.works import Framed, Works, merged_key, step_back
 from sync.wan import ExchangeSettings, LinkSample
 
 __all__ = ["Engine", "merged_key"]
@@ -72,16 +72,16 @@ alone is worth the least."""
 
 
 class Engine:
-    """Machine and works of one partition, together."""
+    """State machine and executor of one partition, together."""
 
-    def __init__(self, works: Works, exchange: ExchangeSettings | None = None) -> None:
-        self.works, self.storage, self.channel = works, works.storage, works.channel
+    def __init__(self, executor: ActionExecutor, exchange: ExchangeSettings | None = None) -> None:
+        self.executor, self.storage, self.channel = executor, executor.storage, executor.channel
         exchange = exchange or ExchangeSettings()
         self._grace_seconds = exchange.grace_seconds
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ps-disk", initializer=step_back)
-        self.machine = _machine_of(works, works.setup)
-        setup = works.setup
-        self.steering = Steering(exchange, works.codec_name, setup.steps_per_round, setup.steps)
+        self.machine = _machine_of(executor, executor.setup)
+        setup = executor.setup
+        self.controller = Controller(exchange, executor.codec_name, setup.steps_per_round, setup.steps)
         self.links: Callable[[], Mapping[str, LinkSample]] = dict
         """What the links to the peers have carried of late."""
         self._punctuality, self._spared, self._pace = Punctuality(), Spared(_LEAST_SPARED_SECONDS), Pace()
@@ -106,7 +106,7 @@ class Engine:
         """Continue from a state that was not here when the process started; ``install`` makes it durable."""
         loop, before = asyncio.get_running_loop(), self.machine
         await loop.run_in_executor(self._disk, install)
-        machine = await loop.run_in_executor(self._disk, _machine_of, self.works, before.setup)
+        machine = await loop.run_in_executor(self._disk, _machine_of, self.executor, before.setup)
         self.machine, ledger = machine, before.ledger
         peers = tuple(ledger.peers.values())
         self.have_calls_again()
@@ -129,7 +129,7 @@ class Engine:
         if isinstance(event, Stored):
             self._cadence.came(event.manifest.region, event.manifest.sequence, now)
         if isinstance(event, Logged):
-            beside = self.machine.step_seconds * steps_beside(self.works.setup.steps_per_round)
+            beside = self.machine.step_seconds * overlapped_steps(self.executor.setup.steps_per_round)
             self.machine.round_seconds = self._cadence.next_round(now, beside)
         actions = self.machine.handle(event)
         self._cadence.held_up(now, self.machine.held_up)
@@ -210,7 +210,7 @@ class Engine:
 
     def _grace(self) -> float:
         """Seconds of the window that begins now."""
-        setup = self.works.setup
+        setup = self.executor.setup
         if setup.quorum:
             return self._grace_seconds
         return self._spared.moment_seconds(time.monotonic(), self._punctuality.gap_seconds(setup.region))
@@ -243,12 +243,12 @@ class Engine:
         """Seconds from round to round while all hear each other; nobody keeps up with more than one in a round trip.
         0: not known yet."""
         farthest = max((link.rtt_ms for link in self.links().values()), default=0.0)
-        usual = self._punctuality.gap_seconds(self.works.setup.region)
+        usual = self._punctuality.gap_seconds(self.executor.setup.region)
         return max(usual, farthest / 1e3) if usual else 0.0
 
     def _hold_up(self, late: StartPatience) -> None:
         """Wait for these regions from now on."""
-        setup, now = self.works.setup, time.monotonic()
+        setup, now = self.executor.setup, time.monotonic()
         if late.alone:
             self._spared.end(now)
             self._wait_for(late, least_seconds=_LEAST_SECONDS_ALONE)
@@ -264,7 +264,7 @@ class Engine:
     def _wait_for(self, late: StartPatience, *, least_seconds: float = 0.0, until: float = math.inf) -> None:
         """Until these are late. Patience begins anew with each update of theirs: they may have rounds to catch up."""
         self._wait_no_more()
-        now, work = time.monotonic(), self.machine.step_seconds * self.works.setup.steps_per_round
+        now, work = time.monotonic(), self.machine.step_seconds * self.executor.setup.steps_per_round
         patience = self._punctuality.patience_seconds(late.regions, now, _LEAST_SECONDS, work)
         seconds = min(max(patience, least_seconds), until - now)
         if seconds > 0:
@@ -292,7 +292,7 @@ class Engine:
     async def _reproduce(self, action: Reproduce) -> None:
         try:
             loop = asyncio.get_running_loop()
-            first = await loop.run_in_executor(self._disk, self.works.reproduced, action)
+            first = await loop.run_in_executor(self._disk, self.executor.reproduced, action)
         except Exception as error:  # noqa: BLE001 - the thread's edge: nothing depends on it, the model comes then
             _log.warning("the first model has to come, since our workers' own cannot be read: %s", error)
             return
@@ -302,7 +302,7 @@ class Engine:
     async def _in_thread(self, action: Action) -> None:
         try:
             loop = asyncio.get_running_loop()
-            event = await loop.run_in_executor(self._disk, self.works.do, action, self.machine.attempt)
+            event = await loop.run_in_executor(self._disk, self.executor.do, action, self.machine.attempt)
         except GeofedError as error:
             self.fail(error)
             return
@@ -318,12 +318,12 @@ class Engine:
     def _steer(self, sequence: int) -> None:
         """Let the controller see the round, and do as it says from the next one on."""
         machine, layout = self.machine, self.storage.layout
-        if not self.steering.active or not isinstance(machine, Background) or layout is None:
+        if not self.controller.active or not isinstance(machine, Background) or layout is None:
             return
-        coding = self.works.coding_bytes_per_second
-        self.steering.round_over(sequence, machine.step_seconds, 4 * layout.size, self.links(), coding)
-        machine.stretch = -(-self.steering.interval_steps // self.works.setup.steps_per_round)
-        self.works.codec_wanted = codec_named(self.steering.codec)
+        coding = self.executor.coding_bytes_per_second
+        self.controller.round_over(sequence, machine.step_seconds, 4 * layout.size, self.links(), coding)
+        machine.stretch = -(-self.controller.interval_steps // self.executor.setup.steps_per_round)
+        self.executor.codec_wanted = codec_named(self.controller.codec)
 
     def fail(self, error: GeofedError) -> None:
         """Nothing durable is touched any more; the process tells why and ends."""
@@ -340,7 +340,7 @@ class Engine:
 
     async def model(self) -> Vector | None:
         """A copy of the model as of now; None: not even the first is there."""
-        return await asyncio.get_running_loop().run_in_executor(self._disk, self.works.copy_of_model)
+        return await asyncio.get_running_loop().run_in_executor(self._disk, self.executor.copy_of_model)
 
     async def close(self) -> None:
         """Let what was begun end, then stop the thread."""
@@ -355,6 +355,6 @@ def _way_seconds(link: LinkSample, update_bytes: int) -> float:
     return link.rtt_ms / 2e3 + sending
 
 
-def _machine_of(works: Works, setup: Setup) -> Machine:
+def _machine_of(executor: ActionExecutor, setup: Setup) -> Machine:
     kind = Background if setup.background else Synchronous
-    return kind(setup, works.recover())
+    return kind(setup, executor.recover())

@@ -17,7 +17,6 @@ __all__ = [
     "Event",
     "GraceOver",
     "Kept",
-    "Lapsed",
     "Logged",
     "Merged",
     "PatienceOver",
@@ -27,6 +26,7 @@ __all__ = [
     "Progress",
     "ReduceArrived",
     "Restarted",
+    "StateLost",
     "Stepped",
     "Stored",
     "SumGone",
@@ -175,7 +175,7 @@ class SumGone:
 
 
 @dataclass(frozen=True)
-class Lapsed:
+class StateLost:
     """Another region has lost its state: it has nothing of what it was known to have."""
 
     region: str
@@ -279,7 +279,7 @@ Event = (
     | Unreached
     | Summed
     | SumGone
-    | Lapsed
+    | StateLost
     | GraceOver
     | PatienceOver
     | PauseOver

@@ -1,4 +1,4 @@
-"""Between parameter servers: the couriers to all peers, and what comes from them (mutual TLS, exchange port)."""
+"""Between parameter servers: the senders to all peers, and what comes from them (mutual TLS, exchange port)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from sync.ps.actions import Ship
 from sync.ps.arrival import Tickets
 from sync.ps.config import PsConfig
 from sync.ps.engine import Engine
-from sync.ps.events import Lapsed, PeerHas, Stored, SumGone, Tried, Unreached
+from sync.ps.events import PeerHas, StateLost, Stored, SumGone, Tried, Unreached
+from sync.ps.executor import Framed
 from sync.ps.intake import LARGEST_UPDATE_BYTES, Intake
 from sync.ps.ledger import NO_MODEL
-from sync.ps.link import Courier, Notices
 from sync.ps.manifest import Manifest, Peer, Verdict
+from sync.ps.peer_sender import Notices, PeerSender
 from sync.ps.rejoin import answer_of
 from sync.ps.wire import manifest_of
-from sync.ps.works import Framed
 from sync.transport.receiver import BulkPort
 from sync.transport.sockets import Tls
 from sync.wan import LinkSample
@@ -44,11 +44,11 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 class Links:
-    """The couriers to all peers, and what has come from them."""
+    """The senders to all peers, and what has come from them."""
 
     def __init__(self, engine: Engine, config: PsConfig, identity: Callable[[], Tls]) -> None:
         self._engine, self._config, self._identity = engine, config, identity
-        self.couriers: dict[str, Courier] = {}
+        self.peer_senders: dict[str, PeerSender] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.received_bytes: dict[str, int] = {}
         """Of updates, by the region that sent them here."""
@@ -60,12 +60,12 @@ class Links:
         engine.links = self._samples
 
     def ship(self, action: Ship) -> None:
-        self._courier(action.peer.region).ship(action.peer, action.manifests)
+        self._peer_sender(action.peer.region).ship(action.peer, action.manifests)
 
     def start(self) -> None:
         """Watch for peers that have become known."""
         task = asyncio.create_task(self._watch_peers(), name="the watch for peers")
-        task.add_done_callback(self._courier_ended)
+        task.add_done_callback(self._peer_sender_ended)
         self._tasks.append(task)
 
     async def _watch_peers(self) -> None:
@@ -77,13 +77,13 @@ class Links:
     def meet(self, peers: Iterable[Peer]) -> None:
         """Know of peers although there is nothing to send yet: one that cannot reach us must be called for."""
         for peer in peers:
-            self._courier(peer.region).meet(peer)
+            self._peer_sender(peer.region).meet(peer)
 
-    def _courier(self, region: str) -> Courier:
-        courier = self.couriers.get(region)
-        if courier is None:
+    def _peer_sender(self, region: str) -> PeerSender:
+        peer_sender = self.peer_senders.get(region)
+        if peer_sender is None:
             storage = self._engine.storage
-            courier = self.couriers[region] = Courier(
+            peer_sender = self.peer_senders[region] = PeerSender(
                 self._config.job,
                 self._identity,
                 storage.path_of,
@@ -99,21 +99,21 @@ class Links:
                     lambda manifest: self._engine.feed(SumGone(manifest)),
                 ),
             )
-            for name, work in (("courier to", courier.run()), ("calls from", courier.collect())):
+            for name, work in (("sender to", peer_sender.run()), ("calls from", peer_sender.collect())):
                 task = asyncio.create_task(work, name=f"{name} {region}")
-                task.add_done_callback(self._courier_ended)
+                task.add_done_callback(self._peer_sender_ended)
                 self._tasks.append(task)
-        return courier
+        return peer_sender
 
     def _samples(self) -> dict[str, LinkSample]:
         """What the controller sees of the links; small updates do not tell how fast one is."""
         return {
             region: LinkSample(
-                courier.meter.mbps if courier.meter.streams else None,
-                max(courier.meter.rtt_ms, 0.1),
-                courier.backlog_bytes,
+                peer_sender.meter.mbps if peer_sender.meter.streams else None,
+                max(peer_sender.meter.rtt_ms, 0.1),
+                peer_sender.backlog_bytes,
             )
-            for region, courier in self.couriers.items()
+            for region, peer_sender in self.peer_senders.items()
         }
 
     def _arrived(self, peer: str, manifest: Manifest) -> None:
@@ -126,19 +126,19 @@ class Links:
 
     def adopt(self, region: str, ticket: bytes, line: ssl.SSLSocket) -> None:
         """A peer has dialled, so that we can send to it."""
-        self._courier(region).adopt(ticket, line)
+        self._peer_sender(region).adopt(ticket, line)
 
     def calls_to(self, region: str) -> AsyncIterator[sync_pb2.CollectCall]:
         """What a peer that collects from us is to be told."""
-        return self._courier(region).calls()
+        return self._peer_sender(region).calls()
 
     def count_received(self, region: str, count: int) -> None:
         """Called by any thread."""
         with self._counting:
             self.received_bytes[region] = self.received_bytes.get(region, 0) + count
 
-    def _courier_ended(self, task: asyncio.Task[None]) -> None:
-        """A courier works for ever; should it break, the process must not continue without it."""
+    def _peer_sender_ended(self, task: asyncio.Task[None]) -> None:
+        """A sender works for ever; should it break, the process must not continue without it."""
         if self._closing:
             return
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
@@ -150,8 +150,8 @@ class Links:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for courier in self.couriers.values():
-            await courier.close()
+        for peer_sender in self.peer_senders.values():
+            await peer_sender.close()
         if self.bulk is not None:
             await asyncio.to_thread(self.bulk.close)
 
@@ -239,7 +239,7 @@ class ExchangeService(Intake):
     @answering
     async def Rejoin(self, request: sync_pb2.RejoinRequest, context: _Context) -> sync_pb2.RejoinReply:
         caller = self.admit(peer_common_name(context), request.job)
-        self._engine.feed(Lapsed(caller))
+        self._engine.feed(StateLost(caller))
         layout = self._engine.storage.layout
         return answer_of(self._engine.machine, request.job, "" if layout is None else layout.to_json())
 

@@ -91,7 +91,7 @@ class Ledger:
         """Another region has all of a region's updates up to this one."""
         self._has[who, origin] = max(self._has.get((who, origin), NO_MODEL), sequence)
 
-    def lapsed(self, who: str) -> None:
+    def state_lost(self, who: str) -> None:
         """Another region has nothing any more."""
         self._has = {pair: sequence for pair, sequence in self._has.items() if pair[0] != who}
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 
 from sync.ps.actions import Action, Failed, Forget, Keep, Log, Merge, Prepare, Refuse, Reply, Reproduce
 from sync.ps.answers import EvaluatedAnswer
-from sync.ps.crew import Evaluation, StepMerge, mean_loss
 from sync.ps.events import (
     Applied,
     Attached,
@@ -29,7 +28,6 @@ from sync.ps.events import (
     Event,
     GraceOver,
     Kept,
-    Lapsed,
     Logged,
     Merged,
     PatienceOver,
@@ -39,6 +37,7 @@ from sync.ps.events import (
     Progress,
     ReduceArrived,
     Restarted,
+    StateLost,
     Stepped,
     Stored,
     SumGone,
@@ -48,13 +47,14 @@ from sync.ps.events import (
 )
 from sync.ps.ledger import NO_MODEL, Ledger
 from sync.ps.manifest import Manifest, Verdict
+from sync.ps.worker_group import Evaluation, StepMerge, mean_loss
 
 __all__ = ["FIRST_WEIGHT", "Boundary", "Machine", "Recovered", "Setup"]
 
 FIRST_WEIGHT = 1.0
 """Of the model that all begin with, as its update says; it is the weight of nothing."""
 
-_LAPSED = "its state is lost: asking all other regions for theirs"
+_STATE_LOST = "its state is lost: asking all other regions for theirs"
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Machine(abc.ABC):
         self._staleness: dict[str, float] = {}
         self._update_bytes = max(recovered.outbox, key=lambda m: m.sequence).total_bytes if recovered.outbox else 0
         self._failure: Failed | None = None
-        self.lapsed = False
+        self.state_lost = False
         """Our state was lost: nothing is begun, and nothing taken, before all others have told what they have."""
 
     # What may be asked
@@ -210,8 +210,8 @@ class Machine(abc.ABC):
             phase=self._phase(),
             condition=self._failure.text
             if self._failure is not None
-            else _LAPSED
-            if self.lapsed
+            else _STATE_LOST
+            if self.state_lost
             else self._condition(),
             epoch=self.epoch,
             attempt=self.attempt,
@@ -241,7 +241,7 @@ class Machine(abc.ABC):
             return Verdict.FENCED
         if self.ledger.knows(manifest):
             return Verdict.HAVE
-        if self.lapsed:
+        if self.state_lost:
             return Verdict.LATER
         if manifest.first and not (self.setup.sums and self.ledger.follows(manifest)):
             return Verdict.LATER
@@ -339,7 +339,7 @@ class Machine(abc.ABC):
         if self._failure is not None:
             call = getattr(event, "call", None)
             return [Refuse(call, self._failure.code, self._failure.text)] if call is not None else []
-        if self.lapsed and isinstance(event, Attached | ReduceArrived | BoundaryArrived | Evaluated):
+        if self.state_lost and isinstance(event, Attached | ReduceArrived | BoundaryArrived | Evaluated):
             # Workers wait, and ask again: what they have made may be just what the round needs.
             return self._fenced(event.call, event.attempt) or []
         match event:
@@ -383,8 +383,8 @@ class Machine(abc.ABC):
             case SumGone():
                 self.ledger.sums.gone(event.manifest)
                 return self._ship()
-            case Lapsed():
-                self.ledger.lapsed(event.region)
+            case StateLost():
+                self.ledger.state_lost(event.region)
                 return self._ship()
             case GraceOver():
                 return self._grace_is_over(event)
@@ -465,7 +465,7 @@ class Machine(abc.ABC):
         self._attaching[event.call] = event
         if self._sequence > NO_MODEL:
             return actions + self._answer_attached()
-        first = self.setup.region == self.setup.regions[0] and not self.lapsed
+        first = self.setup.region == self.setup.regions[0] and not self.state_lost
         # Of a model in stages, one worker hands over what all have made.
         if first and event.initial_key and self.ledger.own(0) is None and not self._boundary.preparing:
             self._boundary.preparing = True
@@ -516,7 +516,7 @@ class Machine(abc.ABC):
         return [*self.ledger.ships(self.epoch), *self._sum_up()]
 
     def _sum_up(self) -> list[Action]:
-        if not self.setup.sums or self.lapsed:
+        if not self.setup.sums or self.state_lost:
             return []
         # Who merges what there is sends as often as was said: a lead bounds what can pile up.
         return list(self.ledger.sum_up(piles=not self.setup.quorum))

@@ -2,7 +2,7 @@
 
 Nothing may be begun before all other regions have answered, since each of them may be the only one that has an update
 of ours: an update that a region makes anew, under a number that it has used, would part the models. Every other region
-thereby also learns that we have nothing of what we were known to have (`Lapsed`), and offers what it keeps again.
+thereby also learns that we have nothing of what we were known to have (`StateLost`), and offers what it keeps again.
 
 Why that is all, where regions exchange synchronously. Let R be the last round that any of them has merged. Round R's
 model is the same everywhere, so that one region's checkpoint is what ours was or would have become. Nobody has merged
@@ -67,7 +67,7 @@ def answer_of(machine: Machine, job: str, layout_json: str) -> sync_pb2.RejoinRe
         merges=machine.sequence + 1,
         layout_json=layout_json,
         kept=[manifest_to_proto(job, manifest) for manifest in kept],
-        lapsed=machine.lapsed,
+        state_lost=machine.state_lost,
     )
 
 
@@ -76,7 +76,7 @@ def way_back(machine: Machine, answers: Answers) -> Way | None:
 
     Raises ``GeofedError("STATE_INVALID")`` where there is no way back.
     """
-    if not answers or all(answer.lapsed for answer in answers.values()):
+    if not answers or all(answer.state_lost for answer in answers.values()):
         lost = "every region's state is lost" if answers else "the state is lost, and no other region has the model"
         raise GeofedError("STATE_INVALID", lost, hint="cancel the job and run it again")
     if not set(machine.ledger.near()) >= set(answers):
@@ -121,7 +121,7 @@ async def _came_back(engine: Engine, config: PsConfig, identity: Callable[[], Tl
     try:
         stubs = {region: sync_pb2_grpc.ExchangeStub(line) for region, line in lines.items()}
         answers = await _asked(config.job, {region: stubs[region] for region in near})
-        if all(answer.lapsed for answer in answers.values()):
+        if all(answer.state_lost for answer in answers.values()):
             answers = await _asked(config.job, stubs)
         way = way_back(machine, answers)
         if way is None:
@@ -172,7 +172,7 @@ def _go_on_fresh(engine: Engine) -> None:
     """Nobody has begun: neither had we."""
     machine = engine.machine
     engine.storage.mark()
-    machine.lapsed = False
+    machine.state_lost = False
     engine.feed(Configured(machine.epoch, machine.attempt, ()))
     engine.have_calls_again()
 

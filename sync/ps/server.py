@@ -207,7 +207,7 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
 
     def _status(self) -> sync_pb2.PsStatus:
         progress, failed = self._engine.machine.progress, self._engine.failed
-        couriers = self._links.couriers
+        peer_senders = self._links.peer_senders
         return sync_pb2.PsStatus(
             phase="failed" if failed else progress.phase,
             condition=failed.message if failed else self._condition(progress.condition),
@@ -221,33 +221,33 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
             metrics_samples=int(progress.metrics_samples),
             metrics_round=progress.metrics_sequence,
             metrics_error=progress.metrics_error,
-            sent_bytes={region: courier.meter.sent_bytes for region, courier in couriers.items()},
+            sent_bytes={region: peer_sender.meter.sent_bytes for region, peer_sender in peer_senders.items()},
             received_bytes=self._links.received_bytes,
             model_digest=progress.model_digest,
             applied_updates=progress.applied,
             error=to_proto(failed) if failed else None,
             wait_seconds=self._engine.wan_wait_seconds,
-            link_rtt_ms={region: courier.meter.rtt_ms for region, courier in couriers.items()},
-            link_mbps={region: courier.mbps for region, courier in couriers.items()},
+            link_rtt_ms={region: peer_sender.meter.rtt_ms for region, peer_sender in peer_senders.items()},
+            link_mbps={region: peer_sender.mbps for region, peer_sender in peer_senders.items()},
             samples_per_second=progress.samples_per_second,
             staleness=progress.staleness,
             refused=progress.refused,
             interval=progress.interval,
             routes=progress.routes,
             update_bytes=progress.update_bytes,
-            codec=self._engine.works.codec_name,
-            decisions=self._engine.steering.decisions,
+            codec=self._engine.executor.codec_name,
+            decisions=self._engine.controller.decisions,
             channel=asdict(self._engine.channel.usage),
-            link_streams={region: courier.meter.streams for region, courier in couriers.items()},
-            links_down=sorted(region for region, courier in couriers.items() if not courier.meter.up),
+            link_streams={region: peer_sender.meter.streams for region, peer_sender in peer_senders.items()},
+            links_down=sorted(region for region, peer_sender in peer_senders.items() if not peer_sender.meter.up),
         )
 
     def _condition(self, waits: str) -> str:
         """What is waited for, and why it may be long in coming."""
         notes = [waits] if waits else []
-        for region, courier in sorted(self._links.couriers.items()):
-            if not courier.meter.up:
-                notes.append(f"the way to {region} is down: {courier.meter.fault}")
-            elif courier.meter.slow_way:
-                notes.append(f"large updates to {region} take a slower way: {courier.meter.slow_way}")
+        for region, peer_sender in sorted(self._links.peer_senders.items()):
+            if not peer_sender.meter.up:
+                notes.append(f"the way to {region} is down: {peer_sender.meter.fault}")
+            elif peer_sender.meter.slow_way:
+                notes.append(f"large updates to {region} take a slower way: {peer_sender.meter.slow_way}")
         return "; ".join(notes)

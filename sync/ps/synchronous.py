@@ -11,11 +11,11 @@ from collections.abc import Iterable
 
 from sync.ps.actions import Action, Apply, Failed, Prepare, Refuse, Reply
 from sync.ps.answers import AttachAnswer, BoundaryAnswer
-from sync.ps.crew import Evaluation, StepMerge
 from sync.ps.events import Applied, BoundaryArrived
 from sync.ps.ledger import NO_MODEL
 from sync.ps.machine import Boundary, Machine, Recovered, Setup
 from sync.ps.manifest import Manifest
+from sync.ps.worker_group import Evaluation, StepMerge
 
 __all__ = ["Synchronous"]
 

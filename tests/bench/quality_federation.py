@@ -1,8 +1,8 @@
 """A federation in one process and in virtual time: real gradients, and the parameter servers' own numbers.
 
-Every region has its workers' model and a `Replica`, driven in the order in which `sync.ps.works` drives it. An update
-that a region makes at the end of a round reaches a peer after what was sent to it before, its own framed bytes at the
-link's rate and half a round trip. Compute is alike in all regions, t seconds a step; coding costs nothing here
+Every region has its workers' model and a `Replica`, driven in the order in which `sync.ps.executor` drives it. An
+update that a region makes at the end of a round reaches a peer after what was sent to it before, its own framed bytes
+at the link's rate and half a round trip. Compute is alike in all regions, t seconds a step; coding costs nothing here
 (tests/bench/codecs.py measures it).
 """
 

@@ -28,7 +28,7 @@ from torch.utils.data import default_collate
 from scheduler.scaling import Observation, Terms, learning_rate_factor
 from sync.collective import ChannelCosts, Merge, choose, estimate
 
-__all__ = ["POOL", "SETTINGS", "PoolTime", "Run", "Setting", "Steering", "play", "pool_time", "task_of"]
+__all__ = ["POOL", "SETTINGS", "Controller", "PoolTime", "Run", "Setting", "play", "pool_time", "task_of"]
 
 POOL = 24
 """Workers to begin with, and at most; MLLess's examples have as many."""
@@ -243,12 +243,12 @@ class Run:
         return math.inf, math.inf
 
 
-Steering = Callable[[Observation], int]
+Controller = Callable[[Observation], int]
 """Told every step, it says with how many workers to continue."""
 
 
 def play(
-    task: Task, name: str, policy: str, seed: int, begin: int, steering: Steering, times: PoolTime, target: float,
+    task: Task, name: str, policy: str, seed: int, begin: int, controller: Controller, times: PoolTime, target: float,
     usd_most: float = math.inf,
 ) -> Run:  # fmt: skip
     """Train until the target is reached, or so many dollars are spent, or too many samples seen.
@@ -277,7 +277,7 @@ def play(
         usd += terms.rate(workers) * took
         held_out = task.quality(flat.model)
         _note(run, step, held_out, seconds, usd, workers)
-        wanted = steering(Observation(step, seconds, held_out, workers, usd))
+        wanted = controller(Observation(step, seconds, held_out, workers, usd))
         if wanted != workers:
             most = max(wanted, workers)
             pause = JOIN_SECONDS if wanted > workers else times.merges[workers - 1]

@@ -2,10 +2,10 @@
 
     .venv/bin/python tests/bench/wan_transport.py [--quick] [--json PATH]
 
-Ours is a courier in one region and the exchange service in the other, each in its own process: mutual TLS, chunks with
-checksums, written to disk, verified against the digest and flushed before the acknowledgement that ends the clock. Raw
-TCP sends the same bytes over 1, 4 or 8 warm connections with default sockets, in equal parts, to a receiver that drops
-them, until each connection has been acknowledged. Every bar is held against the best of the three.
+Ours is a sender in one region and the exchange service in the other, each in its own process: mutual TLS, chunks
+with checksums, written to disk, verified against the digest and flushed before the acknowledgement that ends the clock.
+Raw TCP sends the same bytes over 1, 4 or 8 warm connections with default sockets, in equal parts, to a receiver that
+drops them, until each connection has been acknowledged. Every bar is held against the best of the three.
 """
 
 from __future__ import annotations

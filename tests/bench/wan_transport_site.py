@@ -130,12 +130,12 @@ async def _give(folder: Path, address: str, ports: dict[str, int]) -> None:
 
 
 async def _carry(site: Site, peer: Peer, manifest: Manifest) -> dict[str, Any]:
-    courier = site.links.couriers.get(peer.region)
-    before = (courier.meter.sent_bytes, courier.meter.failures) if courier else (0, 0)
+    peer_sender = site.links.peer_senders.get(peer.region)
+    before = (peer_sender.meter.sent_bytes, peer_sender.meter.failures) if peer_sender else (0, 0)
     begun = time.monotonic()
     await site.carry(peer, manifest, seconds=600)
     seconds = time.monotonic() - begun
-    meter = site.links.couriers[peer.region].meter
+    meter = site.links.peer_senders[peer.region].meter
     rtt_seconds = meter.rtt_ms / 1e3
     return {
         "way": "ours",

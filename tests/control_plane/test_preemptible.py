@@ -41,9 +41,9 @@ async def started(job: str, *agents: FakeAgent) -> None:
 
 
 def left(agent: FakeAgent, preemptible: int) -> None:
-    news = agent_pb2.CapacityNews(preemptible=preemptible)
+    update = agent_pb2.CapacityNews(preemptible=preemptible)
     agent.catalogue = replace(agent.catalogue, capacity=replace(agent.catalogue.capacity, preemptible=preemptible))
-    agent.send_raw(agent_pb2.FromAgent(capacity=news))
+    agent.send_raw(agent_pb2.FromAgent(capacity=update))
 
 
 async def soon(condition: Callable[[], Awaitable[bool]]) -> None:

@@ -34,7 +34,7 @@ async def profiled(stage: Stage, job_file: Path, request_id: str = "p1", overrid
     loaded = load(job_file, overrides)
     content, digest = pack(loaded.folder, loaded.spec.task.module)
     await stage.client.put_bundle(content, digest)
-    return [news async for news in stage.client.profile(loaded.json, digest, request_id)]
+    return [progress async for progress in stage.client.profile(loaded.json, digest, request_id)]
 
 
 async def plan(stage: Stage, job_file: Path) -> Any:
@@ -53,7 +53,7 @@ async def test_a_plan_after_a_profile_rests_on_what_was_measured(serve_config: S
         agent.tell_profile(command.id, condition="measures steps")
         agent.tell_profile(command.id, profile_json=json.dumps(profile_of("a")))
         told = await asked
-        assert [news.text for news in told[:-1]] == ["measures steps", "measured"]
+        assert [progress.text for progress in told[:-1]] == ["measures steps", "measured"]
         result = json.loads(told[-1].result_json)["regions"]["a"]
         assert result["samples_per_second"] == pytest.approx(10 / 0.012)
         assert result["chosen"] in result["front"]

@@ -324,7 +324,7 @@ SURFACES = {
     "sync.flat": {"FlatModel", "layout_of"},
     "sync.framing": {"Array", "Buffer", "Frame", "decode", "digest_of", "encode"},
     "sync.layout": {"Layout", "Slot", "Vector"},
-    "sync.parted": {
+    "sync.chunked": {
         "Span",
         "forget",
         "part_key",

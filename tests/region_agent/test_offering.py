@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from geofed_pb.errors import GeofedError
-from region_agent import offering
+from region_agent import offered_datasets
 from region_agent.config import DatasetConfig, RegionConfig
-from region_agent.offering import Offering
+from region_agent.offered_datasets import OfferedDatasets
 from region_agent.shards import shard_files
 from region_agent.worker.invocation import ShardFile
 
@@ -29,7 +29,7 @@ def _config(folder: Path, residency: str = "region") -> RegionConfig:
     )  # fmt: skip
 
 
-def _told(config: RegionConfig, offered: Offering) -> list[str]:
+def _told(config: RegionConfig, offered: OfferedDatasets) -> list[str]:
     return [held["name"] for held in config.catalogue(withheld=offered.withheld)["datasets"]]
 
 
@@ -38,11 +38,11 @@ def test_what_cannot_be_read_is_withheld_until_it_can(
 ) -> None:
     config = _config(tmp_path)
     (tmp_path / "a.npz").write_bytes(b"x")
-    monkeypatch.setattr(offering, "_LOOK_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(offered_datasets, "_LOOK_AGAIN_SECONDS", 0.01)
 
     async def act() -> None:
         changed = asyncio.Event()
-        offered = Offering(config, changed.set)
+        offered = OfferedDatasets(config, changed.set)
         await offered.look()
         assert _told(config, offered) == ["a"]
         assert offered.condition == f"dataset b is not offered: SHARD_UNREADABLE: {tmp_path / 'b.npz'} is not there"
@@ -65,7 +65,7 @@ def test_a_store_that_does_not_answer_keeps_nothing_else_from_being_offered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is asked once; what it says at last is taken."""
-    monkeypatch.setattr(offering, "_LONGEST_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(offered_datasets, "_LONGEST_LOOK_SECONDS", 0.05)
     config, silent, asked = _config(tmp_path, residency="anywhere"), threading.Event(), list[DatasetConfig]()
     for name in ("a.npz", "b.npz"):
         (tmp_path / name).write_bytes(b"1234")
@@ -77,8 +77,8 @@ def test_a_store_that_does_not_answer_keeps_nothing_else_from_being_offered(
         return shard_files(dataset, {})
 
     async def act() -> None:
-        monkeypatch.setattr(offering, "shard_files", files)
-        offered = Offering(config, lambda: None)
+        monkeypatch.setattr(offered_datasets, "shard_files", files)
+        offered = OfferedDatasets(config, lambda: None)
         for _ in range(3):
             await offered.look()
             assert _told(config, offered) == ["a"]
@@ -86,7 +86,7 @@ def test_a_store_that_does_not_answer_keeps_nothing_else_from_being_offered(
             assert offered.sizes == {"a": {"train": 4}}
         assert asked.count(config.datasets["b"]) == 1, "one thread waits, however long the store is silent"
         silent.set()
-        monkeypatch.setattr(offering, "_LONGEST_LOOK_SECONDS", 10.0)
+        monkeypatch.setattr(offered_datasets, "_LONGEST_LOOK_SECONDS", 10.0)
         await offered.look()
         assert _told(config, offered) == ["a", "b"]
         assert offered.sizes == {"a": {"train": 4}, "b": {"train": 4}}
@@ -100,6 +100,6 @@ def test_a_store_that_does_not_answer_keeps_nothing_else_from_being_offered(
 def test_the_size_of_what_never_leaves_is_nobody_s_business(tmp_path: Path) -> None:
     for name in ("a.npz", "b.npz"):
         (tmp_path / name).write_bytes(b"1234")
-    offered = Offering(_config(tmp_path), lambda: None)
+    offered = OfferedDatasets(_config(tmp_path), lambda: None)
     asyncio.run(offered.look())
     assert not any(offered.sizes.values())

@@ -27,7 +27,7 @@ from region_agent.config import DatasetConfig, RegionConfig, SplitConfig, StoreC
 from region_agent.partition_events import Happened
 from region_agent.shard_list import FileContent, Listed, ListedFile, ShardList, read_list, shard_bytes
 from region_agent.shard_sending import Hands, Sending
-from region_agent.shard_taking import Shelf, ShelfPort, forget_shards, open_port
+from region_agent.shard_taking import ShardStore, ShelfPort, forget_shards, open_port
 from region_agent.shards import shard_files
 from region_agent.store import AgentStore
 from region_agent.worker.invocation import ShardFile
@@ -116,7 +116,7 @@ def source(tmp_path: Path) -> Source:
 class Taker:
     """The region that processes it."""
 
-    shelf: Shelf
+    shard_store: ShardStore
     port: ShelfPort
     address: str
 
@@ -125,10 +125,10 @@ class Taker:
 async def taking(folder: Path, *, cloud: str = "one", planned: int = 13 * MIB) -> AsyncIterator[Taker]:
     folder.mkdir(exist_ok=True)
     config = _config(folder, "west", cloud)
-    shelf = Shelf(folder / "shards" / JOB / "east", "east", "digits", planned)
-    port = ShelfPort(JOB, "west", cloud, [shelf])
+    shard_store = ShardStore(folder / "shards" / JOB / "east", "east", "digits", planned)
+    port = ShelfPort(JOB, "west", cloud, [shard_store])
     async with open_port(port, config, lambda: IDENTITIES["west"]) as address:
-        yield Taker(shelf, port, address)
+        yield Taker(shard_store, port, address)
 
 
 def runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -161,9 +161,9 @@ async def _cut(relay: Relay) -> None:
             await asyncio.sleep(0.02)
 
 
-def check_same(source: Source, shelf: Shelf) -> None:
+def check_same(source: Source, shard_store: ShardStore) -> None:
     """What lies there is what lies here, split by split."""
-    splits = shelf.laid_out()
+    splits = shard_store.laid_out()
     assert set(splits) == {"train", "test"}
     train = {file.name: Path(file.path).read_bytes() for file in splits["train"]}
     expected = {name.removeprefix("train/"): (source.folder / "data" / name).read_bytes() for name in FILES}
@@ -180,7 +180,7 @@ async def test_a_shard_arrives_as_it_is_and_what_it_cost_is_counted(source: Sour
         source.send(taker.address)
         await asyncio.wait_for(taker.port.complete(), 60)
         assert await source.until("sent") == "sent"
-        check_same(source, taker.shelf)
+        check_same(source, taker.shard_store)
     total = sum(FILES.values()) + 400
     last = source.reports[-1]
     assert total < last.sent_bytes["west"] < total * 1.05 + 10_000
@@ -188,8 +188,8 @@ async def test_a_shard_arrives_as_it_is_and_what_it_cost_is_counted(source: Sour
     assert (money.item, money.unit) == ("egress to west", "GB")
     assert money.usd == pytest.approx(last.sent_bytes["west"] / 1e9 * 0.5)
     assert [event.kind for event in source.events] == ["shard.sending", "shard.sent"]
-    assert taker.shelf.list is not None
-    assert source.events[-1].data["digest"] == taker.shelf.list.digest
+    assert taker.shard_store.list is not None
+    assert source.events[-1].data["digest"] == taker.shard_store.list.digest
 
 
 @runs
@@ -202,7 +202,7 @@ async def test_a_cut_costs_little_more_than_what_was_on_its_way(source: Source, 
             await asyncio.wait_for(taker.port.complete(), 60)
             await source.until("sent")
             assert relay.cuts == 1
-            check_same(source, taker.shelf)
+            check_same(source, taker.shard_store)
     # Two streams, a chunk of up to 4 MiB in the kernel's buffers of each.
     assert source.sent_bytes < sum(FILES.values()) + 9 * MIB
 
@@ -217,7 +217,7 @@ async def test_both_agents_may_die_in_the_middle(source: Source, west: Path) -> 
             sending = source.send(taker.address)
             await _cut(relay)
             await sending.close()
-            assert not taker.shelf.complete
+            assert not taker.shard_store.complete
         # What was still in the kernel when the line was cut never came.
         (record,) = west.rglob("*.have")
         arrived = sum(end - begin for begin, end in json.loads(record.read_text()))
@@ -227,7 +227,7 @@ async def test_both_agents_may_die_in_the_middle(source: Source, west: Path) -> 
             source.send(taker.address)
             await asyncio.wait_for(taker.port.complete(), 60)
             await source.until("sent")
-            check_same(source, taker.shelf)
+            check_same(source, taker.shard_store)
     assert before >= arrived
     assert source.sent_bytes - before < sum(FILES.values()) - arrived + 20_000
 
@@ -237,10 +237,10 @@ async def test_what_is_there_whole_is_not_sent_again(source: Source, west: Path)
     async with taking(west) as taker:
         source.send(taker.address)
         await source.until("sent")
-        check_same(source, taker.shelf)
+        check_same(source, taker.shard_store)
     before = source.sent_bytes
     async with taking(west) as taker:
-        assert taker.shelf.complete
+        assert taker.shard_store.complete
         source.reports.clear()
         source.send(taker.address)
         await source.until("sent")
@@ -276,7 +276,7 @@ def test_the_owner_decides_where_it_may_go(
         assert source.reports[-1].error.code == code
         if code:
             assert source.sent_bytes == 0
-            assert taker.shelf.list is None, "not even the names of its files are told"
+            assert taker.shard_store.list is None, "not even the names of its files are told"
 
     asyncio.run(within())
 
@@ -288,7 +288,7 @@ async def test_another_region_at_the_address_gets_nothing(source: Source, west: 
     async with taking(west) as taker:
         source.send(taker.address, to="north")
         await asyncio.sleep(1.5)
-        assert taker.shelf.list is None
+        assert taker.shard_store.list is None
     assert source.reports[-1].state == "sending"
     assert "trying again" in source.reports[-1].condition
 
@@ -323,19 +323,19 @@ async def test_what_is_not_on_the_list_is_not_wanted(source: Source, west: Path)
     async with taking(west) as taker:
         source.send(taker.address)
         await asyncio.wait_for(taker.port.complete(), 60)
-        assert taker.shelf.list is not None
-        files = taker.shelf.list.files
+        assert taker.shard_store.list is not None
+        files = taker.shard_store.list.files
         for number, file in enumerate(files, 2):
             if file.size:
                 right = Manifest("east", 1, number, file.digest, file.size, 0.0)
-                assert taker.shelf.verdict(right) is Verdict.HAVE
+                assert taker.shard_store.verdict(right) is Verdict.HAVE
                 for wrong in (
                     replace(right, sequence=number % len(files) + 2),
                     replace(right, sequence=len(files) + 2),
                     replace(right, digest=digest_of([b"other"])),
                     replace(right, total_bytes=file.size + 1),
                 ):
-                    assert taker.shelf.verdict(wrong) is Verdict.LATER
+                    assert taker.shard_store.verdict(wrong) is Verdict.LATER
 
 
 @runs
@@ -350,7 +350,7 @@ async def test_a_file_that_changes_on_the_way_is_read_anew(source: Source, west:
             direct()
             await asyncio.wait_for(taker.port.complete(), 60)
             await source.until("sent")
-            check_same(source, taker.shelf)
+            check_same(source, taker.shard_store)
 
 
 @runs
@@ -374,7 +374,7 @@ async def test_a_file_that_is_cut_off_while_it_is_read_is_read_anew(source: Sour
             await asyncio.wait_for(taker.port.complete(), 60)
             await source.until("sent")
             assert cut
-            check_same(source, taker.shelf)
+            check_same(source, taker.shard_store)
 
 
 def test_what_is_not_there_to_be_read_is_told(tmp_path: Path) -> None:
@@ -452,7 +452,7 @@ def test_a_shard_in_an_object_store_takes_the_same_way(tmp_path: Path, store: St
             await asyncio.wait_for(taker.port.complete(), 60)
             assert await source.until("sent") == "sent"
             await sending.close()
-            laid = taker.shelf.laid_out()
+            laid = taker.shard_store.laid_out()
         found = {file.name: Path(file.path).read_bytes() for files in laid.values() for file in files}
         assert found == {"a.npy": b"a" * 1000, "deep/b.npy": b"b", "one.npz": b"one"}
         assert not list((folder / "sending").iterdir()), "nothing is left of what was brought from the store"

@@ -48,7 +48,7 @@ class Site:
         self.machine = SimpleNamespace(verdict=self._verdict, ledger=SimpleNamespace(peers={}))
         self.storage = SimpleNamespace(update_path=self.path, path_of=lambda m: self.path(m.region, m.sequence))
         self.version = 0
-        self.news = asyncio.Condition()
+        self.changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         config: Any = SimpleNamespace(
             job=JOB, region=self.region, regions=self.regions, stall_seconds=self.stall_seconds
@@ -94,12 +94,12 @@ class Site:
         task.add_done_callback(self._tasks.discard)
 
     async def _wake(self) -> None:
-        async with self.news:
-            self.news.notify_all()
+        async with self.changed:
+            self.changed.notify_all()
 
     async def changed_since(self, version: int) -> int:
-        async with self.news:
-            await self.news.wait_for(lambda: self.version != version)
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.version != version)
             return self.version
 
     async def until(self, condition: Callable[[], object], seconds: float = 30.0) -> None:

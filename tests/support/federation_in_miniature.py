@@ -40,7 +40,6 @@ from sync.ps.events import (
     Event,
     GraceOver,
     Kept,
-    Lapsed,
     Logged,
     Merged,
     PatienceOver,
@@ -49,6 +48,7 @@ from sync.ps.events import (
     Prepared,
     ReduceArrived,
     Restarted,
+    StateLost,
     Stored,
     SumGone,
     Summed,
@@ -165,7 +165,7 @@ class Site:
         self.epoch, self.attempt = 1, 1
         self.machine: Machine | None = None
         self.work: list[Action] = []
-        self.couriers: dict[str, dict[tuple[int, str], Manifest]] = {}
+        self.peer_senders: dict[str, dict[tuple[int, str], Manifest]] = {}
         self.sums: set[str] = set()
         """Digests of sums that were made here and are still here."""
         self.failing: set[str] = set()
@@ -201,14 +201,14 @@ class Site:
             model_bytes=MODEL_BYTES,
         )
         self.machine = (Background if self.setup.background else Synchronous)(self.setup, recovered)
-        self.machine.lapsed = self.began and last.sequence < 0 and not disk.marked
-        disk.marked = disk.marked or not self.machine.lapsed
+        self.machine.state_lost = self.began and last.sequence < 0 and not disk.marked
+        disk.marked = disk.marked or not self.machine.state_lost
         self.began = True
         self.feed(Configured(self.epoch, self.attempt, ()))
 
     def crash(self) -> None:
         self.machine = None
-        self.work, self.couriers = [], {}
+        self.work, self.peer_senders = [], {}
         self.sums, self.failing = set(), set()
         self.ghosts.clear()
         for worker in self.workers:
@@ -236,7 +236,7 @@ class Site:
                 self.disk.inbox[manifest.region, manifest.sequence] = manifest
         self.have_calls_again()
         self.disk.marked = True
-        self.work, self.couriers = [], {}
+        self.work, self.peer_senders = [], {}
         self.start()
 
     def take_in(self, manifest: Manifest) -> None:
@@ -270,7 +270,7 @@ class Site:
             case Reply() | Refuse():
                 self._answer(action)
             case Ship():
-                self.couriers[action.peer.region] = {(m.sequence, m.region): m for m in action.manifests}
+                self.peer_senders[action.peer.region] = {(m.sequence, m.region): m for m in action.manifests}
             case Failed():
                 raise AssertionError(f"{self.name}: {action}")
             case _:
@@ -625,7 +625,7 @@ class Miniature:
     def rejoin(self, name: str) -> None:
         """It asks all others, if all can answer, and continues from what the furthest has."""
         here = self.sites[name]
-        if here.machine is None or not here.machine.lapsed or not here.machine.ledger.peers:
+        if here.machine is None or not here.machine.state_lost or not here.machine.ledger.peers:
             return
         others = [self.sites[near] for near in here.machine.ledger.near()]
         if any(site.machine is None for site in others):
@@ -633,14 +633,14 @@ class Miniature:
         if any(frozenset((name, site.name)) in self.cut for site in others):
             return
         for site in others:
-            site.feed(Lapsed(name))
+            site.feed(StateLost(name))
         way = way_back(here.machine, {site.name: answer_of(site.machine, "job", "") for site in others if site.machine})
         if way is None:
             return
         if way.furthest:
             here.take_over(self.sites[way.furthest], way.updates)
         else:
-            here.machine.lapsed, here.disk.marked = False, True
+            here.machine.state_lost, here.disk.marked = False, True
             here.have_calls_again()
         self.lost = ""
         self.configure(name)
@@ -666,10 +666,10 @@ class Miniature:
         return pairs or tuple((a, b) for a in names for b in names if a < b)
 
     def send(self, name: str) -> None:
-        """Every courier of a region puts the first of its updates on the wire, again if it was there before."""
+        """Every sender of a region puts the first of its updates on the wire, again if it was there before."""
         site = self.sites[name]
-        for to in sorted(site.couriers):
-            waiting = site.couriers.get(to)
+        for to in sorted(site.peer_senders):
+            waiting = site.peer_senders.get(to)
             if not waiting or site.machine is None:
                 continue
             manifest = waiting[min(waiting)]
@@ -693,7 +693,7 @@ class Miniature:
         if site.machine is None or frozenset((message.source, message.to)) in self.cut:
             return
         if isinstance(message.what, tuple):
-            waiting, (origin, sequence) = site.couriers.get(message.source, {}), message.what
+            waiting, (origin, sequence) = site.peer_senders.get(message.source, {}), message.what
             if (sequence, origin) in waiting:
                 del waiting[sequence, origin]
                 site.feed(PeerHas(message.source, sequence, origin))

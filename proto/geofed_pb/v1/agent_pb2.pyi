@@ -30,7 +30,7 @@ class FromAgent(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., command_ack: _Optional[_Union[CommandAck, _Mapping]] = ..., partition: _Optional[_Union[PartitionReport, _Mapping]] = ..., happening: _Optional[_Union[Happening, _Mapping]] = ..., logs: _Optional[_Union[LogBatch, _Mapping]] = ..., profile: _Optional[_Union[ProfileReport, _Mapping]] = ..., capacity: _Optional[_Union[CapacityNews, _Mapping]] = ...) -> None: ...
 
 class ToAgent(_message.Message):
-    __slots__ = ("seq", "welcome", "lease", "report_ack", "start", "peers", "stop", "publish", "scale", "profile", "send_shard", "weigh")
+    __slots__ = ("seq", "welcome", "lease", "report_ack", "start", "peers", "stop", "publish", "scale", "profile", "send_shard", "probe")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
@@ -42,7 +42,7 @@ class ToAgent(_message.Message):
     SCALE_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     SEND_SHARD_FIELD_NUMBER: _ClassVar[int]
-    WEIGH_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     seq: int
     welcome: Welcome
     lease: LeaseGrant
@@ -54,8 +54,8 @@ class ToAgent(_message.Message):
     scale: ScalePartition
     profile: ProfileTask
     send_shard: SendShard
-    weigh: ProfileTask
-    def __init__(self, seq: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lease: _Optional[_Union[LeaseGrant, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., start: _Optional[_Union[StartPartition, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., stop: _Optional[_Union[StopPartition, _Mapping]] = ..., publish: _Optional[_Union[PublishModel, _Mapping]] = ..., scale: _Optional[_Union[ScalePartition, _Mapping]] = ..., profile: _Optional[_Union[ProfileTask, _Mapping]] = ..., send_shard: _Optional[_Union[SendShard, _Mapping]] = ..., weigh: _Optional[_Union[ProfileTask, _Mapping]] = ...) -> None: ...
+    probe: ProfileTask
+    def __init__(self, seq: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lease: _Optional[_Union[LeaseGrant, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., start: _Optional[_Union[StartPartition, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., stop: _Optional[_Union[StopPartition, _Mapping]] = ..., publish: _Optional[_Union[PublishModel, _Mapping]] = ..., scale: _Optional[_Union[ScalePartition, _Mapping]] = ..., profile: _Optional[_Union[ProfileTask, _Mapping]] = ..., send_shard: _Optional[_Union[SendShard, _Mapping]] = ..., probe: _Optional[_Union[ProfileTask, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("agent_version", "boot_id", "command_cursor", "catalogue_json", "report_cursor")

@@ -67,7 +67,7 @@ class AgentHubServicer(object):
 
     def Session(self, request_iterator, context):
         """One stream for the life of a connection. What must not be lost is numbered and acknowledged on both sides:
-        commands by the agent's cursor, reports by the control plane's. After a break both go on where they were.
+        commands by the agent's cursor, reports by the control plane's. After a break both continue where they were.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

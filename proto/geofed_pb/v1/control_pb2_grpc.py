@@ -200,7 +200,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """"Tell me all that happened after this cursor, and go on telling me." Ends after the job's last event.
+        """"Tell me all that happened after this cursor, and continue telling me." Ends after the job's last event.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -226,14 +226,14 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Replan(self, request, context):
-        """"End with the model that you have, and have another job go on with it, over the regions that are there now."
+        """"End with the model that you have, and have another job continue with it, over the regions that are there now."
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """"Go on with so many workers."
+        """"Continue with so many workers."
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -265,7 +265,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RemoveUser(self, request, context):
-        """"Let this user in no more." Jobs go on.
+        """"Let this user in no more." Jobs continue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

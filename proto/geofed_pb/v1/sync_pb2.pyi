@@ -15,16 +15,16 @@ class RejoinRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ...) -> None: ...
 
 class RejoinReply(_message.Message):
-    __slots__ = ("merges", "layout_json", "kept", "lapsed")
+    __slots__ = ("merges", "layout_json", "kept", "state_lost")
     MERGES_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_JSON_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
-    LAPSED_FIELD_NUMBER: _ClassVar[int]
+    STATE_LOST_FIELD_NUMBER: _ClassVar[int]
     merges: int
     layout_json: str
     kept: _containers.RepeatedCompositeFieldContainer[UpdateManifest]
-    lapsed: bool
-    def __init__(self, merges: _Optional[int] = ..., layout_json: _Optional[str] = ..., kept: _Optional[_Iterable[_Union[UpdateManifest, _Mapping]]] = ..., lapsed: bool = ...) -> None: ...
+    state_lost: bool
+    def __init__(self, merges: _Optional[int] = ..., layout_json: _Optional[str] = ..., kept: _Optional[_Iterable[_Union[UpdateManifest, _Mapping]]] = ..., state_lost: bool = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("job", "checkpoint", "region", "sequence")

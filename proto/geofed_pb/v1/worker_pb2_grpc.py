@@ -65,7 +65,7 @@ class WorkerPortServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request, context):
-        """"I am worker w of attempt a; where do I go on?"
+        """"I am worker w of attempt a; where do I continue?"
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,12 +44,12 @@ class _Follower:
     def __init__(self, query: LogQuery) -> None:
         self.query = query
         self.lines = LineBuffer[LogLine](_FOLLOWER_BYTES)
-        self.news = asyncio.Event()
+        self.changed = asyncio.Event()
         self.ended = False
 
     def end(self) -> None:
         self.ended = True
-        self.news.set()
+        self.changed.set()
 
 
 class _Ring:
@@ -87,7 +87,7 @@ class LogStore:
         for follower in self._followers:
             if _matches(line, follower.query):
                 follower.lines.add(line, _size(line))
-                follower.news.set()
+                follower.changed.set()
 
     async def read(self, query: LogQuery) -> AsyncIterator[list[LogLine]]:
         """Lines in order of arrival, as many at a time as there are; where a reader is slow, the middle of what it lags
@@ -100,9 +100,9 @@ class LogStore:
         try:
             yield past if query.tail is None else past[len(past) - min(query.tail, len(past)) :]
             while query.follow and (follower.lines or not follower.ended):
-                await follower.news.wait()
+                await follower.changed.wait()
                 if not follower.ended:
-                    follower.news.clear()
+                    follower.changed.clear()
                 first, dropped, newest = follower.lines.take()
                 gap = [replace(newest[0], text=dropped_text(dropped))] if dropped else []
                 yield [*first, *gap, *newest]

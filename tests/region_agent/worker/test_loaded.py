@@ -35,7 +35,7 @@ def loaded(tmp_path: Path) -> Callable[..., Task]:
 
     def load(task: str = TASK, worker: int = 0, **changed: Any) -> Task:
         channel, call = FileChannel(server.channel_folder), invocation(server, task, data, worker, **changed)
-        handler._holding(call, channel, time.monotonic()).close()
+        handler._trainer(call, channel, time.monotonic()).close()
         assert handler._loaded is not None
         return handler._loaded.task
 

@@ -12,7 +12,7 @@ from support.pki import Authority
 from support.server_process import Server
 
 from geofed_pb.v1 import worker_pb2
-from region_agent.worker import handler, holding, loop
+from region_agent.worker import handler, loop, trainer
 from region_agent.worker.invocation import Invocation, Outcome
 from region_agent.worker.ps_client import SliceOver
 from sync import framing
@@ -255,7 +255,7 @@ def test_what_is_being_sent_has_left_the_worker_before_it_leaves(
     """For stages that upload beside their steps: what the others wait for would be lost with the slice."""
     order: list[str] = []
     leave = loop.WorkerLoop._leave
-    monkeypatch.setattr(holding.WholeModel, "drain", lambda self: order.append("drain"))
+    monkeypatch.setattr(trainer.WholeModel, "drain", lambda self: order.append("drain"))
     monkeypatch.setattr(loop.WorkerLoop, "_leave", lambda self, broken: order.append("leave") or leave(self, broken))
     script.wait_at = "boundary"
     assert call(_invocation(place)).status == "continue"

@@ -25,7 +25,7 @@ from region_agent.worker import handler
 from region_agent.worker.data import BatchStream
 from region_agent.worker.invocation import Outcome, Schedule
 from region_agent.worker.modules import PACKAGE
-from sync import parted
+from sync import chunked
 from sync.channel import FileChannel, fence_key
 from sync.layout import Vector
 from sync.pipeline import Layers
@@ -135,7 +135,7 @@ def _bodies(server: Server, data: Path, pipeline: dict[str, Any], **more: Any) -
 
 def _life(server: Server, outcomes: list[list[dict[str, Any]]]) -> Life:
     channel, folder = FileChannel(server.channel_folder), server.channel_folder
-    model = parted.read_vector(channel, f"model/{ROUNDS}", "model")
+    model = chunked.read_vector(channel, f"model/{ROUNDS}", "model")
     assert model is not None, outcomes
     left = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     return Life(server.status(), model, outcomes, left)
@@ -341,17 +341,17 @@ def test_a_worker_never_holds_more_parameters_than_its_stage(tmp_path: Path, wor
     call = invocation(server, WIDE_TASK, write_samples(tmp_path / "data.npz", 20), worker, stages=stages, micro_batch=4)
     channel = FileChannel(server.channel_folder)
     before = _held()
-    holding = handler._holding(call, channel, time.monotonic())
+    trainer = handler._trainer(call, channel, time.monotonic())
     try:
-        own = sum(parameter.nbytes for parameter in holding.flat.module.parameters())
-        whole = 4 * sum(slot.size for slot in holding.layout.slots)
+        own = sum(parameter.nbytes for parameter in trainer.flat.module.parameters())
+        whole = 4 * sum(slot.size for slot in trainer.layout.slots)
         assert own < whole / 2
         # While layers were made, and now.
         loaded = sys.modules.get(f"{PACKAGE}.task") or sys.modules["task"]
         assert loaded.most - before <= own
         assert _held() - before == own
     finally:
-        holding.close()
+        trainer.close()
 
 
 def _held() -> int:
@@ -365,14 +365,14 @@ def test_a_stage_that_was_answered_early_lets_nobody_wait(tmp_path: Path) -> Non
     data, pipeline = write_samples(tmp_path / "data.npz", 20), PIPELINES["two stages in the background"]
     channel = FileChannel(server.channel_folder)
     calls = [invocation(server, TASK, data, worker, region_batch=8, **pipeline) for worker in range(2)]
-    holdings = [handler._holding(call, channel, time.monotonic()) for call in calls]
+    trainers = [handler._trainer(call, channel, time.monotonic()) for call in calls]
     try:
-        assert holdings[1].offer("init/1/1") == ""
-        holdings[1].withdraw("")
-        key = holdings[0].offer("init/1/0")
+        assert trainers[1].offer("init/1/1") == ""
+        trainers[1].withdraw("")
+        key = trainers[0].offer("init/1/0")
         assert channel.has(key)
-        holdings[0].withdraw(key)
+        trainers[0].withdraw(key)
         assert not [path for path in (server.channel_folder / "init").rglob("*") if path.is_file()]
     finally:
-        for holding in holdings:
-            holding.close()
+        for trainer in trainers:
+            trainer.close()

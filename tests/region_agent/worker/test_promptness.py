@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from region_agent.worker.promptness import _CALLS, run_promptly
+from region_agent.worker.scheduling import _CALLS, request_low_latency
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="Linux's scheduler"),
@@ -26,7 +26,7 @@ def _in_a_thread(say: Callable[[], tuple[bool, int, int]]) -> tuple[bool, int, i
 
 
 def _asked() -> tuple[bool, int, int]:
-    taken = run_promptly()
+    taken = request_low_latency()
     return taken, os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 

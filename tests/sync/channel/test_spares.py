@@ -22,7 +22,7 @@ from support.small_disk import small_disk
 
 from geofed_pb.errors import GeofedError
 from sync.channel import FileChannel
-from sync.channel._spares import LEAST_BYTES, Spares, held
+from sync.channel._buffer_pool import LEAST_BYTES, BufferPool, held
 
 LARGE = LEAST_BYTES + 4096
 SIZES = [LARGE + 64 * number for number in (0, 1, 40, 2000)]
@@ -183,7 +183,7 @@ def test_no_more_is_kept_than_an_eighth_of_the_room(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_channel_that_is_full_gives_up_its_spares_first(tmp_path: Path) -> None:
+def test_a_channel_that_is_full_gives_up_its_buffer_pool_first(tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", bytes_=16 * LARGE) as folder:
         channel = FileChannel(folder)
         channel.put("b", [b"y" * LARGE])
@@ -198,11 +198,11 @@ def test_a_channel_that_is_full_gives_up_its_spares_first(tmp_path: Path) -> Non
 
 
 def test_two_never_take_the_same(shared: Path) -> None:
-    spares = Spares(shared / ".spare")
+    buffer_pool = BufferPool(shared / ".spare")
     (shared / "a").write_bytes(bytes(LARGE))
-    assert spares.keep(shared / "a")
-    assert spares.take(LARGE, shared / "b")
-    assert not spares.take(LARGE, shared / "c")
+    assert buffer_pool.keep(shared / "a")
+    assert buffer_pool.take(LARGE, shared / "b")
+    assert not buffer_pool.take(LARGE, shared / "c")
 
 
 def _value(key: str, version: int, size: int) -> bytes:

@@ -8,29 +8,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sync.ps.attendance import Attendance, Pace, Punctuality, Spared
+from sync.ps.membership import Membership, Pace, Punctuality, Spared
 
 
 def test_a_region_is_waited_for_again_once_it_has_kept_up() -> None:
-    attendance = Attendance()
-    attendance.gave_up(["b"])
-    assert attendance.absent == ("b",)
-    attendance.merged("b", keeps_up=False)
-    assert attendance.absent == ("b",)
-    attendance.merged("b", keeps_up=True)
-    assert attendance.absent == ()
+    membership = Membership()
+    membership.gave_up(["b"])
+    assert membership.absent == ("b",)
+    membership.merged("b", keeps_up=False)
+    assert membership.absent == ("b",)
+    membership.merged("b", keeps_up=True)
+    assert membership.absent == ()
 
 
 def test_each_absence_doubles_the_rounds_in_a_row_that_it_must_keep_up_for() -> None:
-    attendance = Attendance()
+    membership = Membership()
     for absence in range(8):
-        attendance.gave_up(["b"])
-        attendance.merged("b", keeps_up=True)
+        membership.gave_up(["b"])
+        membership.merged("b", keeps_up=True)
         if absence:
-            attendance.merged("b", keeps_up=False)
+            membership.merged("b", keeps_up=False)
         rounds = 0
-        while attendance.absent:
-            attendance.merged("b", keeps_up=True)
+        while membership.absent:
+            membership.merged("b", keeps_up=True)
             rounds += 1
         assert rounds == (min(2**absence, 32) if absence else 0)
 
@@ -87,15 +87,15 @@ def test_those_that_waited_for_the_same_region_get_their_time_once_it_is_not_wai
 
 
 def test_one_that_is_back_may_not_fall_further_behind_than_it_has_been() -> None:
-    attendance = Attendance()
-    attendance.gave_up(["b"])
-    attendance.merged("b", keeps_up=True, behind=9)
-    assert attendance.behind("b") == 9
+    membership = Membership()
+    membership.gave_up(["b"])
+    membership.merged("b", keeps_up=True, behind=9)
+    assert membership.behind("b") == 9
     for behind, least in ((11, 9), (5, 5), (7, 5), (0, 0), (4, 0)):
-        attendance.merged("b", keeps_up=True, behind=behind)
-        assert attendance.behind("b") == least
-    attendance.gave_up(["b"])
-    assert attendance.behind("b") == 0
+        membership.merged("b", keeps_up=True, behind=behind)
+        assert membership.behind("b") == least
+    membership.gave_up(["b"])
+    assert membership.behind("b") == 0
 
 
 def test_moments_take_little_of_the_time_and_of_a_round_at_once() -> None:

@@ -31,7 +31,7 @@ from sync import framing
 from sync.channel import FileChannel
 from sync.codec import codec_named
 from sync.layout import Layout, Slot, Vector
-from sync.ps import works as works_module
+from sync.ps import executor as executor_module
 from sync.ps.actions import Failed, Refuse, Reply, Ship, StartGrace, StartPatience, StartPause
 from sync.ps.answers import AttachAnswer, BoundaryAnswer
 from sync.ps.arrival import Arrival
@@ -51,10 +51,10 @@ from sync.ps.events import (
     Tried,
     Unreached,
 )
+from sync.ps.executor import ActionExecutor
 from sync.ps.machine import Setup
 from sync.ps.manifest import Manifest, Peer, Verdict
 from sync.ps.storage import Draft, Storage
-from sync.ps.works import Works
 from sync.wan import ExchangeSettings, policy_of
 
 REGIONS = ("a", "b")
@@ -246,8 +246,8 @@ class Site:
         self.channel = FileChannel(self._folder / "channel")
         exchange, policy = ExchangeSettings(background=1.0, guard=0.0), policy_of("ma")
         codec = codec_named(self._codec)
-        self.works = Works(self.setup, self.storage, self.channel, policy, codec, exchange, SHARES)
-        machine = Background(self.setup, self.works.recover())
+        self.executor = ActionExecutor(self.setup, self.storage, self.channel, policy, codec, exchange, SHARES)
+        machine = Background(self.setup, self.executor.recover())
         self.machine = machine
         machine.round_seconds = 1.0 + REGIONS.index(self.name)
         peers = tuple(Peer(name, 1, "") for name in REGIONS if name != self.name)
@@ -274,7 +274,7 @@ class Site:
                     case Failed():
                         raise AssertionError(action)
                     case _:
-                        followed = self.works.do(action, self.machine.attempt)
+                        followed = self.executor.do(action, self.machine.attempt)
                         if followed is not None:
                             events.append(followed)
 
@@ -417,7 +417,7 @@ class Federation:
         (receiver,) = (site for site in self.sites.values() if site is not sender)
         if not sender.to_send or receiver.machine is None:
             return
-        # In order, as couriers send: who has an update has all before it.
+        # In order, as senders send: who has an update has all before it.
         manifest = sender.to_send[0]
         if self._cut:
             sender.live(lambda: sender.feed(Unreached(receiver.name)))
@@ -446,17 +446,17 @@ class Federation:
         held = np.zeros(SIZE, np.float64)
         expected = FIRST.astype(np.float64)
         for name, site in self.sites.items():
-            residual = site.works.replica.numbers.residual if site.works.replica is not None else None
+            residual = site.executor.replica.numbers.residual if site.executor.replica is not None else None
             held += SHARES[name] * (0 if residual is None else residual)
             expected += SHARES[name] * sum(change(name, n).astype(np.float64) for n in range(1, ROUNDS + 1))
         for site in self.sites.values():
             assert site.machine is not None
-            assert site.works.replica is not None
+            assert site.executor.replica is not None
             progress = site.machine.progress
             assert (progress.phase, progress.sequence, progress.step) == ("finished", ROUNDS, ROUNDS)
             assert progress.samples == 8.0 * ROUNDS
             assert progress.applied == ROUNDS + (site.name != REGIONS[0])
-            np.testing.assert_allclose(site.works.replica.model + held, expected, atol=2e-5)
+            np.testing.assert_allclose(site.executor.replica.model + held, expected, atol=2e-5)
             if codec == "fp32":
                 assert not held.any()
 
@@ -476,9 +476,9 @@ def play(
         folder = Path(place)
         ticks = iter(range(1 << 30))
         # Checkpoints by the count of what is done instead of by the clock.
-        patch.setattr(works_module, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
-        patch.setattr(works_module, "_beside", AtOnce)
-        patch.setattr(works_module, "_beside_actions", lambda: Later(late))
+        patch.setattr(executor_module, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+        patch.setattr(executor_module, "_beside", AtOnce)
+        patch.setattr(executor_module, "_beside_actions", lambda: Later(late))
         operations = Operations(patch, deaths)
         if power:
             operations.platter = Platter(folder / "a" / "ps")

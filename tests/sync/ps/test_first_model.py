@@ -24,10 +24,10 @@ from sync.layout import Layout, Slot
 from sync.ps.actions import Prepare, Reproduce
 from sync.ps.background import Background
 from sync.ps.events import Attached, Configured, Prepared
+from sync.ps.executor import ActionExecutor, Framed
 from sync.ps.machine import FIRST_WEIGHT, Machine, Setup
 from sync.ps.storage import Storage
 from sync.ps.synchronous import Synchronous
-from sync.ps.works import Framed, Works
 from sync.wan import policy_of
 
 MIB = 1 << 20
@@ -35,34 +35,34 @@ SETUP = Setup("b", ("a", "b"), 1, 2, 1, 0)
 LAYOUT = Layout((Slot("w", (1000,), "float32"), Slot("running_var", (7,), "float32")), 1)
 
 
-def works_of(folder: Path, region: str, model: np.ndarray[Any, np.dtype[np.float32]]) -> Works:
+def executor_of(folder: Path, region: str, model: np.ndarray[Any, np.dtype[np.float32]]) -> ActionExecutor:
     setup = replace(SETUP, region=region)
     storage = Storage(folder / region, setup)
     storage.keep_layout(LAYOUT)
     channel = FileChannel(folder / f"{region}-channel")
     channel.put("init/1/0", framing.encode({"model": model}))
-    return Works(setup, storage, channel, policy_of("ma"), codec_named("ternary"))
+    return ActionExecutor(setup, storage, channel, policy_of("ma"), codec_named("ternary"))
 
 
 def test_both_regions_make_the_same_bytes_of_the_same_model(tmp_path: Path) -> None:
     model = np.random.default_rng(1).normal(size=LAYOUT.size).astype(np.float32)
-    a = works_of(tmp_path, "a", model)
+    a = executor_of(tmp_path, "a", model)
     made = a.do(Prepare(0, 1, "init/1/0", "", FIRST_WEIGHT, 0), 1)
     assert isinstance(made, Prepared)
     path = a.storage.path_of(made.manifest)
-    same = works_of(tmp_path, "b", model).reproduced(Reproduce("init/1/0"))
+    same = executor_of(tmp_path, "b", model).reproduced(Reproduce("init/1/0"))
     assert same is not None
     assert (same.digest, same.total_bytes) == (made.manifest.digest, made.manifest.total_bytes)
     assert b"".join(same.pieces) == path.read_bytes()
-    other = works_of(tmp_path / "other", "b", np.nextafter(model, np.float32(9))).reproduced(Reproduce("init/1/0"))
+    other = executor_of(tmp_path / "other", "b", np.nextafter(model, np.float32(9))).reproduced(Reproduce("init/1/0"))
     assert other is not None
     assert other.digest != made.manifest.digest
 
 
 def test_a_worker_that_has_gone_or_made_no_numbers_is_no_fault(tmp_path: Path) -> None:
-    works = works_of(tmp_path, "b", np.full(LAYOUT.size, np.nan, np.float32))
-    assert works.reproduced(Reproduce("init/1/0")) is None
-    assert works.reproduced(Reproduce("init/2/0")) is None
+    executor = executor_of(tmp_path, "b", np.full(LAYOUT.size, np.nan, np.float32))
+    assert executor.reproduced(Reproduce("init/1/0")) is None
+    assert executor.reproduced(Reproduce("init/2/0")) is None
 
 
 @pytest.mark.parametrize("kind", [Synchronous, Background])
@@ -160,7 +160,7 @@ def test_a_model_on_its_way_is_cut_short_when_our_own_workers_have_made_it(tmp_p
             await carrying
             assert west.links.received_bytes["east"] < len(data) * 3 / 4
             assert west.stored == [manifest]
-            meter = east.links.couriers["west"].meter
+            meter = east.links.peer_senders["west"].meter
             assert meter.failures == 0
             assert meter.mbps == 0.0, "what was not sent tells no rate"
             # The way is fit for use.

@@ -12,14 +12,14 @@ from sync.channel import FileChannel
 from sync.codec import codec_named
 from sync.ps import engine as engine_module
 from sync.ps.actions import StartPatience, StartPause
-from sync.ps.attendance import Punctuality
 from sync.ps.background import Background
 from sync.ps.engine import Engine
 from sync.ps.events import Stored
+from sync.ps.executor import ActionExecutor
 from sync.ps.machine import Setup
 from sync.ps.manifest import Manifest
+from sync.ps.membership import Punctuality
 from sync.ps.storage import Storage
-from sync.ps.works import Works
 from sync.wan import policy_of
 
 NOW = 1000.0
@@ -34,7 +34,9 @@ def _engine(folder: Path, quorum: int = 0) -> Engine:
     """Of a region `a`; it and others have made a round each second, the last a second ago."""
     setup = Setup("a", ("a", "b", "c"), 2, 40, 1, 0, quorum=quorum, lead=8, background=True)
     storage = Storage(folder / "ps", setup)
-    engine = Engine(Works(setup, storage, FileChannel(folder / "channel"), policy_of("ma"), codec_named("fp32")))
+    engine = Engine(
+        ActionExecutor(setup, storage, FileChannel(folder / "channel"), policy_of("ma"), codec_named("fp32"))
+    )
     for region in setup.regions:
         for ago in range(10, 0, -1):
             engine._punctuality.came(region, NOW - ago)
@@ -89,7 +91,7 @@ def test_a_region_that_others_hear_is_waited_for_with_what_is_spared_alone(tmp_p
     assert seconds == pytest.approx(0.75, abs=0.1), "the other one may be slow"
 
 
-def test_who_waits_because_of_its_lead_spares_nothing(tmp_path: Path) -> None:
+def test_who_waits_because_of_its_lead_buffer_pool_nothing(tmp_path: Path) -> None:
     (seconds,) = _waits(tmp_path, StartPatience(20, ("b",), elsewhere=("b",)), quorum=1)
     assert seconds == pytest.approx(1.25, abs=0.1)
 

@@ -78,7 +78,7 @@ class AnythingMayHappen(RuleBasedStateMachine):
             here.do_work(then_crash=then_crash)
 
     @rule(site=_NUMBERS)
-    def the_couriers_send(self, site: int) -> None:
+    def the_peer_senders_send(self, site: int) -> None:
         self.all.send(self._site(site).name)
 
     @rule(which=_NUMBERS, fate=st.sampled_from(["arrives", "arrives", "is doubled", "is lost", "kills"]))

@@ -293,7 +293,7 @@ def test_a_cut_transfer_goes_on_where_it_was(servers: Servers, authority: Author
 def test_a_renewed_certificate_is_shown_without_a_restart(
     tmp_path: Path, authority: Authority, workers: Workers
 ) -> None:
-    """The first one ends in a moment; the agent renews it in place, and both ports and the courier take it up."""
+    """The first one ends in a moment; the agent renews it in place, and both ports and the sender take it up."""
     short = {"begins": timedelta(minutes=-5), "life": timedelta(minutes=5, seconds=4)}
     pair = [
         Server(tmp_path / name, authority, name, ("east", "west"), identity=authority.region(name, **short))

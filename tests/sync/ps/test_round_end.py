@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from support.at_once import AtOnce
 
-from sync import framing, parted
+from sync import chunked, framing
 from sync.channel import FileChannel, Limits
 from sync.codec import codec_named
 from sync.layout import Layout, Slot
-from sync.ps import works as works_module
+from sync.ps import executor as executor_module
 from sync.ps.actions import Apply, Log, Prepare, Restart
 from sync.ps.events import Applied, Prepared
+from sync.ps.executor import ActionExecutor
 from sync.ps.machine import Setup
 from sync.ps.storage import Storage
-from sync.ps.works import Works
 from sync.wan import policy_of
 
 SIZE, HALF = 8, 4
@@ -29,7 +29,7 @@ SETUP = Setup("a", ("a",), 2, 4, 1, 0)
 
 
 class Server:
-    """Works over real files; its two workers hold half of the model each."""
+    """The executor over real files; its two workers hold half of the model each."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.channel = folder / "ps", FileChannel(folder / "channel")
@@ -39,7 +39,7 @@ class Server:
         self.storage = Storage(self.folder, SETUP)
         self.storage.keep_layout(Layout((Slot("w", (SIZE,), "float32"),), 1))
         policy, codec = policy_of("ma"), codec_named("fp32")
-        self.works = Works(SETUP, self.storage, self.channel, policy, codec, part_elements=HALF)
+        self.executor = ActionExecutor(SETUP, self.storage, self.channel, policy, codec, part_elements=HALF)
 
     def hand_over(self, sequence: int, attempt: int = 1) -> Prepare:
         place = f"b/{attempt}/{sequence}"
@@ -47,29 +47,29 @@ class Server:
             half = np.full(HALF, sequence, np.float32)
             self.channel.put(f"{place}/model.{part}", framing.encode({"model": half}))
             self.channel.put(f"{place}/state.{part}", framing.encode({f"{part}/momentum": half}))
-        parted.put_index(self.channel, f"{place}/model", [(0, 0, HALF), (1, HALF, SIZE)], parts=2)
-        parted.put_owners(self.channel, f"{place}/state", [(0, 0), (1, 1)], parts=2)
+        chunked.put_index(self.channel, f"{place}/model", [(0, 0, HALF), (1, HALF, SIZE)], parts=2)
+        chunked.put_owners(self.channel, f"{place}/state", [(0, 0), (1, 1)], parts=2)
         state_key = f"{place}/state" if sequence else ""
         return Prepare(sequence, 1, f"{place}/model", state_key, 1.0, sequence)
 
     def end(self, sequence: int, attempt: int = 1, *, then: int = 0) -> Applied:
         """A round's end; ``then``: the attempt that there is when its update has been made."""
-        made = self.works.do(self.hand_over(sequence, attempt), attempt)
+        made = self.executor.do(self.hand_over(sequence, attempt), attempt)
         assert isinstance(made, Prepared)
         apply = Apply(sequence, (made.manifest,), sequence, 1.0, 0, sequence, ())
-        done = self.works.do(apply, then or attempt)
+        done = self.executor.do(apply, then or attempt)
         assert isinstance(done, Applied)
         return done
 
     def momentum(self, key: str, parameter: int) -> float:
         """As a worker of a stage reads it."""
-        frame = parted.read_state(self.channel, key, range(parameter, parameter + 1))
+        frame = chunked.read_state(self.channel, key, range(parameter, parameter + 1))
         assert frame is not None
         (array,) = frame.tensors.values()
         return float(np.asarray(array)[0])
 
     def model(self, key: str) -> list[float]:
-        read = parted.read_vector(self.channel, key, "model")
+        read = chunked.read_vector(self.channel, key, "model")
         assert read is not None
         return [float(value) for value in read]
 
@@ -102,10 +102,10 @@ def test_a_new_attempt_may_still_read_where_it_was_told_to_while_the_next_round_
     server.end(0)
     told = server.end(1).state_key
     following = server.hand_over(2, 1)
-    made = server.works.do(following, 1)
+    made = server.executor.do(following, 1)
     assert isinstance(made, Prepared)
     # A worker died, and those of attempt 2 were told of round 1. Then another region's update came.
-    server.works.do(Apply(2, (made.manifest,), 2, 1.0, 0, 2, ()), 2)
+    server.executor.do(Apply(2, (made.manifest,), 2, 1.0, 0, 2, ()), 2)
     assert server.momentum(told, 1) == 1
     server.end(3, attempt=2)
     assert not server.channel.has(told), "nobody reads it any more"
@@ -117,7 +117,7 @@ def test_after_a_crash_it_comes_from_the_disk(server: Server) -> None:
     server.channel.delete_tree("b")
     server.channel.delete_tree("model")
     server.start()
-    recovered = server.works.recover()
+    recovered = server.executor.recover()
     assert recovered.sequence == 1
     assert server.model(recovered.model_key) == [1] * SIZE
     assert server.momentum(recovered.state_key, 0) == 1
@@ -127,7 +127,7 @@ class NeverDurable(AtOnce):
     """The process dies before a checkpoint is."""
 
     def submit(self, work: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
-        if work is not works_module._flushed:
+        if work is not executor_module._flushed:
             return super().submit(work, *given, **named)
         for _, file in given[0].written:
             file.close()
@@ -139,33 +139,33 @@ def test_who_begins_anew_from_the_model_is_led_nowhere_after_a_crash_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: type[Executor]
 ) -> None:
     """A correction made again would be another one under the name of what a replay of the log makes."""
-    monkeypatch.setattr(works_module, "_beside_actions", beside)
+    monkeypatch.setattr(executor_module, "_beside_actions", beside)
     setup, channel = replace(SETUP, regions=("a", "b"), workers=1, background=True), FileChannel(tmp_path / "channel")
 
-    def life() -> Works:
+    def life() -> ActionExecutor:
         storage = Storage(tmp_path / "ps", setup)
         storage.keep_layout(Layout((Slot("w", (SIZE,), "float32"),), 1))
-        return Works(setup, storage, channel, policy_of("ma"), codec_named("fp32"))
+        return ActionExecutor(setup, storage, channel, policy_of("ma"), codec_named("fp32"))
 
-    def ends(works: Works, sequence: int, correction: str) -> str:
+    def ends(executor: ActionExecutor, sequence: int, correction: str) -> str:
         key = f"b/1/{sequence}/model"
         channel.put(key, framing.encode({"model": np.full(SIZE, 2.0 * sequence, np.float32)}))
         if sequence:
-            works.do(Log(sequence, key, "", 1.0, sequence, correction, sequence + 1), 1)
-        made = works.do(Prepare(sequence, 1, key, "", 1.0, sequence, correction), 1)
+            executor.do(Log(sequence, key, "", 1.0, sequence, correction, sequence + 1), 1)
+        made = executor.do(Prepare(sequence, 1, key, "", 1.0, sequence, correction), 1)
         assert isinstance(made, Prepared)
         marks = (("b", sequence),)
-        done = works.do(Apply(sequence, (made.manifest,), sequence, 1.0, 0, sequence, marks), 1)
+        done = executor.do(Apply(sequence, (made.manifest,), sequence, 1.0, 0, sequence, marks), 1)
         assert isinstance(done, Applied)
         return done.correction_key
 
-    works = life()
-    assert ends(works, 0, "") == ""
-    led = ends(works, 1, "")
+    executor = life()
+    assert ends(executor, 0, "") == ""
+    led = ends(executor, 1, "")
     assert life().recover().correction_key == led
-    works = life()
-    works.recover()
-    works.do(Restart(2), 2)
+    executor = life()
+    executor.recover()
+    executor.do(Restart(2), 2)
     again = life()
     assert again.recover().correction_key == ""
     # What it continues to make of that is the same in the next life.
@@ -182,25 +182,25 @@ def test_models_that_a_replay_would_need_do_not_pile_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int, small: bool
 ) -> None:
     """However long checkpoints take: the channel may be memory, and ``small``."""
-    monkeypatch.setattr(works_module, "_CHECKPOINT_SHARE", 1e-12)
+    monkeypatch.setattr(executor_module, "_CHECKPOINT_SHARE", 1e-12)
     if small:
         monkeypatch.setattr(FileChannel, "limits", Limits(1 << 40, 16 * held * 4 * SIZE))
     else:
-        monkeypatch.setattr(works_module, "_HELD_BYTES", held * 4 * SIZE)
-    monkeypatch.setattr(works_module, "_beside_actions", AtOnce)
+        monkeypatch.setattr(executor_module, "_HELD_BYTES", held * 4 * SIZE)
+    monkeypatch.setattr(executor_module, "_beside_actions", AtOnce)
     setup = replace(SETUP, workers=1, background=True)
     storage, channel = Storage(tmp_path / "ps", setup), FileChannel(tmp_path / "channel")
     storage.keep_layout(Layout((Slot("w", (SIZE,), "float32"),), 1))
-    works = Works(setup, storage, channel, policy_of("ma"), codec_named("fp32"))
+    executor = ActionExecutor(setup, storage, channel, policy_of("ma"), codec_named("fp32"))
     most, correction = 0, ""
     for sequence in range(40):
         key = f"b/1/{sequence}/model"
         channel.put(key, framing.encode({"model": np.full(SIZE, sequence, np.float32)}))
         if sequence:
-            works.do(Log(sequence, key, "", 1.0, sequence, correction, sequence + 1), 1)
-        made = works.do(Prepare(sequence, 1, key, "", 1.0, sequence, correction), 1)
+            executor.do(Log(sequence, key, "", 1.0, sequence, correction, sequence + 1), 1)
+        made = executor.do(Prepare(sequence, 1, key, "", 1.0, sequence, correction), 1)
         assert isinstance(made, Prepared)
-        done = works.do(Apply(sequence, (made.manifest,), sequence, 1.0, 0, sequence, ()), 1)
+        done = executor.do(Apply(sequence, (made.manifest,), sequence, 1.0, 0, sequence, ()), 1)
         assert isinstance(done, Applied)
         correction = done.correction_key
         most = max(most, sum(channel.has(f"b/1/{number}/model") for number in range(1, sequence + 1)))
@@ -212,12 +212,12 @@ def test_what_workers_hand_over_does_not_pile_up_with_background_exchange(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An attempt may last for as long as its job, and hand over the optimiser's state again and again."""
-    monkeypatch.setattr(works_module, "_CHECKPOINT_SHARE", 1e12)
-    monkeypatch.setattr(works_module, "_beside_actions", AtOnce)
+    monkeypatch.setattr(executor_module, "_CHECKPOINT_SHARE", 1e12)
+    monkeypatch.setattr(executor_module, "_beside_actions", AtOnce)
     setup = replace(SETUP, workers=1, background=True)
     storage, channel = Storage(tmp_path / "ps", setup), FileChannel(tmp_path / "channel")
     storage.keep_layout(Layout((Slot("w", (SIZE,), "float32"),), 1))
-    works = Works(setup, storage, channel, policy_of("ma"), codec_named("fp32"), part_elements=HALF)
+    executor = ActionExecutor(setup, storage, channel, policy_of("ma"), codec_named("fp32"), part_elements=HALF)
     correction = ""
     for sequence in range(40):
         attempt = 1 + sequence // 10
@@ -225,19 +225,19 @@ def test_what_workers_hand_over_does_not_pile_up_with_background_exchange(
         channel.put(f"{place}/model", framing.encode({"model": np.full(SIZE, sequence, np.float32)}))
         for part in range(2):
             channel.put(f"{place}/state.{part}", framing.encode({f"{part}/momentum": half}))
-        parted.put_owners(channel, f"{place}/state", [(0, 0), (1, 1)], parts=2)
+        chunked.put_owners(channel, f"{place}/state", [(0, 0), (1, 1)], parts=2)
         if sequence:
-            works.do(Log(sequence, f"{place}/model", "", 1.0, sequence, correction, sequence + 1), attempt)
-        made = works.do(Prepare(sequence, 1, f"{place}/model", f"{place}/state", 1.0, sequence, correction), attempt)
+            executor.do(Log(sequence, f"{place}/model", "", 1.0, sequence, correction, sequence + 1), attempt)
+        made = executor.do(Prepare(sequence, 1, f"{place}/model", f"{place}/state", 1.0, sequence, correction), attempt)
         assert isinstance(made, Prepared)
-        done = works.do(Apply(sequence, (made.manifest,), sequence, 1.0, 0, sequence, ()), attempt)
+        done = executor.do(Apply(sequence, (made.manifest,), sequence, 1.0, 0, sequence, ()), attempt)
         assert isinstance(done, Applied)
         correction = done.correction_key
-    works.do(Restart(5), 5)
+    executor.do(Restart(5), 5)
     left = [path for path in (tmp_path / "channel" / "b").rglob("*") if path.is_file()]
     assert [path.name for path in left] == ["model"] * 2, "what the older of two checkpoints does not hold"
     assert {path.parent.parent.name for path in left} == {"4"}, "attempts that are over leave nothing"
-    state = parted.read_state(channel, "state/39")
+    state = chunked.read_state(channel, "state/39")
     assert state is not None
     assert [float(momentum[0]) for _, momentum in sorted(state.tensors.items())] == [39, 39]
 
@@ -245,7 +245,7 @@ def test_what_workers_hand_over_does_not_pile_up_with_background_exchange(
 def test_the_first_model_is_not_changed_by_the_rounds_after_it(server: Server) -> None:
     """It is kept in the memory that it was read into, which no update may be made in."""
     first = server.end(0)
-    replica = server.works.replica
+    replica = server.executor.replica
     assert replica is not None
     model = replica.model
     server.end(1)
@@ -263,4 +263,4 @@ def test_what_cannot_be_stored_is_told(server: Server, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(server.storage, "keep_state", full)
     with pytest.raises(OSError, match="no room"):
-        server.works.do(server.hand_over(1), 1)
+        server.executor.do(server.hand_over(1), 1)

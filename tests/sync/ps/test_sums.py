@@ -22,12 +22,12 @@ from sync.ps import sums
 from sync.ps.actions import SumUp
 from sync.ps.background import Background
 from sync.ps.events import Stored, Summed
+from sync.ps.executor import ActionExecutor
 from sync.ps.ledger import Ledger
 from sync.ps.machine import Recovered, Setup
 from sync.ps.manifest import Manifest, Peer, Verdict
 from sync.ps.replica import Numbers, Replica
 from sync.ps.storage import Storage
-from sync.ps.works import Works
 from sync.wan import ExchangeSettings, policy_of
 from tests.sync.ps.test_ways import _KINDS, WaysChange, _ways
 
@@ -128,7 +128,7 @@ def test_after_a_long_cut_each_side_gets_a_sum_and_little_more(regions: int) -> 
     _go_on(federation, 60)
     federation.cut, federation.wan = set(), []
     for name, site in federation.sites.items():
-        for to, waiting in site.couriers.items():
+        for to, waiting in site.peer_senders.items():
             if "r1" in (name, to):
                 assert sum(manifest.rounds for manifest in waiting.values()) > 10
                 assert any(manifest.first for manifest in waiting.values())
@@ -350,8 +350,10 @@ def test_a_disk_without_room_for_a_sum_costs_no_more_than_the_sum(tmp_path: Path
         setup = Setup("a", ("a", "b"), 1, 8, 1, 0, background=True, sums=True)
         storage, layout = Storage(folder / "ps", setup), Layout((Slot("w", (8192,), "float32"),), 1)
         storage.keep_layout(layout)
-        works = Works(setup, storage, FileChannel(tmp_path / "channel"), policy_of("ma"), codec_named("fp32"))
-        works.replica = Replica(
+        executor = ActionExecutor(
+            setup, storage, FileChannel(tmp_path / "channel"), policy_of("ma"), codec_named("fp32")
+        )
+        executor.replica = Replica(
             policy_of("ma"), ExchangeSettings(background=1.0), codec_named("fp32"),
             Numbers(np.zeros(8192, np.float32), np.zeros(8192, np.float32)),
         )  # fmt: skip
@@ -364,7 +366,7 @@ def test_a_disk_without_room_for_a_sum_costs_no_more_than_the_sum(tmp_path: Path
             total, digest = sum(piece.nbytes for piece in pieces), framing.digest_of(pieces)
             manifests.append(Manifest("a", 1, sequence, digest, total, 1.0))
             storage.keep_update(manifests[-1], pieces)
-        made = works.do(SumUp("b", tuple(manifests)), 1)
+        made = executor.do(SumUp("b", tuple(manifests)), 1)
         assert isinstance(made, Summed)
         assert made.manifest is not None
         assert (made.manifest.begins, made.manifest.sequence, made.manifest.rounds) == (1, 2, 2)
@@ -375,7 +377,7 @@ def test_a_disk_without_room_for_a_sum_costs_no_more_than_the_sum(tmp_path: Path
         again = Manifest("a", 1, 2, manifests[1].digest, manifests[1].total_bytes, 2.0)
         for _ in range(2):
             # Without an answer no other is asked for.
-            assert works.do(SumUp("", (manifests[0], again)), 1) is None
+            assert executor.do(SumUp("", (manifests[0], again)), 1) is None
         assert [path.suffix for path in (folder / "ps" / "sums").iterdir()] == [".frame"]
         storage.forget({}, [made.manifest.digest])
         assert not [*(folder / "ps" / "sums").iterdir()]

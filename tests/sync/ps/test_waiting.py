@@ -75,7 +75,7 @@ def test_a_region_that_is_alone_pauses_no_more_once_it_hears_that_others_are_fur
     go(regions, ("r1", "r2"), 40)
     behind = round_of(there) - round_of(here)
     assert behind >= 4
-    while there.couriers.get("r0"):
+    while there.peer_senders.get("r0"):
         regions.send("r1")
         while regions.wan:
             regions.deliver(regions.wan.pop(0))
@@ -215,7 +215,7 @@ def test_a_region_that_is_far_behind_is_not_waited_for(regions: Miniature) -> No
 
 def test_a_region_that_is_far_behind_merges_what_has_come_at_once(regions: Miniature) -> None:
     behind = _without_r2(regions, 40)
-    while any(regions.sites[name].couriers.get("r2") for name in ("r0", "r1")):
+    while any(regions.sites[name].peer_senders.get("r2") for name in ("r0", "r1")):
         for name in ("r0", "r1"):
             regions.send(name)
         while regions.wan:

@@ -146,15 +146,15 @@ def test_nothing_more_goes_over_a_link_that_is_given_up() -> None:
     federation.configure("r0")
     hub.let_work(0)
     hub.do_work()
-    assert set(hub.couriers["r2"]) == {(0, "r0")}
+    assert set(hub.peer_senders["r2"]) == {(0, "r0")}
     federation.reroute(_ways("chain", 3))
     for _ in range(2):
         for name in federation.sites:
             federation.tell_ways(name)
-    assert hub.couriers["r2"] == {}
-    assert set(hub.couriers["r1"]) == {(0, "r0")}
+    assert hub.peer_senders["r2"] == {}
+    assert set(hub.peer_senders["r1"]) == {(0, "r0")}
     hub.feed(PeerHas("r1", 0, "r0"))
-    assert hub.couriers["r2"] == {}
+    assert hub.peer_senders["r2"] == {}
 
 
 def test_a_relay_that_has_come_back_forgets_nothing_before_it_knows_the_ways() -> None:

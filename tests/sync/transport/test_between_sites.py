@@ -81,8 +81,8 @@ async def test_large_updates_take_bulk_streams_that_stay_warm(make: Making, fold
         manifest = east.make(sequence, data)
         await east.carry(west.peer(), manifest)
         assert _same(west, manifest, data)
-        assert east.links.couriers["west"].meter.streams == (2 if size > MIB else 0)
-    meter = east.links.couriers["west"].meter
+        assert east.links.peer_senders["west"].meter.streams == (2 if size > MIB else 0)
+    meter = east.links.peer_senders["west"].meter
     assert meter.payload_bytes == 14 * MIB + 1017
     assert meter.payload_bytes < meter.sent_bytes < meter.payload_bytes + 10_000
     assert west.links.received_bytes == {"east": meter.payload_bytes}
@@ -94,13 +94,13 @@ async def test_large_updates_take_bulk_streams_that_stay_warm(make: Making, fold
 async def test_an_update_is_spread_over_as_many_streams_as_it_is_told(make: Making, folder: Path) -> None:
     east, west = await make("east"), await make("west")
     east.links.meet([west.peer()])
-    east.links.couriers["west"].use_streams(5)
+    east.links.peer_senders["west"].use_streams(5)
     for sequence in (1, 2):
         data = os.urandom(16 * MIB)
         manifest = east.make(sequence, data)
         await east.carry(west.peer(), manifest)
         assert _same(west, manifest, data)
-    assert east.links.couriers["west"].meter.streams == 5
+    assert east.links.peer_senders["west"].meter.streams == 5
 
 
 def _behind(relay: Relay, site: Site) -> None:
@@ -128,7 +128,7 @@ async def test_a_cut_costs_each_stream_one_chunk_at_most(make: Making, folder: P
                 await asyncio.sleep(0.01)
         relay.opens.set()
         await carrying
-    meter = east.links.couriers["west"].meter
+    meter = east.links.peer_senders["west"].meter
     assert _same(west, manifest, data)
     # What had come, down to the byte, is not sent again.
     assert west.links.received_bytes["east"] == 32 * MIB
@@ -146,7 +146,7 @@ async def test_a_port_that_cannot_be_reached_makes_updates_take_the_exchange_por
         data = os.urandom(4 * MIB)
         manifest = east.make(1, data)
         await east.carry(west.peer(), manifest)
-    meter = east.links.couriers["west"].meter
+    meter = east.links.peer_senders["west"].meter
     assert _same(west, manifest, data)
     assert meter.streams == 0
     assert meter.up
@@ -166,7 +166,7 @@ async def test_a_peer_that_cannot_be_reached_dials(make: Making, folder: Path) -
             manifest = east.make(sequence, data)
             await east.carry(nowhere, manifest)
             assert _same(west, manifest, data)
-    meter = east.links.couriers["west"].meter
+    meter = east.links.peer_senders["west"].meter
     assert meter.up
     assert "the peer dials" in meter.slow_way
 
@@ -247,7 +247,7 @@ async def test_a_full_disk_is_told_and_the_update_goes_through_once_there_is_roo
         manifest = east.make(1, data)
         east.links.meet([west.peer()])
         carrying = asyncio.ensure_future(east.carry(west.peer(), manifest))
-        await east.until(lambda: "no space left" in east.links.couriers["west"].meter.fault)
+        await east.until(lambda: "no space left" in east.links.peer_senders["west"].meter.fault)
         ballast.unlink()
         await carrying
         assert _same(west, manifest, data)
@@ -444,8 +444,8 @@ async def test_a_slow_receiver_holds_the_sender_back(make: Making, folder: Path)
     east.links.meet([west.peer()])
     carrying = asyncio.ensure_future(east.carry(west.peer(), manifest))
     sent = -1
-    while sent < 1 or sent != east.links.couriers["west"].meter.sent_bytes:
-        sent = east.links.couriers["west"].meter.sent_bytes
+    while sent < 1 or sent != east.links.peer_senders["west"].meter.sent_bytes:
+        sent = east.links.peer_senders["west"].meter.sent_bytes
         await asyncio.sleep(0.4)
     assert sent < size // 2
     gate.set()
@@ -458,8 +458,8 @@ async def test_a_transfer_without_progress_is_given_up_and_tried_again(make: Mak
     """A peer that accepts connections and then says nothing."""
     east, west = await make("east"), await make("west")
     east.links.meet([west.peer()])
-    courier = east.links.couriers["west"]
-    courier._bulk._stall_seconds = 0.5
+    peer_sender = east.links.peer_senders["west"]
+    peer_sender._bulk._stall_seconds = 0.5
     with socket.create_server(("127.0.0.1", 0)) as silent:
         threads = []
 
@@ -474,7 +474,7 @@ async def test_a_transfer_without_progress_is_given_up_and_tried_again(make: Mak
         data = os.urandom(32 * MIB)
         manifest = east.make(1, data)
         carrying = asyncio.ensure_future(east.carry(west.peer(), manifest))
-        await east.until(lambda: "no progress" in courier.meter.fault)
+        await east.until(lambda: "no progress" in peer_sender.meter.fault)
         west.links.bulk.port = truth
         await carrying
         await swallowing
@@ -491,4 +491,4 @@ async def test_an_update_that_was_forgotten_does_not_hold_up_the_next(make: Maki
     east.path("east", 1).unlink()
     east.links.ship(Ship(west.peer(), (forgotten, next_one)))
     await west.until(lambda: [manifest.sequence for manifest in west.stored] == [2])
-    assert east.links.couriers["west"].meter.up
+    assert east.links.peer_senders["west"].meter.up

@@ -15,8 +15,8 @@ from support.relay import Relay
 
 from sync.ps.actions import Ship
 from sync.ps.arrival import Arrival
-from sync.ps.link import Courier
 from sync.ps.manifest import Peer
+from sync.ps.peer_sender import PeerSender
 
 AUTHORITY = Authority()
 COUNT = 24
@@ -36,8 +36,8 @@ async def _carry(
     count: int = COUNT,
     stall_seconds: float = 5.0,
     late_seconds: float = 0.0,
-    sees: Callable[[Courier], None] = lambda courier: None,
-) -> tuple[int, Courier]:
+    sees: Callable[[PeerSender], None] = lambda peer_sender: None,
+) -> tuple[int, PeerSender]:
     """One update, and then many, while something befalls the link; how often it was cut, and who carried them."""
     east, west = (Site(name, REGIONS, folder / name, AUTHORITY.region(name), stall_seconds) for name in REGIONS)
     await east.start()
@@ -48,14 +48,14 @@ async def _carry(
             peer = Peer("west", 1, relay.address)
             data = _ship(east, peer, 1, 1)
             await east.until(lambda: east.arrived)
-            sees(east.links.couriers["west"])
+            sees(east.links.peer_senders["west"])
             befalls(relay)
             data += _ship(east, peer, 2, count)
             await east.until(lambda: len(east.arrived) == 1 + count)
         assert [sequence for _, sequence in east.arrived] == list(range(1, count + 2))
         assert [west.path("east", number).read_bytes() for number in range(1, count + 2)] == data
         assert len(west.stored) == 1 + count, "none is stored twice"
-        return relay.cuts, east.links.couriers["west"]
+        return relay.cuts, east.links.peer_senders["west"]
     finally:
         await east.stop()
         await west.stop()
@@ -90,20 +90,20 @@ def test_a_connection_that_has_fallen_silent_is_not_waited_for_as_long_as_a_tran
 ) -> None:
     """After cuts time and again the kernel sends nothing for long, though the link is there."""
 
-    _, courier = asyncio.run(_carry(tmp_path, Relay.silence, count, stall_seconds=60.0))
-    assert courier.meter.failures == 1
-    assert courier._direct._given_up == 0, "it has carried something since"
+    _, peer_sender = asyncio.run(_carry(tmp_path, Relay.silence, count, stall_seconds=60.0))
+    assert peer_sender.meter.failures == 1
+    assert peer_sender._direct._given_up == 0, "it has carried something since"
 
 
 @pytest.mark.slow
 def test_what_is_offered_over_a_connection_that_has_fallen_silent_is_not_waited_for_as_long_either(
     tmp_path: Path,
 ) -> None:
-    def distrusts(courier: Courier) -> None:
-        courier._trusted = False
+    def distrusts(peer_sender: PeerSender) -> None:
+        peer_sender._trusted = False
 
-    _, courier = asyncio.run(_carry(tmp_path, Relay.silence, 1, stall_seconds=60.0, sees=distrusts))
-    assert courier.meter.failures == 1
+    _, peer_sender = asyncio.run(_carry(tmp_path, Relay.silence, 1, stall_seconds=60.0, sees=distrusts))
+    assert peer_sender.meter.failures == 1
 
 
 @pytest.mark.slow
@@ -114,25 +114,25 @@ def test_a_connection_is_not_given_up_where_a_new_one_does_not_come_about_either
         relay.flows.clear()
         threading.Timer(4.0, relay.flows.set).start()
 
-    async def carry() -> tuple[int, Courier, list[float]]:
+    async def carry() -> tuple[int, PeerSender, list[float]]:
         rates: list[float] = []
 
         async def look() -> None:
             while True:
                 await asyncio.sleep(0.5)
-                rates.extend(courier.mbps for courier in seen)
+                rates.extend(peer_sender.mbps for peer_sender in seen)
 
-        seen: list[Courier] = []
+        seen: list[PeerSender] = []
         watch = asyncio.ensure_future(look())
         try:
-            cuts, courier = await _carry(tmp_path, slows, 1, stall_seconds=60.0, sees=seen.append)
+            cuts, peer_sender = await _carry(tmp_path, slows, 1, stall_seconds=60.0, sees=seen.append)
         finally:
             watch.cancel()
-        return cuts, courier, rates
+        return cuts, peer_sender, rates
 
-    _, courier, rates = asyncio.run(carry())
-    assert courier.meter.failures == 0
-    assert courier.meter.up
+    _, peer_sender, rates = asyncio.run(carry())
+    assert peer_sender.meter.failures == 0
+    assert peer_sender.meter.up
     assert min(rates) < 1000 * 8 / 1e6 / 2.0, "while it is on its way it shows what the link carries at most"
 
 
@@ -141,23 +141,23 @@ def test_the_time_of_an_answer_does_not_count_the_dialling(tmp_path: Path) -> No
     """Only the first of many small updates is offered."""
 
     async def first() -> float:
-        _, courier = await _carry(tmp_path, lambda relay: None, 0, late_seconds=0.4)
-        return courier.meter.rtt_ms
+        _, peer_sender = await _carry(tmp_path, lambda relay: None, 0, late_seconds=0.4)
+        return peer_sender.meter.rtt_ms
 
     assert 400 <= asyncio.run(first()) < 1150, "twice at most, for a head and a body; to dial takes it three times"
 
 
 def test_each_time_in_a_row_a_silent_connection_gets_twice_as_long() -> None:
     async def waits() -> tuple[float, float, list[float]]:
-        courier = Courier("j", lambda: None, lambda manifest: Path("/nonexistent"), lambda *_: None, 30.0)
-        unknown = courier._direct.quiet_seconds()
-        courier.meter.mbps, courier.meter.rtt_ms, courier._direct._carrying = 8.0, 500.0, (0.0, 1_000_000)
-        slow, fast = courier._direct.quiet_seconds(), []
-        courier.meter.mbps, courier.meter.rtt_ms = 800.0, 5.0
+        peer_sender = PeerSender("j", lambda: None, lambda manifest: Path("/nonexistent"), lambda *_: None, 30.0)
+        unknown = peer_sender._direct.quiet_seconds()
+        peer_sender.meter.mbps, peer_sender.meter.rtt_ms, peer_sender._direct._carrying = 8.0, 500.0, (0.0, 1_000_000)
+        slow, fast = peer_sender._direct.quiet_seconds(), []
+        peer_sender.meter.mbps, peer_sender.meter.rtt_ms = 800.0, 5.0
         for _ in range(6):
-            fast.append(courier._direct.quiet_seconds())
-            courier._direct._given_up += 1
-        await courier.close()
+            fast.append(peer_sender._direct.quiet_seconds())
+            peer_sender._direct._given_up += 1
+        await peer_sender.close()
         return unknown, slow, fast
 
     unknown, slow, fast = asyncio.run(waits())

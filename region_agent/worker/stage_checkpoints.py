@@ -27,7 +27,7 @@ from sync import framing
 from sync.channel import Channel
 from sync.pipeline import Logged, Pipeline, logged_keys
 
-__all__ = ["Keeping", "state_key"]
+__all__ = ["StageCheckpoints", "state_key"]
 
 _log = logging.getLogger("geofed.worker")
 _SHARE = 0.05
@@ -90,7 +90,7 @@ class _Agreement:
         return next(era for era in reversed(self.eras) if era.begins <= step)
 
 
-class Keeping:
+class StageCheckpoints:
     """One replica's side. The first replica of a stage stores and deletes for all of them, which hold the same."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a courier says of its link while it has nothing to carry."""
+"""What a sender says of its link while it has nothing to carry."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import pytest
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import sync_pb2
-from sync.ps.link import Courier, Notices
 from sync.ps.manifest import Manifest, Peer
+from sync.ps.peer_sender import Notices, PeerSender
 
 
 def test_an_idle_link_is_as_fast_as_it_was() -> None:
     """The update was forgotten, because the peer's own updates have told that it has it."""
 
     async def idle() -> tuple[int, float]:
-        courier = Courier("j", lambda: None, lambda manifest: Path("/nonexistent"), lambda *_: None, 5.0)
+        peer_sender = PeerSender("j", lambda: None, lambda manifest: Path("/nonexistent"), lambda *_: None, 5.0)
 
         async def carry(manifest: Manifest) -> bool:
             raise FileNotFoundError
 
-        courier._carry = carry  # type: ignore[method-assign]
-        courier.meter.mbps = 20.0
-        running = asyncio.create_task(courier.run())
-        courier.ship(Peer("b", 1, "127.0.0.1:1"), (Manifest("a", 1, 1, "d", 100_000, 1.0),))
+        peer_sender._carry = carry  # type: ignore[method-assign]
+        peer_sender.meter.mbps = 20.0
+        running = asyncio.create_task(peer_sender.run())
+        peer_sender.ship(Peer("b", 1, "127.0.0.1:1"), (Manifest("a", 1, 1, "d", 100_000, 1.0),))
         await asyncio.sleep(0.3)
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
-        await courier.close()
-        return len(courier._waiting), courier.mbps
+        await peer_sender.close()
+        return len(peer_sender._waiting), peer_sender.mbps
 
     assert asyncio.run(idle()) == (0, 20.0)
 
@@ -48,21 +48,21 @@ def test_what_takes_far_longer_than_its_link_explains_is_told(tmp_path: Path) ->
     async def told(mbps: float, seconds: float) -> list[str]:
         failed: list[str] = []
         notices = Notices(failed=failed.append)
-        courier = Courier("j", lambda: None, lambda manifest: update, lambda *_: None, 5.0, notices=notices)
+        peer_sender = PeerSender("j", lambda: None, lambda manifest: update, lambda *_: None, 5.0, notices=notices)
 
         async def carry(manifest: Manifest) -> bool:
             await asyncio.sleep(seconds)
             return True
 
-        courier._carry = carry  # type: ignore[method-assign]
-        courier.meter.mbps = mbps
-        running = asyncio.create_task(courier.run())
-        courier.ship(Peer("b", 1, "127.0.0.1:1"), (Manifest("a", 1, 1, "d", 1_000_000, 1.0),))
+        peer_sender._carry = carry  # type: ignore[method-assign]
+        peer_sender.meter.mbps = mbps
+        running = asyncio.create_task(peer_sender.run())
+        peer_sender.ship(Peer("b", 1, "127.0.0.1:1"), (Manifest("a", 1, 1, "d", 1_000_000, 1.0),))
         await asyncio.sleep(2.0)
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
-        await courier.close()
+        await peer_sender.close()
         return failed
 
     async def all_told() -> list[list[str]]:
@@ -83,7 +83,7 @@ def test_a_peer_that_was_restarted_is_dialled_anew_before_it_is_taken_for_out_of
 
     async def carried(fails: int) -> tuple[list[str], str]:
         took: list[str] = []
-        courier = Courier("j", lambda: None, lambda manifest: update, lambda *_: None, 5.0, bulk_port=lambda: 7)
+        peer_sender = PeerSender("j", lambda: None, lambda manifest: update, lambda *_: None, 5.0, bulk_port=lambda: 7)
 
         async def directly(manifest: Manifest) -> sync_pb2.OfferReply:
             took.append("direct")
@@ -94,23 +94,23 @@ def test_a_peer_that_was_restarted_is_dialled_anew_before_it_is_taken_for_out_of
 
         async def collected(proto: sync_pb2.UpdateManifest, view: memoryview) -> sync_pb2.OfferReply:
             took.append("collected")
-            courier._bulk.by_collecting = True
+            peer_sender._bulk.by_collecting = True
             return have
 
-        courier._carry_directly, courier._direct.reached = directly, True  # type: ignore[method-assign]
-        courier._bulk.send_collected = collected  # type: ignore[method-assign]
-        collecting = courier.calls()
+        peer_sender._carry_directly, peer_sender._direct.reached = directly, True  # type: ignore[method-assign]
+        peer_sender._bulk.send_collected = collected  # type: ignore[method-assign]
+        collecting = peer_sender.calls()
         waiting = asyncio.ensure_future(anext(collecting))
-        running = asyncio.create_task(courier.run())
-        courier.ship(Peer("b", 1, "127.0.0.1:1"), (Manifest("a", 1, 1, "d", 100, 1.0),))
+        running = asyncio.create_task(peer_sender.run())
+        peer_sender.ship(Peer("b", 1, "127.0.0.1:1"), (Manifest("a", 1, 1, "d", 100, 1.0),))
         async with asyncio.timeout(10):
-            while courier._waiting:  # noqa: ASYNC110 - what is waited for knows of no event loop
+            while peer_sender._waiting:  # noqa: ASYNC110 - what is waited for knows of no event loop
                 await asyncio.sleep(0.01)
         for task in (running, waiting):
             task.cancel()
         await asyncio.gather(running, waiting, return_exceptions=True)
-        await courier.close()
-        return took, courier.meter.slow_way
+        await peer_sender.close()
+        return took, peer_sender.meter.slow_way
 
     assert asyncio.run(carried(fails=1)) == (["direct", "direct"], "")
     took, slow_way = asyncio.run(carried(fails=2))
@@ -127,7 +127,9 @@ def test_what_was_picked_is_not_sent_once_others_have_taken_its_place(tmp_path: 
         begun: list[tuple[int, int]] = []
         notices = Notices(trying=lambda peer, manifest: begun.append((manifest.begins, manifest.sequence)))
         arrived = asyncio.Event()
-        courier = Courier("j", lambda: None, lambda manifest: update, lambda *_: arrived.set(), 5.0, notices=notices)
+        peer_sender = PeerSender(
+            "j", lambda: None, lambda manifest: update, lambda *_: arrived.set(), 5.0, notices=notices
+        )
         answered, peer = asyncio.Event(), Peer("b", 1, "127.0.0.1:1")
 
         async def offer(proto: sync_pb2.UpdateManifest) -> sync_pb2.OfferReply:
@@ -137,17 +139,17 @@ def test_what_was_picked_is_not_sent_once_others_have_taken_its_place(tmp_path: 
         async def send(*_: object) -> sync_pb2.OfferReply:
             return sync_pb2.OfferReply(verdict=sync_pb2.OfferReply.VERDICT_HAVE)
 
-        courier._direct.offer, courier._direct.send = offer, send  # type: ignore[method-assign,assignment]
-        courier.ship(peer, tuple(Manifest("a", 1, sequence, f"d{sequence}", 4, 1.0) for sequence in range(4, 9)))
-        running = asyncio.create_task(courier.run())
+        peer_sender._direct.offer, peer_sender._direct.send = offer, send  # type: ignore[method-assign,assignment]
+        peer_sender.ship(peer, tuple(Manifest("a", 1, sequence, f"d{sequence}", 4, 1.0) for sequence in range(4, 9)))
+        running = asyncio.create_task(peer_sender.run())
         await asyncio.sleep(0.05)
-        courier.ship(peer, (Manifest("a", 1, 8, "sum", 4, 5.0, first=4),))
+        peer_sender.ship(peer, (Manifest("a", 1, 8, "sum", 4, 5.0, first=4),))
         answered.set()
         await asyncio.wait_for(arrived.wait(), 10)
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
-        await courier.close()
+        await peer_sender.close()
         return begun
 
     assert asyncio.run(sent()) == [(4, 8)]
@@ -166,7 +168,7 @@ def test_what_waits_goes_in_order_and_a_refusal_is_told(tmp_path: Path) -> None:
             if len(told) == 2:
                 enough.set()
 
-        courier = Courier(
+        peer_sender = PeerSender(
             "j", lambda: None, lambda manifest: update, lambda *_: None, 5.0, notices=Notices(refused=refused)
         )
 
@@ -176,15 +178,17 @@ def test_what_waits_goes_in_order_and_a_refusal_is_told(tmp_path: Path) -> None:
                 return sync_pb2.OfferReply(verdict=sync_pb2.OfferReply.VERDICT_HAVE)
             raise GeofedError("UNAVAILABLE" if len(offered) == 3 else "LIMIT_EXCEEDED", "no")
 
-        courier._direct.offer = offer  # type: ignore[method-assign]
-        courier.ship(Peer("b", 1, "127.0.0.1:1"), tuple(Manifest("a", 1, n, f"d{n}", 9 << 20, 1.0) for n in (3, 1, 2)))
+        peer_sender._direct.offer = offer  # type: ignore[method-assign]
+        peer_sender.ship(
+            Peer("b", 1, "127.0.0.1:1"), tuple(Manifest("a", 1, n, f"d{n}", 9 << 20, 1.0) for n in (3, 1, 2))
+        )
         update.write_bytes(bytes(9 << 20))
-        running = asyncio.create_task(courier.run())
+        running = asyncio.create_task(peer_sender.run())
         await asyncio.wait_for(enough.wait(), 20)
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
-        await courier.close()
+        await peer_sender.close()
         return offered, told
 
     offered, told = asyncio.run(sent())
@@ -203,12 +207,14 @@ def test_of_small_updates_no_more_is_on_its_way_at_once_than_the_link_holds(
     """Two megabytes in any case; what has been tried cannot be summed up when the link falls."""
 
     async def trains() -> tuple[list[Manifest], list[Manifest]]:
-        courier = Courier("j", lambda: None, lambda manifest: Path("/nonexistent"), lambda *_: None, 5.0)
-        courier.ship(Peer("b", 1, "127.0.0.1:1"), tuple(Manifest("a", 1, n, f"d{n}", size, 1.0) for n in range(1, 20)))
-        before = courier._train()
-        courier._trusted, courier.meter.mbps, courier.meter.rtt_ms = True, mbps, rtt_ms
-        train = courier._train()
-        await courier.close()
+        peer_sender = PeerSender("j", lambda: None, lambda manifest: Path("/nonexistent"), lambda *_: None, 5.0)
+        peer_sender.ship(
+            Peer("b", 1, "127.0.0.1:1"), tuple(Manifest("a", 1, n, f"d{n}", size, 1.0) for n in range(1, 20))
+        )
+        before = peer_sender._train()
+        peer_sender._trusted, peer_sender.meter.mbps, peer_sender.meter.rtt_ms = True, mbps, rtt_ms
+        train = peer_sender._train()
+        await peer_sender.close()
         return before, train
 
     before, train = asyncio.run(trains())

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from sync.codec import Automatic, codecs
 from sync.wan import Bounds, ExchangeSettings, LinkSample, Observation, initial, observe
 
-__all__ = ["Steering"]
+__all__ = ["Controller"]
 
 _LONGEST = 16
 """Times the planned interval."""
@@ -18,7 +18,7 @@ _TOLD = 20
 """Decisions that are kept for those who ask."""
 
 
-class Steering:
+class Controller:
     """One region's controller, and what it has decided."""
 
     def __init__(self, exchange: ExchangeSettings, codec: str, interval_steps: int, steps: int) -> None:

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["LEAST_BYTES", "SPARE", "Spares", "held"]
+__all__ = ["LEAST_BYTES", "SPARE", "BufferPool", "held"]
 
 SPARE = ".spare"
 """Folder of a channel's spare files."""
@@ -34,7 +34,7 @@ def held(descriptor: int, path: Path) -> bool:
         return False
 
 
-class Spares:
+class BufferPool:
     """Deleted files of a folder, kept for the next values. Any number of processes may share them."""
 
     def __init__(self, folder: Path) -> None:
@@ -89,10 +89,10 @@ class Spares:
 
     def clear(self) -> bool:
         """Give their memory back; False where there are none."""
-        spares = [spare for _, spare in self._all()]
-        for spare in spares:
+        buffer_pool = [spare for _, spare in self._all()]
+        for spare in buffer_pool:
             spare.unlink(missing_ok=True)
-        return bool(spares)
+        return bool(buffer_pool)
 
     def _room_for(self, size: int) -> bool:
         kept = sum(held_bytes for held_bytes, _ in self._all())

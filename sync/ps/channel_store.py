@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sync import framing, parted
+from sync import chunked, framing
 from sync.channel import Channel
 from sync.layout import Vector
 from sync.ps.storage import Storage, correction_key
 
-__all__ = ["Shelf"]
+__all__ = ["ChannelStore"]
 
 _ATTEMPT_KINDS = ("init", "g", "b", "w", "c", "p")
 """Channel folders whose next part is the attempt."""
 
 
-class Shelf:
+class ChannelStore:
     """Models, optimiser states and corrections of one partition. Used from one thread at a time."""
 
     def __init__(self, channel: Channel, storage: Storage, *, background: bool, part_elements: int) -> None:
@@ -56,12 +56,12 @@ class Shelf:
 
     def take_state(self, sequence: int, key: str) -> None:
         """The workers have handed over the optimiser's state of a round: store it."""
-        if (state := parted.read_state(self._channel, key)) is None:
+        if (state := chunked.read_state(self._channel, key)) is None:
             return
         self._storage.keep_state(sequence, framing.encode(state.tensors, state.facts))
         if self._background:
             # A restart puts it where a new attempt finds it, and nobody else asks for it.
-            parted.forget(self._channel, key)
+            chunked.forget(self._channel, key)
         else:
             self._handed = sequence, key
 
@@ -71,7 +71,7 @@ class Shelf:
             return ""
         key = f"state/{sequence}"
         if self._part_elements:
-            parted.put_state(self._channel, key, framing.decode(state), 4 * self._part_elements)
+            chunked.put_state(self._channel, key, framing.decode(state), 4 * self._part_elements)
         else:
             self._channel.put(key, [state])
         return key
@@ -129,10 +129,10 @@ class Shelf:
                 self._channel.delete_tree(tree)
 
     def _put(self, key: str, name: str, vector: Vector) -> None:
-        parted.put_vector(self._channel, key, name, vector, self._part_elements)
+        chunked.put_vector(self._channel, key, name, vector, self._part_elements)
 
     def _delete(self, key: str) -> None:
         if self._part_elements:
-            parted.forget(self._channel, key)
+            chunked.forget(self._channel, key)
         else:
             self._channel.delete(key)

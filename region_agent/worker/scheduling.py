@@ -8,7 +8,7 @@ import os
 import platform
 import threading
 
-__all__ = ["run_promptly"]
+__all__ = ["request_low_latency"]
 
 _CALLS = {"x86_64": 314, "aarch64": 274, "riscv64": 274}
 """Numbers of the system call sched_setattr, for which few C libraries have a function."""
@@ -32,7 +32,7 @@ class _Attributes(ctypes.Structure):
     )
 
 
-def run_promptly() -> bool:
+def request_low_latency() -> bool:
     """Ask the kernel for a short slice for the calling thread, and those that it starts from now on.
 
     A thread that has waited for an accelerator, or for others, then runs at once where it would wait for up to three

@@ -30,7 +30,7 @@ from sync.flat import FlatModel
 from sync.layout import Layout, Vector
 from sync.seeding import reseed, seed_all
 
-__all__ = ["Holding", "WholeModel", "checked_loss"]
+__all__ = ["Trainer", "WholeModel", "checked_loss"]
 
 
 _SMALLER = 8
@@ -39,7 +39,7 @@ _EVALUATION = 1
 """Sets what is drawn in an evaluation apart from what is drawn in a step."""
 
 
-class Holding(Protocol):
+class Trainer(Protocol):
     """One invocation's part of the model. A round begins and ends in all workers alike."""
 
     flat: FlatModel

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["Attendance", "Pace", "Punctuality", "Spared"]
+__all__ = ["Membership", "Pace", "Punctuality", "Spared"]
 
 _LONGEST_PROBATION = 32
 """Rounds."""
@@ -39,7 +39,7 @@ _LONGEST_GAP = 4.0
 
 
 @dataclass
-class Attendance:
+class Membership:
     """Regions that keep up are waited for; one that did not come is not, until it has kept up for a while.
 
     The while doubles with each absence, so that a link that comes and goes does not hold the others up each time.

@@ -1,4 +1,4 @@
-"""The sending side of the WAN: one courier for each peer, which carries updates there until they are durable."""
+"""The sending side of the WAN: one sender for each peer, which carries updates there until they are durable."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sync.ps.wire import manifest_to_proto
 from sync.transport.run import Content
 from sync.transport.sockets import Tls
 
-__all__ = ["Courier", "Notices"]
+__all__ = ["Notices", "PeerSender"]
 
 _log = logging.getLogger("geofed.ps.link")
 _UNASKED_BYTES = CHUNK_BYTES
@@ -44,7 +44,7 @@ _BULK_AGAIN_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Notices:
-    """What a courier tells as it goes."""
+    """What a sender tells as it goes."""
 
     trying: Callable[[str, Manifest], None] = lambda peer, manifest: None
     """An update's bytes are about to be sent."""
@@ -62,7 +62,7 @@ class _Replaced(Exception):
     """What was about to be sent is not to be sent any more."""
 
 
-class Courier:
+class PeerSender:
     """Carries updates of any region to one peer, one after the other, and tells when each is durable there.
 
     A cut link is tried again for ever, with back-off; a transfer is given up only after ``stall`` seconds without

@@ -13,7 +13,7 @@ from support.budget import budget
 from support.memory_channel import MemoryChannel
 
 from region_agent.worker.invocation import Invocation
-from region_agent.worker.keeping import Keeping, state_key
+from region_agent.worker.stage_checkpoints import StageCheckpoints, state_key
 from sync import framing
 from sync.channel import Channel
 from sync.pipeline import Logged, Pipeline, logged_keys, operations
@@ -55,7 +55,7 @@ class Worker:
         self.shape = Pipeline(tuple((at, at) for at in range(world.stages)), degree, 2, world.order)
         call = _call(number, attempt, world.stages, degree, store_seconds)
         channel: Channel = world.channel  # type: ignore[assignment]
-        self.keeping = Keeping(call, self.shape, channel, 100, lambda: world.now)
+        self.checkpoints = StageCheckpoints(call, self.shape, channel, 100, lambda: world.now)
         self.step = self.round = 0
         self.began = -1
 
@@ -63,8 +63,8 @@ class Worker:
         """As the worker's loop does it."""
         world = self.world
         if not resume_key:
-            self.keeping.begin_anew()
-        key = self.keeping.take_over(resume_key, 1.0) if resume_key else ""
+            self.checkpoints.begin_anew()
+        key = self.checkpoints.take_over(resume_key, 1.0) if resume_key else ""
         self.step, self.round = world.round * PER_ROUND, world.round
         left = world.channel.get(key) if key else None
         if left is not None:
@@ -87,7 +87,7 @@ class Worker:
                 if self.round == ROUNDS:
                     return
             step = self.step + 1
-            logged = self.keeping.replayed(step)
+            logged = self.checkpoints.replayed(step)
             if logged is not None:
                 yield lambda: True
                 self._replay(logged, step)
@@ -97,14 +97,14 @@ class Worker:
                 done = merged.setdefault((self.stage, step), set())
                 done.add(self.replica)
                 yield lambda done=done: len(done) == self.degree  # type: ignore[misc]
-            self.keeping.settle()
+            self.checkpoints.settle()
             self.step = step
-            self.keeping.made(step, 0.1, 10)
+            self.checkpoints.made(step, 0.1, 10)
             world.now += world.draw.choice([0.0, 1.0, 4.0])
-            if self.keeping.due():
-                self.keeping.store(step, self._state())
+            if self.checkpoints.due():
+                self.checkpoints.store(step, self._state())
             # What continues beside is over before anybody else does anything, or the test would not repeat itself.
-            self.keeping._beside.submit(lambda: None).result()
+            self.checkpoints._beside.submit(lambda: None).result()
             assert len([key for key in channel.values if key.startswith(f"w/{self.attempt}/s{self.stage}/")]) <= 3
 
     def _state(self) -> list[memoryview]:
@@ -133,7 +133,7 @@ class Worker:
 
     def leave(self) -> str:
         key = state_key(self.attempt, self.stage, self.step)
-        self.keeping.settle()
+        self.checkpoints.settle()
         if not self.world.channel.has(key):
             self.world.channel.put(key, self._state())
         return key
@@ -162,13 +162,13 @@ def _attempt(world: World, attempt: int, degree: int, resume_key: str, ends: int
     assert len({worker.began for worker in workers if worker.began > 0}) <= 1
     if ends is None or not running:
         for worker in workers:
-            worker.keeping.forget(worker.step)
-            worker.keeping.close()
+            worker.checkpoints.forget(worker.step)
+            worker.checkpoints.close()
         return ""
     lost = set(draw.sample(range(len(workers)), draw.randint(0, len(workers) - 1)))
     left = [(worker.step, worker.leave()) for worker in workers if worker.number not in lost]
     for worker in workers:
-        worker.keeping.close()
+        worker.checkpoints.close()
     return max(left)[1]
 
 
@@ -207,10 +207,10 @@ def _probe(world: World, attempt: int, key: str, store_seconds: float) -> int:
     channel: Channel = MemoryChannel(values)  # type: ignore[assignment]
     call = _call(0, attempt, world.stages, 1, store_seconds)
     shape = Pipeline(tuple((at, at) for at in range(world.stages)), 1, 2, world.order)
-    keeping = Keeping(call, shape, channel, 100)
-    keeping.take_over(key, 1.0)
-    keeping.close()
-    return max(keeping._agreed.step, world.round * PER_ROUND)
+    checkpoints = StageCheckpoints(call, shape, channel, 100)
+    checkpoints.take_over(key, 1.0)
+    checkpoints.close()
+    return max(checkpoints._agreed.step, world.round * PER_ROUND)
 
 
 def test_what_storing_keeps_a_core_busy_counts_apart_from_how_long_it_takes() -> None:
@@ -219,7 +219,7 @@ def test_what_storing_keeps_a_core_busy_counts_apart_from_how_long_it_takes() ->
     call = _call(0, 1, 1, 1, 5.0)
     channel = MemoryChannel()
     told = [lambda name=name: clock[name] for name in clock]
-    keeping = Keeping(call, Pipeline(((0, 0),), 1, 2, "1f1b"), channel, 100, *told)  # type: ignore[arg-type]
+    checkpoints = StageCheckpoints(call, Pipeline(((0, 0),), 1, 2, "1f1b"), channel, 100, *told)  # type: ignore[arg-type]
     put = channel.put
 
     def slowly(key: str, pieces: object) -> None:
@@ -228,13 +228,13 @@ def test_what_storing_keeps_a_core_busy_counts_apart_from_how_long_it_takes() ->
 
     channel.put = slowly  # type: ignore[method-assign]
     clock["now"] += 5.0
-    assert keeping.due()
+    assert checkpoints.due()
     clock["thread"] += 0.05  # what making the frame takes
-    keeping.store(1, framing.encode({}, {"step": 1, "round": 0}))
-    keeping.settle()
+    checkpoints.store(1, framing.encode({}, {"step": 1, "round": 0}))
+    checkpoints.settle()
     clock["now"] += 1000.0
     clock["process"] += 3.9
-    assert not keeping.due()
+    assert not checkpoints.due()
     clock["process"] += 0.2
-    assert keeping.due()
-    keeping.close()
+    assert checkpoints.due()
+    checkpoints.close()

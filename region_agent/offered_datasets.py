@@ -11,7 +11,7 @@ from region_agent.config import RegionConfig
 from region_agent.shard_list import shard_bytes
 from region_agent.shards import shard_files
 
-__all__ = ["Offering"]
+__all__ = ["OfferedDatasets"]
 
 _log = logging.getLogger("geofed.data")
 _LOOK_AGAIN_SECONDS = 30.0
@@ -19,7 +19,7 @@ _LONGEST_LOOK_SECONDS = 20.0
 """A store that does not answer must not keep the agent from the control plane, nor its jobs from their workers."""
 
 
-class Offering:
+class OfferedDatasets:
     """Looks at each dataset when the agent starts, and at those that could not be read from time to time."""
 
     def __init__(self, config: RegionConfig, changed: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ _WITHOUT_WORKERS = ("finished", "published", "failed", "refused", "stopped")
 """States of a partition whose number of workers means nothing any more."""
 
 
-def news(part: Partition, report: Report) -> list[Record]:
+def records_of(part: Partition, report: Report) -> list[Record]:
     """What is to be written down since a partition's last report."""
     last, name, found = part.report or Report(part.epoch, ""), part.region, list[Record]()
     if report.state != part.state:

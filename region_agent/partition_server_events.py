@@ -7,14 +7,14 @@ import re
 from geofed_pb.v1 import sync_pb2
 from region_agent.partition_events import Happened
 
-__all__ = ["News"]
+__all__ = ["ServerEvents"]
 
 _ROUND = re.compile(r"round (\d+): (.*)", re.DOTALL)
 _REMEMBERED = 1000
 """Texts; far more than a status repeats."""
 
 
-class News:
+class ServerEvents:
     """Finds in each status what those before it did not say, over all lives of the parameter server."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 
-class Bell:
+class Notifier:
     """Rings when something was added; who listens says which ring it has heard, so none is missed."""
 
     def __init__(self) -> None:
@@ -19,6 +19,6 @@ class Bell:
         self._rung = asyncio.Event()
 
     async def wait(self, heard: int) -> None:
-        """Return once the bell has rung more than `heard` times."""
+        """Return once the notifier has rung more than `heard` times."""
         while self.count <= heard:
             await self._rung.wait()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["steps_beside"]
+__all__ = ["overlapped_steps"]
 
 _SHARE = 4
 
 
-def steps_beside(steps_per_round: int) -> int:
+def overlapped_steps(steps_per_round: int) -> int:
     """A quarter of a round's steps: what hands the model over and fetches the answer is hidden behind them."""
     return max(1, steps_per_round // _SHARE)

@@ -16,23 +16,23 @@ from pathlib import Path
 import numpy as np
 
 from geofed_pb.errors import GeofedError
-from sync import framing, parted
+from sync import chunked, framing
 from sync.channel import Channel
 from sync.codec import Codec, Exact, Float32, Tensors, codec_of, decoded
 from sync.collective import weighted_mean
 from sync.layout import Layout, Vector
 from sync.policy import Contribution, Policy
 from sync.ps.actions import Action, Apply, Forget, Keep, Log, Merge, Prepare, Reproduce, Restart, SumUp
+from sync.ps.channel_store import ChannelStore
 from sync.ps.events import Applied, Event, Kept, Logged, Merged, Prepared, Restarted, Summed
 from sync.ps.export import from_safetensors
 from sync.ps.machine import FIRST_WEIGHT, Recovered, Setup
 from sync.ps.manifest import Manifest
 from sync.ps.replica import Numbers, Replica, expanded
-from sync.ps.shelf import Shelf
 from sync.ps.storage import Draft, Entry, Storage, correction_key
 from sync.wan import ExchangeSettings
 
-__all__ = ["Framed", "Works", "merged_key", "step_back"]
+__all__ = ["ActionExecutor", "Framed", "merged_key", "step_back"]
 
 _log = logging.getLogger("geofed.ps")
 _CHECKPOINT_SHARE = 0.1
@@ -62,7 +62,7 @@ class Framed:
     digest: str
 
 
-class Works:
+class ActionExecutor:
     """Storage, channel and numbers of one partition. `do` is called from one thread at a time."""
 
     def __init__(
@@ -77,10 +77,10 @@ class Works:
         part_elements: int = 0,
         initial_model: Path | None = None,
     ) -> None:
-        """``part_elements``: see `Shelf`. ``initial_model``: what the job begins with, in place of what its workers
-        make."""
+        """``part_elements``: see `ChannelStore`. ``initial_model``: what the job begins with, in place of what its
+        workers make."""
         self.setup, self.storage, self.channel = setup, storage, channel
-        self._shelf = Shelf(channel, storage, background=setup.background, part_elements=part_elements)
+        self._channel_store = ChannelStore(channel, storage, background=setup.background, part_elements=part_elements)
         self._initial_model = initial_model
         self._policy, self._exchange = policy, exchange or ExchangeSettings()
         # A region alone sends nothing, so it has nothing to gain from a lossy codec.
@@ -125,7 +125,7 @@ class Works:
             case Log():
                 self.storage.log(action)
                 self._ended = action
-                self._shelf.need_end(action.sequence, action.model_key)
+                self._channel_store.need_end(action.sequence, action.model_key)
                 return Logged(action)
             case Prepare():
                 return self._prepare(action)
@@ -157,7 +157,7 @@ class Works:
         if self.setup.background:
             recovered = self._replay(recovered, entries)
         begins = self.replica.model if self._over(recovered) else self.replica.start
-        model_key, state_key = self._shelf.publish(recovered.sequence, begins)
+        model_key, state_key = self._channel_store.publish(recovered.sequence, begins)
         model_bytes = self.replica.model.nbytes
         return replace(recovered, model_key=model_key, state_key=state_key, model_bytes=model_bytes)
 
@@ -182,13 +182,13 @@ class Works:
                 self._attempt, merged = entry.attempt, False
                 continue
             manifest = outbox.get(entry.sequence)
-            end = parted.read_vector(self.channel, entry.model_key, "model")
+            end = chunked.read_vector(self.channel, entry.model_key, "model")
             if manifest is None and end is None:
                 _log.warning("round %d was not sent, and its model has gone from the channel", entry.sequence)
                 lost += 1
                 break
             self._ended = entry
-            self._shelf.need_end(entry.sequence, entry.model_key)
+            self._channel_store.need_end(entry.sequence, entry.model_key)
             recovered = replace(recovered, ended=entry)
             if manifest is not None:
                 self._account(entry, manifest, end)
@@ -210,7 +210,7 @@ class Works:
         if end is None:
             replica.restart()
         else:
-            replica.go_on(end, self._shelf.correction(entry.correction_key))
+            replica.go_on(end, self._channel_store.correction(entry.correction_key))
 
     # Steps
 
@@ -226,7 +226,7 @@ class Works:
         return Merged(action.attempt, action.step, key, sum(weights))
 
     def _vector(self, key: str, name: str) -> Vector:
-        vector = parted.read_vector(self.channel, key, name)
+        vector = chunked.read_vector(self.channel, key, name)
         if vector is None:
             raise GeofedError("INTERNAL", f"{key} has gone from the channel")
         return vector
@@ -286,7 +286,7 @@ class Works:
         """
         if self.replica is not None:
             return None
-        begin = parted.read_vector(self.channel, action.model_key, "model")
+        begin = chunked.read_vector(self.channel, action.model_key, "model")
         if begin is None or not _finite(begin):
             return None
         codec = Float32()
@@ -341,13 +341,13 @@ class Works:
         self.storage.keep_update(manifest, framed.pieces, storing.result)
         self._made = framed.digest, *sent
         if self.setup.background and self.replica is not None:
-            self.replica.go_on(end, self._shelf.correction(action.correction_key))
+            self.replica.go_on(end, self._channel_store.correction(action.correction_key))
         self.coding_bytes_per_second = end.nbytes / max(time.monotonic() - begun, 1e-6)
         return Prepared(manifest)
 
     def _keep_state(self, action: Prepare) -> None:
         if action.state_key:
-            self._shelf.take_state(action.sequence, action.state_key)
+            self._channel_store.take_state(action.sequence, action.state_key)
 
     def _apply(self, action: Apply, attempt: int) -> Applied:
         if self.replica is None:
@@ -372,13 +372,13 @@ class Works:
         model_key, state_key, correction = "", "", ""
         with _beside() as beside:
             # Nobody is told of what is published before it is durable.
-            publish = self._shelf.publish if action.whole else lambda *_: ("", "")
+            publish = self._channel_store.publish if action.whole else lambda *_: ("", "")
             publishing = beside.submit(publish, action.sequence, self.replica.model, attempt)
             digest = self._checkpoint(action)
             model_key, state_key = publishing.result()
         if self.setup.background and action.sequence:
             correction = self._publish_correction(action.version)
-        self._shelf.clear(action.sequence, attempt)
+        self._channel_store.clear(action.sequence, attempt)
         return Applied(action, digest, model_key, state_key, correction, refused, self.replica.model.nbytes)
 
     def _merge_updates(self, action: Apply) -> tuple[tuple[str, str], ...]:
@@ -517,17 +517,17 @@ class Works:
         replica.restart()
         self._attempt = action.attempt
         sequence = self._ended.sequence if self._ended is not None else 0
-        return Restarted(action.attempt, *self._shelf.publish_start(action.attempt, replica.start, sequence))
+        return Restarted(action.attempt, *self._channel_store.publish_start(action.attempt, replica.start, sequence))
 
     # What leads the workers to the model
 
     def _keep_correction(self, version: int) -> str:
         given = self._ended.correction_key if self._ended is not None else ""
-        return self._shelf.keep_correction(version, given, self._replica().correction)
+        return self._channel_store.keep_correction(version, given, self._replica().correction)
 
     def _publish_correction(self, version: int) -> str:
         key = self._keep_correction(version)
-        self._shelf.publish_correction(key)
+        self._channel_store.publish_correction(key)
         return key
 
     def _publish_last_correction(self, version: int) -> str:
@@ -536,7 +536,7 @@ class Works:
         if self._ended is None or self._ended.correction_key != key:
             return self._publish_correction(version)
         # The round that has ended since continues from it, and counts as if it had been added: it stays as it was.
-        self._shelf.publish_correction(key)
+        self._channel_store.publish_correction(key)
         return key
 
 
