@@ -39,8 +39,8 @@ from region_agent.region_channel import RegionChannel
 from region_agent.shard_sending import Hands, Sending
 from region_agent.shard_taking import forget_shards
 from region_agent.store import AgentStore, PartitionRow
+from sync.durable import disk_full_is_told, write_durably
 from sync.framing import digest_of
-from sync.ps.storage import disk_full_is_told, write_durably
 from sync.ps.tokens import new_key
 
 __all__ = ["Agent", "run"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from geofed_pb.errors import GeofedError
 from region_agent.gateway import BasicAuth, GatewayClient
 from region_agent.gateway.short_folders import remove_short_folder, short_folder
-from sync.ps.storage import write_durably
+from sync.durable import write_durably
 
 __all__ = ["WORKER_IMAGE", "EmbeddedGatewayProcess"]
 

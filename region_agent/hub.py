@@ -24,8 +24,8 @@ from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 from region_agent.identity import Identity
 from region_agent.outgoing import ReportQueue, fitted, is_passing, too_large
 from region_agent.store import AgentStore
+from sync.durable import disk_full_is_told
 from sync.framing import digest_of
-from sync.ps.storage import disk_full_is_told
 
 __all__ = ["Commands", "Hub"]
 

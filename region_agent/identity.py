@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from geofed_pb.errors import CATALOGUE, GeofedError
-from sync.ps.storage import write_durably
+from sync.durable import write_durably
 from sync.transport.sockets import Tls
 
 __all__ = ["Identity", "Invitation", "make_request", "read_invitation"]

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from sync.durable import write_durably
 from sync.framing import digest_of
-from sync.ps.storage import write_durably
 
 __all__ = ["fresh_rate", "stored_rate"]
 

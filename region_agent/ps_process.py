@@ -21,8 +21,8 @@ from geofed_pb.rpc import channel, error_of, region_name
 from geofed_pb.v1 import common_pb2, sync_pb2, sync_pb2_grpc
 from region_agent.identity import Identity
 from region_agent.partition_events import ConfigurePs
+from sync.durable import write_durably
 from sync.ps.config import PsConfig
-from sync.ps.storage import write_durably
 
 __all__ = ["PsProcess", "free_ports"]
 

@@ -19,8 +19,8 @@ from region_agent.config import DatasetConfig, StoreConfig
 from region_agent.shards import shard_files
 from region_agent.worker.fetching import fetch_split
 from region_agent.worker.invocation import ShardFile
+from sync.durable import disk_full_is_told
 from sync.framing import digest_of
-from sync.ps.storage import disk_full_is_told
 
 __all__ = [
     "LARGEST_LIST_BYTES",

@@ -23,10 +23,10 @@ from region_agent.policy import check_sending
 from region_agent.shard_list import FileContent, Listed, ShardList, listed
 from region_agent.shard_taking import LIST_SEQUENCE
 from region_agent.store import AgentStore
-from sync.ps.intake import LARGEST_UPDATE_BYTES
-from sync.ps.manifest import Manifest, Peer
-from sync.ps.peer_sender import Notices, PeerSender
-from sync.ps.storage import write_durably
+from sync.durable import write_durably
+from sync.transfer.intake import LARGEST_UPDATE_BYTES
+from sync.transfer.manifest import Manifest, Peer
+from sync.transfer.peer_sender import Notices, PeerSender
 from sync.transport.sockets import Tls
 
 __all__ = ["Hands", "Sending"]

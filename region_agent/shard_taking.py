@@ -21,12 +21,12 @@ from region_agent.config import RegionConfig
 from region_agent.ps_process import free_ports
 from region_agent.shard_list import LARGEST_LIST_BYTES, ShardList, read_list
 from region_agent.worker.invocation import ShardFile
-from sync.ps.arrival import Tickets
-from sync.ps.intake import LARGEST_UPDATE_BYTES, Intake
-from sync.ps.listening import credentials, listen
-from sync.ps.manifest import Manifest, Verdict
-from sync.ps.storage import disk_full_is_told, write_durably
-from sync.ps.wire import manifest_of
+from sync.durable import disk_full_is_told, write_durably
+from sync.transfer.arrival import Tickets
+from sync.transfer.intake import LARGEST_UPDATE_BYTES, Intake
+from sync.transfer.listening import credentials, listen
+from sync.transfer.manifest import Manifest, Verdict
+from sync.transfer.wire import manifest_of
 from sync.transport.sockets import Tls
 
 __all__ = ["LIST_SEQUENCE", "ShardStore", "ShelfPort", "forget_shards", "open_port"]

@@ -252,7 +252,7 @@ class JobMachine:
     # --- the ways of updates
 
     def _rerouted(self, event: Rerouted) -> None:
-        """Old and new ways are both in force until all regions know the new ones (`sync.ps.ledger`)."""
+        """Old and new ways are both in force until all regions know the new ones (`sync.ps.core.ledger`)."""
         state = self.state
         if state.phase != "running" or state.former or event.neighbours == event.present:
             return

@@ -24,17 +24,18 @@ from geofed_pb.rpc import read_pem, server_options
 from geofed_pb.v1 import sync_pb2_grpc, worker_pb2_grpc
 from sync.channel import open_channel
 from sync.codec import codec_named
+from sync.durable import write_durably
 from sync.ps.config import PsConfig, read_config
+from sync.ps.core.events import Configured
+from sync.ps.core.ledger import NO_MODEL
+from sync.ps.core.machine import Setup
 from sync.ps.engine import Engine
-from sync.ps.events import Configured
 from sync.ps.exchange import ExchangeService, Links
-from sync.ps.executor import ActionExecutor
-from sync.ps.ledger import NO_MODEL
-from sync.ps.listening import credentials, listen
-from sync.ps.machine import Setup
+from sync.ps.execution.executor import ActionExecutor
+from sync.ps.execution.storage import Storage
 from sync.ps.rejoin import rejoin
 from sync.ps.server import AdminService, WorkerService
-from sync.ps.storage import Storage, write_durably
+from sync.transfer.listening import credentials, listen
 from sync.transport.sockets import Tls
 from sync.wan import ExchangeSettings, policy_of
 

@@ -18,7 +18,8 @@ from geofed_pb.errors import GeofedError
 from sync.codec import codec_named
 from sync.layout import Layout, Vector
 from sync.overlap import overlapped_steps
-from sync.ps.actions import (
+from sync.ps.controller import Controller
+from sync.ps.core.actions import (
     Action,
     Apply,
     Failed,
@@ -37,11 +38,10 @@ from sync.ps.actions import (
     StartPause,
     SumUp,
 )
-from sync.ps.answers import Answer
-from sync.ps.background import FIRST, Background
-from sync.ps.cadence import Cadence
-from sync.ps.controller import Controller
-from sync.ps.events import (
+from sync.ps.core.answers import Answer
+from sync.ps.core.background import FIRST, Background
+from sync.ps.core.cadence import Cadence
+from sync.ps.core.events import (
     Applied,
     CallGone,
     Configured,
@@ -53,10 +53,10 @@ from sync.ps.events import (
     Prepared,
     Stored,
 )
-from sync.ps.executor import ActionExecutor, Framed, merged_key, step_back
-from sync.ps.machine import Machine, Setup
-from sync.ps.membership import Pace, Punctuality, Spared
-from sync.ps.synchronous import Synchronous
+from sync.ps.core.machine import Machine, Setup
+from sync.ps.core.membership import Pace, Punctuality, Spared
+from sync.ps.core.synchronous import Synchronous
+from sync.ps.execution.executor import ActionExecutor, Framed, merged_key, step_back
 from sync.wan import ExchangeSettings, LinkSample
 
 __all__ = ["Engine", "merged_key"]

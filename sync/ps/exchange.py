@@ -20,18 +20,18 @@ import grpc.aio
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, answering, peer_common_name, streaming
 from geofed_pb.v1 import common_pb2, sync_pb2
-from sync.ps.actions import Ship
-from sync.ps.arrival import Tickets
 from sync.ps.config import PsConfig
+from sync.ps.core.actions import Ship
+from sync.ps.core.events import PeerHas, StateLost, Stored, SumGone, Tried, Unreached
+from sync.ps.core.ledger import NO_MODEL
 from sync.ps.engine import Engine
-from sync.ps.events import PeerHas, StateLost, Stored, SumGone, Tried, Unreached
-from sync.ps.executor import Framed
-from sync.ps.intake import LARGEST_UPDATE_BYTES, Intake
-from sync.ps.ledger import NO_MODEL
-from sync.ps.manifest import Manifest, Peer, Verdict
-from sync.ps.peer_sender import Notices, PeerSender
+from sync.ps.execution.executor import Framed
 from sync.ps.rejoin import answer_of
-from sync.ps.wire import manifest_of
+from sync.transfer.arrival import Tickets
+from sync.transfer.intake import LARGEST_UPDATE_BYTES, Intake
+from sync.transfer.manifest import Manifest, Peer, Verdict
+from sync.transfer.peer_sender import Notices, PeerSender
+from sync.transfer.wire import manifest_of
 from sync.transport.receiver import BulkPort
 from sync.transport.sockets import Tls
 from sync.wan import LinkSample

@@ -33,11 +33,11 @@ from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from sync import framing
 from sync.layout import Layout
 from sync.ps.config import PsConfig
+from sync.ps.core.events import Configured
+from sync.ps.core.machine import Machine
 from sync.ps.engine import Engine
-from sync.ps.events import Configured
-from sync.ps.machine import Machine
-from sync.ps.manifest import Manifest
-from sync.ps.wire import line_to, manifest_of, manifest_to_proto
+from sync.transfer.manifest import Manifest
+from sync.transfer.wire import line_to, manifest_of, manifest_to_proto
 from sync.transport.sockets import Tls
 
 __all__ = ["Answers", "Way", "answer_of", "rejoin", "way_back"]

@@ -14,14 +14,14 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, answering, peer_common_name, streaming, to_proto
 from geofed_pb.v1 import common_pb2, sync_pb2, sync_pb2_grpc, worker_pb2, worker_pb2_grpc
 from sync.layout import Layout
-from sync.ps.answers import AttachAnswer, BoundaryAnswer, ReduceAnswer
 from sync.ps.config import PsConfig
+from sync.ps.core.answers import AttachAnswer, BoundaryAnswer, ReduceAnswer
+from sync.ps.core.events import Attached, BoundaryArrived, Configured, Evaluated, Event, ReduceArrived, Stepped
 from sync.ps.engine import Engine, merged_key
-from sync.ps.events import Attached, BoundaryArrived, Configured, Evaluated, Event, ReduceArrived, Stepped
 from sync.ps.exchange import Links
-from sync.ps.export import to_safetensors
-from sync.ps.manifest import Peer
+from sync.ps.execution.export import to_safetensors
 from sync.ps.tokens import WorkerIdentity, verify
+from sync.transfer.manifest import Peer
 
 __all__ = ["AdminService", "WorkerService"]
 

@@ -1,9 +1,9 @@
 """A federation in one process and in virtual time: real gradients, and the parameter servers' own numbers.
 
-Every region has its workers' model and a `Replica`, driven in the order in which `sync.ps.executor` drives it. An
-update that a region makes at the end of a round reaches a peer after what was sent to it before, its own framed bytes
-at the link's rate and half a round trip. Compute is alike in all regions, t seconds a step; coding costs nothing here
-(tests/bench/codecs.py measures it).
+Every region has its workers' model and a `Replica`, driven in the order in which `sync.ps.execution.executor` drives
+it. An update that a region makes at the end of a round reaches a peer after what was sent to it before, its own framed
+bytes at the link's rate and half a round trip. Compute is alike in all regions, t seconds a step; coding costs nothing
+here (tests/bench/codecs.py measures it).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sync.codec import Codec, Float32, codec_named, with_state
 from sync.flat import FlatModel
 from sync.layout import Vector
 from sync.policy import Contribution
-from sync.ps.replica import Numbers, Replica, expanded
+from sync.ps.execution.replica import Numbers, Replica, expanded
 from sync.wan import ExchangeSettings, policy_of
 
 __all__ = [
@@ -211,7 +211,7 @@ class _Federation:
 
 
 class _Synchronous(_Federation):
-    """All wait for all at the end of a round (`sync.ps.synchronous`)."""
+    """All wait for all at the end of a round (`sync.ps.core.synchronous`)."""
 
     def run(self) -> bool:
         now, done, sequence = 0.0, 0, 0
@@ -251,7 +251,7 @@ class _Site:
 
 
 class _Background(_Federation):
-    """Nobody waits: `sync.ps.background`, its workers, and the merges after the last round."""
+    """Nobody waits: `sync.ps.core.background`, its workers, and the merges after the last round."""
 
     def run(self) -> bool:
         sites = {region: _Site() for region in REGIONS}

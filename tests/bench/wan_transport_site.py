@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.exchange_site import Site
 from support.pki import Authority
 
-from sync.ps.manifest import Manifest, Peer
+from sync.transfer.manifest import Manifest, Peer
 from sync.transport.sockets import Tls
 from sync.transport.streams import largest_chunk_bytes
 

@@ -34,7 +34,7 @@ def model(config):
 MAKE_EXPORT = """
 from task import model as made
 from sync.flat import FlatModel
-from sync.ps.export import to_safetensors
+from sync.ps.execution.export import to_safetensors
 first = made({"width": 8})
 flat = FlatModel(first)
 open("model.safetensors", "wb").write(to_safetensors(flat.layout, flat.vector(), {})[0])

@@ -32,8 +32,8 @@ from region_agent.shards import shard_files
 from region_agent.store import AgentStore
 from region_agent.worker.invocation import ShardFile
 from sync.framing import digest_of
-from sync.ps.intake import LARGEST_UPDATE_BYTES
-from sync.ps.manifest import Manifest, Verdict
+from sync.transfer.intake import LARGEST_UPDATE_BYTES
+from sync.transfer.manifest import Manifest, Verdict
 
 MIB = 1 << 20
 JOB = "job-1"

@@ -22,8 +22,8 @@ from sync.channel import FileChannel
 from sync.codec import codec_named
 from sync.layout import Layout, Vector
 from sync.policy import Contribution
-from sync.ps.export import to_safetensors
-from sync.ps.replica import Numbers, Replica
+from sync.ps.execution.export import to_safetensors
+from sync.ps.execution.replica import Numbers, Replica
 from sync.wan import ExchangeSettings, policy_of
 
 __all__ = ["Federation"]

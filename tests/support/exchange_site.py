@@ -18,10 +18,10 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import server_options
 from geofed_pb.v1 import sync_pb2_grpc
 from sync import framing
-from sync.ps.actions import Ship
-from sync.ps.events import Event, PeerHas, Stored
+from sync.ps.core.actions import Ship
+from sync.ps.core.events import Event, PeerHas, Stored
 from sync.ps.exchange import ExchangeService, Links
-from sync.ps.manifest import Manifest, Peer, Verdict
+from sync.transfer.manifest import Manifest, Peer, Verdict
 from sync.transport.sockets import Tls
 
 __all__ = ["JOB", "Site"]

@@ -10,7 +10,7 @@ import copy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from sync.ps.actions import (
+from sync.ps.core.actions import (
     Action,
     Apply,
     Failed,
@@ -28,9 +28,9 @@ from sync.ps.actions import (
     StartPause,
     SumUp,
 )
-from sync.ps.answers import AttachAnswer, BoundaryAnswer, EvaluatedAnswer, ReduceAnswer
-from sync.ps.background import FIRST, Background
-from sync.ps.events import (
+from sync.ps.core.answers import AttachAnswer, BoundaryAnswer, EvaluatedAnswer, ReduceAnswer
+from sync.ps.core.background import FIRST, Background
+from sync.ps.core.events import (
     Applied,
     Attached,
     BoundaryArrived,
@@ -55,10 +55,10 @@ from sync.ps.events import (
     Tried,
     Unreached,
 )
-from sync.ps.machine import Machine, Recovered, Setup
-from sync.ps.manifest import Manifest, Peer, Verdict
+from sync.ps.core.machine import Machine, Recovered, Setup
+from sync.ps.core.synchronous import Synchronous
 from sync.ps.rejoin import answer_of, way_back
-from sync.ps.synchronous import Synchronous
+from sync.transfer.manifest import Manifest, Peer, Verdict
 
 _LATE = 3
 """Rounds by which a region may be late after the grace window."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from support.federation_in_miniature import Miniature, Site
 
-from sync.ps.actions import Action, StartGrace, StartPatience, StartPause
+from sync.ps.core.actions import Action, StartGrace, StartPatience, StartPause
 
 
 def go(

@@ -10,10 +10,10 @@ import torch
 
 from geofed_pb.errors import GeofedError
 from sync.policy import Contribution, DiLoCo, ModelAverage, Outer
-from sync.ps.actions import Apply
-from sync.ps.machine import Setup
-from sync.ps.replica import Numbers
-from sync.ps.storage import Storage
+from sync.ps.core.actions import Apply
+from sync.ps.core.machine import Setup
+from sync.ps.execution.replica import Numbers
+from sync.ps.execution.storage import Storage
 from sync.wan import policy_of
 
 SIZE = 1000

@@ -14,7 +14,7 @@ from torch import nn
 from geofed_pb.errors import GeofedError
 from sync.flat import FlatModel
 from sync.layout import Layout, Slot
-from sync.ps.export import to_safetensors
+from sync.ps.execution.export import to_safetensors
 
 
 class Everything(nn.Module):

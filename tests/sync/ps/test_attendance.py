@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sync.ps.membership import Membership, Pace, Punctuality, Spared
+from sync.ps.core.membership import Membership, Pace, Punctuality, Spared
 
 
 def test_a_region_is_waited_for_again_once_it_has_kept_up() -> None:

@@ -31,12 +31,10 @@ from sync import framing
 from sync.channel import FileChannel
 from sync.codec import codec_named
 from sync.layout import Layout, Slot, Vector
-from sync.ps import executor as executor_module
-from sync.ps.actions import Failed, Refuse, Reply, Ship, StartGrace, StartPatience, StartPause
-from sync.ps.answers import AttachAnswer, BoundaryAnswer
-from sync.ps.arrival import Arrival
-from sync.ps.background import Background
-from sync.ps.events import (
+from sync.ps.core.actions import Failed, Refuse, Reply, Ship, StartGrace, StartPatience, StartPause
+from sync.ps.core.answers import AttachAnswer, BoundaryAnswer
+from sync.ps.core.background import Background
+from sync.ps.core.events import (
     Attached,
     BoundaryArrived,
     Configured,
@@ -51,10 +49,12 @@ from sync.ps.events import (
     Tried,
     Unreached,
 )
-from sync.ps.executor import ActionExecutor
-from sync.ps.machine import Setup
-from sync.ps.manifest import Manifest, Peer, Verdict
-from sync.ps.storage import Draft, Storage
+from sync.ps.core.machine import Setup
+from sync.ps.execution import executor as executor_module
+from sync.ps.execution.executor import ActionExecutor
+from sync.ps.execution.storage import Draft, Storage
+from sync.transfer.arrival import Arrival
+from sync.transfer.manifest import Manifest, Peer, Verdict
 from sync.wan import ExchangeSettings, policy_of
 
 REGIONS = ("a", "b")

@@ -11,7 +11,7 @@ import pytest
 from sync.codec import codec_named
 from sync.layout import Vector
 from sync.policy import Contribution
-from sync.ps.replica import Numbers, Replica
+from sync.ps.execution.replica import Numbers, Replica
 from sync.wan import ExchangeSettings, policy_of
 
 OPTIMA = {"a": 3.0, "b": -1.0, "c": 4.0}

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from support.federation_in_miniature import Miniature, Site
 from support.rounds_in_miniature import go, lose_patience, round_of
 
-from sync.ps.actions import StartPause
-from sync.ps.cadence import Cadence, Tempo
+from sync.ps.core.actions import StartPause
+from sync.ps.core.cadence import Cadence, Tempo
 
 ALL = ("r0", "r1", "r2")
 

@@ -21,13 +21,13 @@ from sync import framing
 from sync.channel import FileChannel
 from sync.codec import codec_named
 from sync.layout import Layout, Slot
-from sync.ps.actions import Prepare, Reproduce
-from sync.ps.background import Background
-from sync.ps.events import Attached, Configured, Prepared
-from sync.ps.executor import ActionExecutor, Framed
-from sync.ps.machine import FIRST_WEIGHT, Machine, Setup
-from sync.ps.storage import Storage
-from sync.ps.synchronous import Synchronous
+from sync.ps.core.actions import Prepare, Reproduce
+from sync.ps.core.background import Background
+from sync.ps.core.events import Attached, Configured, Prepared
+from sync.ps.core.machine import FIRST_WEIGHT, Machine, Setup
+from sync.ps.core.synchronous import Synchronous
+from sync.ps.execution.executor import ActionExecutor, Framed
+from sync.ps.execution.storage import Storage
 from sync.wan import policy_of
 
 MIB = 1 << 20

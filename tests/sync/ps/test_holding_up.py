@@ -11,15 +11,15 @@ import pytest
 from sync.channel import FileChannel
 from sync.codec import codec_named
 from sync.ps import engine as engine_module
-from sync.ps.actions import StartPatience, StartPause
-from sync.ps.background import Background
+from sync.ps.core.actions import StartPatience, StartPause
+from sync.ps.core.background import Background
+from sync.ps.core.events import Stored
+from sync.ps.core.machine import Setup
+from sync.ps.core.membership import Punctuality
 from sync.ps.engine import Engine
-from sync.ps.events import Stored
-from sync.ps.executor import ActionExecutor
-from sync.ps.machine import Setup
-from sync.ps.manifest import Manifest
-from sync.ps.membership import Punctuality
-from sync.ps.storage import Storage
+from sync.ps.execution.executor import ActionExecutor
+from sync.ps.execution.storage import Storage
+from sync.transfer.manifest import Manifest
 from sync.wan import policy_of
 
 NOW = 1000.0

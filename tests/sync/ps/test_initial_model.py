@@ -15,7 +15,7 @@ from support.server_process import LAYOUT, NumpyWorker, Server
 
 from geofed_pb.errors import GeofedError
 from sync.layout import Layout, Slot
-from sync.ps.export import from_safetensors, to_safetensors
+from sync.ps.execution.export import from_safetensors, to_safetensors
 
 SLOTS = st.lists(
     st.tuples(

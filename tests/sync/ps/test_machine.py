@@ -10,12 +10,12 @@ from support.budget import budget
 from support.federation_in_miniature import Miniature, Site
 
 from geofed_pb.bounds import MOST_METRICS
-from sync.ps.actions import Failed, Refuse, Reply
-from sync.ps.answers import AttachAnswer
-from sync.ps.events import Attached, BoundaryArrived, Configured, Evaluated, Kept, Prepared, ReduceArrived
-from sync.ps.machine import Machine, Recovered, Setup
-from sync.ps.manifest import Manifest, Peer, Verdict
-from sync.ps.synchronous import Synchronous
+from sync.ps.core.actions import Failed, Refuse, Reply
+from sync.ps.core.answers import AttachAnswer
+from sync.ps.core.events import Attached, BoundaryArrived, Configured, Evaluated, Kept, Prepared, ReduceArrived
+from sync.ps.core.machine import Machine, Recovered, Setup
+from sync.ps.core.synchronous import Synchronous
+from sync.transfer.manifest import Manifest, Peer, Verdict
 
 _NUMBERS = st.integers(0, 1 << 16)
 

@@ -12,8 +12,8 @@ import pytest
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import sync_pb2
-from sync.ps.manifest import Manifest, Peer
-from sync.ps.peer_sender import Notices, PeerSender
+from sync.transfer.manifest import Manifest, Peer
+from sync.transfer.peer_sender import Notices, PeerSender
 
 
 def test_an_idle_link_is_as_fast_as_it_was() -> None:

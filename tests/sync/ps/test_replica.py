@@ -11,7 +11,7 @@ from support.budget import budget
 from sync.codec import codec_named
 from sync.layout import Vector
 from sync.policy import Contribution, StateAveraged
-from sync.ps.replica import _BLOCK, Numbers, Replica, expanded
+from sync.ps.execution.replica import _BLOCK, Numbers, Replica, expanded
 from sync.wan import ExchangeSettings, policy_of
 
 POLICIES = {"ma": {}, "diloco": {}, "asgd": {"damping": 1.0}, "asgd-ga": {"compensation": 0.04}}

@@ -16,12 +16,12 @@ from sync import chunked, framing
 from sync.channel import FileChannel, Limits
 from sync.codec import codec_named
 from sync.layout import Layout, Slot
-from sync.ps import executor as executor_module
-from sync.ps.actions import Apply, Log, Prepare, Restart
-from sync.ps.events import Applied, Prepared
-from sync.ps.executor import ActionExecutor
-from sync.ps.machine import Setup
-from sync.ps.storage import Storage
+from sync.ps.core.actions import Apply, Log, Prepare, Restart
+from sync.ps.core.events import Applied, Prepared
+from sync.ps.core.machine import Setup
+from sync.ps.execution import executor as executor_module
+from sync.ps.execution.executor import ActionExecutor
+from sync.ps.execution.storage import Storage
 from sync.wan import policy_of
 
 SIZE, HALF = 8, 4

@@ -19,15 +19,15 @@ from support.failures import filled
 from support.small_disk import small_disk
 
 from geofed_pb.errors import GeofedError
-from sync import framing
+from sync import durable, framing
+from sync.durable import write_durably
 from sync.layout import Layout, Slot, Vector
-from sync.ps import storage as storage_module
-from sync.ps.actions import Apply, Keep, Log
-from sync.ps.arrival import Arrival
-from sync.ps.machine import Recovered, Setup
-from sync.ps.manifest import Manifest
-from sync.ps.replica import Numbers
-from sync.ps.storage import Draft, Storage, write_durably
+from sync.ps.core.actions import Apply, Keep, Log
+from sync.ps.core.machine import Recovered, Setup
+from sync.ps.execution.replica import Numbers
+from sync.ps.execution.storage import Draft, Storage
+from sync.transfer.arrival import Arrival
+from sync.transfer.manifest import Manifest
 
 SETUP = Setup("a", ("a", "b"), 1, 4, 1, 1)
 LAYOUT = Layout((Slot("w", (8,), "float32"),), 1)
@@ -338,7 +338,7 @@ def _draft(storage: Storage, model: Vector) -> Draft:
 
 
 def test_a_checkpoint_made_beside_is_the_one_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_module, "_WINDOW", 100)
+    monkeypatch.setattr(durable, "_WINDOW", 100)
     model = np.arange(200, dtype=np.float32)
     made = []
     for beside in (False, True):
@@ -356,7 +356,7 @@ def test_a_checkpoint_made_beside_is_the_one_made_at_once(tmp_path: Path, monkey
 def test_a_disk_that_fails_while_it_is_written_back_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fine: int
 ) -> None:
-    monkeypatch.setattr(storage_module, "_WINDOW", 100)
+    monkeypatch.setattr(durable, "_WINDOW", 100)
     kernel = _Kernel(errno.EIO, fine)
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: kernel)
     storage = _background(tmp_path)

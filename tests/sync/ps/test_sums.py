@@ -18,16 +18,16 @@ from sync import framing
 from sync.channel import FileChannel
 from sync.codec import codec_named, codec_of
 from sync.layout import Layout, Slot
-from sync.ps import sums
-from sync.ps.actions import SumUp
-from sync.ps.background import Background
-from sync.ps.events import Stored, Summed
-from sync.ps.executor import ActionExecutor
-from sync.ps.ledger import Ledger
-from sync.ps.machine import Recovered, Setup
-from sync.ps.manifest import Manifest, Peer, Verdict
-from sync.ps.replica import Numbers, Replica
-from sync.ps.storage import Storage
+from sync.ps.core import sums
+from sync.ps.core.actions import SumUp
+from sync.ps.core.background import Background
+from sync.ps.core.events import Stored, Summed
+from sync.ps.core.ledger import Ledger
+from sync.ps.core.machine import Recovered, Setup
+from sync.ps.execution.executor import ActionExecutor
+from sync.ps.execution.replica import Numbers, Replica
+from sync.ps.execution.storage import Storage
+from sync.transfer.manifest import Manifest, Peer, Verdict
 from sync.wan import ExchangeSettings, policy_of
 from tests.sync.ps.test_ways import _KINDS, WaysChange, _ways
 

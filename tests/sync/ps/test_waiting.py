@@ -6,11 +6,11 @@ import pytest
 from support.federation_in_miniature import Miniature, Site
 from support.rounds_in_miniature import go, lose_patience, round_of, waits
 
-from sync.ps.actions import Action, Apply, Failed, Log, StartPause
-from sync.ps.background import Background
-from sync.ps.events import Applied, BoundaryArrived, Configured, Logged, Prepared, Stored
-from sync.ps.machine import Recovered, Setup
-from sync.ps.manifest import Manifest, Peer
+from sync.ps.core.actions import Action, Apply, Failed, Log, StartPause
+from sync.ps.core.background import Background
+from sync.ps.core.events import Applied, BoundaryArrived, Configured, Logged, Prepared, Stored
+from sync.ps.core.machine import Recovered, Setup
+from sync.transfer.manifest import Manifest, Peer
 
 ALL = ("r0", "r1", "r2")
 ROUNDS = 160

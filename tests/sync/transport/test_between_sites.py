@@ -24,9 +24,9 @@ from support.small_disk import small_disk
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import channel, error_of, region_name
 from geofed_pb.v1 import common_pb2, sync_pb2, sync_pb2_grpc
-from sync.ps.actions import Ship
-from sync.ps.manifest import Manifest, Peer
-from sync.ps.wire import manifest_to_proto
+from sync.ps.core.actions import Ship
+from sync.transfer.manifest import Manifest, Peer
+from sync.transfer.wire import manifest_to_proto
 from sync.transport import sockets
 from sync.transport.sockets import Tls, dial
 from sync.transport.stream import hello

@@ -13,10 +13,10 @@ from support.exchange_site import Site
 from support.pki import Authority
 from support.relay import Relay
 
-from sync.ps.actions import Ship
-from sync.ps.arrival import Arrival
-from sync.ps.manifest import Peer
-from sync.ps.peer_sender import PeerSender
+from sync.ps.core.actions import Ship
+from sync.transfer.arrival import Arrival
+from sync.transfer.manifest import Peer
+from sync.transfer.peer_sender import PeerSender
 
 AUTHORITY = Authority()
 COUNT = 24

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from sync import chunked, framing
 from sync.channel import Channel
 from sync.layout import Vector
-from sync.ps.storage import Storage, correction_key
+from sync.ps.execution.storage import Storage, correction_key
 
 __all__ = ["ChannelStore"]
 

@@ -16,8 +16,8 @@ import grpc.aio
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
-from sync.ps.manifest import Peer
-from sync.ps.wire import line_to
+from sync.transfer.manifest import Peer
+from sync.transfer.wire import line_to
 from sync.transport.ranges import Ranges, pieces
 from sync.transport.run import Content
 from sync.transport.sockets import Tls

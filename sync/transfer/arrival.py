@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
-from sync.ps.manifest import Manifest
-from sync.ps.storage import disk_full_is_told, write_durably
+from sync.durable import disk_full_is_told, write_durably
+from sync.transfer.manifest import Manifest
 from sync.transport.landing import Landing
 
 __all__ = ["Arrival", "Key", "Tickets", "key_of"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sync.ps.answers import Answer
-from sync.ps.manifest import Manifest, Peer
+from sync.ps.core.answers import Answer
+from sync.transfer.manifest import Manifest, Peer
 
 __all__ = [
     "Action",

@@ -16,9 +16,9 @@ from __future__ import annotations
 import abc
 from dataclasses import dataclass, field, replace
 
-from sync.ps.actions import Action, Failed, Forget, Keep, Log, Merge, Prepare, Refuse, Reply, Reproduce
-from sync.ps.answers import EvaluatedAnswer
-from sync.ps.events import (
+from sync.ps.core.actions import Action, Failed, Forget, Keep, Log, Merge, Prepare, Refuse, Reply, Reproduce
+from sync.ps.core.answers import EvaluatedAnswer
+from sync.ps.core.events import (
     Applied,
     Attached,
     BoundaryArrived,
@@ -45,9 +45,9 @@ from sync.ps.events import (
     Tried,
     Unreached,
 )
-from sync.ps.ledger import NO_MODEL, Ledger
-from sync.ps.manifest import Manifest, Verdict
-from sync.ps.worker_group import Evaluation, StepMerge, mean_loss
+from sync.ps.core.ledger import NO_MODEL, Ledger
+from sync.ps.core.worker_group import Evaluation, StepMerge, mean_loss
+from sync.transfer.manifest import Manifest, Verdict
 
 __all__ = ["FIRST_WEIGHT", "Boundary", "Machine", "Recovered", "Setup"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from geofed_pb.bounds import bounded_metrics, clean
-from sync.ps.actions import Action, Keep, Merge, Refuse, Reply
-from sync.ps.answers import EvaluatedAnswer, ReduceAnswer
-from sync.ps.events import BoundaryArrived, Evaluated, Merged, ReduceArrived
+from sync.ps.core.actions import Action, Keep, Merge, Refuse, Reply
+from sync.ps.core.answers import EvaluatedAnswer, ReduceAnswer
+from sync.ps.core.events import BoundaryArrived, Evaluated, Merged, ReduceArrived
 
 __all__ = ["Evaluation", "StepMerge", "mean_loss"]
 

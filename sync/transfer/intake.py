@@ -16,8 +16,8 @@ import grpc.aio
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import answering, peer_common_name
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
-from sync.ps.arrival import Arrival, Tickets, key_of
-from sync.ps.manifest import Manifest, Verdict
+from sync.transfer.arrival import Arrival, Tickets, key_of
+from sync.transfer.manifest import Manifest, Verdict
 from sync.transport.landing import Landing
 from sync.transport.receiver import BulkPort
 from sync.transport.sockets import Tls

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from sync.ps.actions import SumUp
-from sync.ps.manifest import Manifest
+from sync.ps.core.actions import SumUp
+from sync.transfer.manifest import Manifest
 
 __all__ = ["Sums"]
 

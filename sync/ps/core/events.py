@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sync.ps.actions import Apply, Keep, Log
-from sync.ps.manifest import Manifest, Peer
+from sync.ps.core.actions import Apply, Keep, Log
+from sync.transfer.manifest import Manifest, Peer
 
 __all__ = [
     "Applied",

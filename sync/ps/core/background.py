@@ -20,7 +20,7 @@ control plane or by another region's last update.
 
 from __future__ import annotations
 
-from sync.ps.actions import (
+from sync.ps.core.actions import (
     Action,
     Apply,
     Failed,
@@ -33,14 +33,14 @@ from sync.ps.actions import (
     StartPatience,
     StartPause,
 )
-from sync.ps.answers import AttachAnswer, BoundaryAnswer
-from sync.ps.cadence import Tempo
-from sync.ps.events import Applied, BoundaryArrived, GraceOver, Logged, PatienceOver, PauseOver, Restarted
-from sync.ps.ledger import NO_MODEL
-from sync.ps.machine import Machine, Recovered, Setup
-from sync.ps.manifest import Manifest
-from sync.ps.membership import Membership
-from sync.ps.worker_group import Evaluation
+from sync.ps.core.answers import AttachAnswer, BoundaryAnswer
+from sync.ps.core.cadence import Tempo
+from sync.ps.core.events import Applied, BoundaryArrived, GraceOver, Logged, PatienceOver, PauseOver, Restarted
+from sync.ps.core.ledger import NO_MODEL
+from sync.ps.core.machine import Machine, Recovered, Setup
+from sync.ps.core.membership import Membership
+from sync.ps.core.worker_group import Evaluation
+from sync.transfer.manifest import Manifest
 
 __all__ = ["FIRST", "Background"]
 
@@ -433,7 +433,7 @@ class Background(Machine):
         return self._tempo.slower_than(self.setup.region, training)
 
     def _pauses(self, sequence: int) -> list[Action]:
-        """With others that are slower it ends its rounds when they do (`sync.ps.cadence`). Alone it makes them no
+        """With others that are slower it ends its rounds when they do (`sync.ps.core.cadence`). Alone it makes them no
         faster than with the others: who waits for nobody is through with the job where rounds are short, before anybody
         is heard again, and what it makes alone is worth the least."""
         if self._pause >= sequence:

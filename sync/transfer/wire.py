@@ -8,7 +8,7 @@ import grpc.aio
 
 from geofed_pb.rpc import channel, region_name
 from geofed_pb.v1 import sync_pb2
-from sync.ps.manifest import Manifest, Peer
+from sync.transfer.manifest import Manifest, Peer
 from sync.transport.sockets import Tls
 
 __all__ = ["line_to", "manifest_of", "manifest_to_proto"]

@@ -21,10 +21,10 @@ import grpc.aio
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, error_of
 from geofed_pb.v1 import sync_pb2
-from sync.ps.bulk import BulkWay, Unreached
-from sync.ps.direct import DirectWay, GivenUp, LinkMeter
-from sync.ps.manifest import Manifest, Peer
-from sync.ps.wire import manifest_to_proto
+from sync.transfer.bulk import BulkWay, Unreached
+from sync.transfer.direct import DirectWay, GivenUp, LinkMeter
+from sync.transfer.manifest import Manifest, Peer
+from sync.transfer.wire import manifest_to_proto
 from sync.transport.run import Content
 from sync.transport.sockets import Tls
 

@@ -29,12 +29,9 @@ the log is begun.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import json
 import os
 import shutil
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -46,23 +43,18 @@ import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
 from sync import framing
+from sync.durable import begin_write, disk_full_is_told, flush_folder, put_in_place, write_durably
 from sync.layout import Layout, Vector
-from sync.ps.actions import Apply, Keep, Log, Restart
-from sync.ps.machine import Recovered, Setup
-from sync.ps.manifest import Manifest
-from sync.ps.replica import Numbers
+from sync.ps.core.actions import Apply, Keep, Log, Restart
+from sync.ps.core.machine import Recovered, Setup
+from sync.ps.execution.replica import Numbers
+from sync.transfer.manifest import Manifest
 
-__all__ = ["Draft", "Entry", "Storage", "correction_key", "disk_full_is_told", "write_durably"]
+__all__ = ["Draft", "Entry", "Storage", "correction_key"]
 
 _KEPT_CHECKPOINTS = 2
 _SPARE = ".spare.partial"
 """A checkpoint that is to be written again."""
-_WINDOW = 4 << 20
-"""Bytes of a checkpoint that the disk is given at once."""
-_WRITE_AND_WAIT = 1 | 2 | 4
-"""Flags of sync_file_range: wait for what is being written, write what is to be, and wait for that."""
-_NOT_TO_BE_HAD = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE)
-"""Errors of sync_file_range where the kernel or the file system has no such thing."""
 _MEMORY, _MARK, _LAST = "memory/", "mark/", "last/"
 """Before the names, in a checkpoint: of what policy and guard remember, of watermarks, of regions that are done."""
 
@@ -341,7 +333,7 @@ class Storage:
             os.close(self._log)
         path = self._folder / f"log-{max(0, version)}.jsonl"
         self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        _flush_folder(self._folder)
+        flush_folder(self._folder)
 
     def _entries(self, version: int) -> list[Entry]:
         """What was logged after a merge; a line that the process died in ends it."""
@@ -442,94 +434,12 @@ class Draft:
         digest = framing.digest_of([model.data.cast("B")])
         pieces = framing.encode({"model": model, **self.rest}, {**self.facts, "memory_crc": _crc(self.rest)})
         place = self.folder / f"checkpoint-{self.version}-{digest.removeprefix('sha256:')}.frame"
-        self.written.append((place, _write_beside(place, pieces, self.folder / _SPARE)))
+        self.written.append((place, begin_write(place, pieces, self.folder / _SPARE)))
         return digest
 
     def flush(self, *, beside: bool = False) -> None:
         """Make durable what was written; ``beside`` other work, so that what is made durable there waits for little."""
-        _put_in_place(*self.written.pop(), beside=beside)
-
-
-def write_durably(path: Path, pieces: Sequence[framing.Buffer]) -> None:
-    """Replace a file so that after a crash either the old or the new content is there, whole."""
-    _put_in_place(path, _write_beside(path, pieces))
-
-
-def _write_beside(path: Path, pieces: Sequence[framing.Buffer], spare: Path | None = None) -> BinaryIO:
-    """The file stays open: only its own descriptor is sure to be told of what could not be written.
-
-    ``spare``: a file that is written again, if it is there.
-    """
-    if spare is not None:
-        with contextlib.suppress(FileNotFoundError):
-            spare.replace(_partial(path))
-    with disk_full_is_told(path):
-        file = os.fdopen(os.open(_partial(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "wb")
-    try:
-        with disk_full_is_told(path):
-            for piece in pieces:
-                file.write(piece)
-            file.truncate()
-    except BaseException:
-        # It would be written again, and what that fails of must not hide why it is not there.
-        with contextlib.suppress(OSError):
-            file.close()
-        raise
-    return file
-
-
-def _write_back(file: BinaryIO) -> None:
-    """Have the kernel write a file's bytes, one window after the other; only fsync makes them durable.
-
-    A disk does what it is given in turn: behind a whole checkpoint, a line of the log would wait for all of it. So it
-    is given a little, and then left to others for as long as that took.
-    """
-    file.flush()
-    library = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(library, "sync_file_range"):
-        return
-    for at in range(0, os.fstat(file.fileno()).st_size, _WINDOW):
-        begun = time.monotonic()
-        if library.sync_file_range(file.fileno(), ctypes.c_int64(at), ctypes.c_int64(_WINDOW), _WRITE_AND_WAIT):
-            number = ctypes.get_errno()
-            if number in _NOT_TO_BE_HAD:
-                return
-            # What it was told of a disk that fails, fsync would not be told again.
-            raise OSError(number, os.strerror(number))
-        time.sleep(time.monotonic() - begun)
-
-
-def _put_in_place(path: Path, file: BinaryIO, *, beside: bool = False) -> None:
-    with disk_full_is_told(path):
-        with file:
-            if beside:
-                _write_back(file)
-            os.fsync(file.fileno())
-        os.replace(_partial(path), path)
-        _flush_folder(path.parent)
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
-
-
-def _flush_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-@contextlib.contextmanager
-def disk_full_is_told(path: Path) -> Iterator[None]:
-    """Turn a full disk into its error of the catalogue."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise GeofedError("DISK_FULL", f"no space left for {path}") from None
-        raise
+        put_in_place(*self.written.pop(), beside=beside)
 
 
 def _whole(path: Path) -> framing.Frame | None:

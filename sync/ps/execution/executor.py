@@ -22,14 +22,14 @@ from sync.codec import Codec, Exact, Float32, Tensors, codec_of, decoded
 from sync.collective import weighted_mean
 from sync.layout import Layout, Vector
 from sync.policy import Contribution, Policy
-from sync.ps.actions import Action, Apply, Forget, Keep, Log, Merge, Prepare, Reproduce, Restart, SumUp
-from sync.ps.channel_store import ChannelStore
-from sync.ps.events import Applied, Event, Kept, Logged, Merged, Prepared, Restarted, Summed
-from sync.ps.export import from_safetensors
-from sync.ps.machine import FIRST_WEIGHT, Recovered, Setup
-from sync.ps.manifest import Manifest
-from sync.ps.replica import Numbers, Replica, expanded
-from sync.ps.storage import Draft, Entry, Storage, correction_key
+from sync.ps.core.actions import Action, Apply, Forget, Keep, Log, Merge, Prepare, Reproduce, Restart, SumUp
+from sync.ps.core.events import Applied, Event, Kept, Logged, Merged, Prepared, Restarted, Summed
+from sync.ps.core.machine import FIRST_WEIGHT, Recovered, Setup
+from sync.ps.execution.channel_store import ChannelStore
+from sync.ps.execution.export import from_safetensors
+from sync.ps.execution.replica import Numbers, Replica, expanded
+from sync.ps.execution.storage import Draft, Entry, Storage, correction_key
+from sync.transfer.manifest import Manifest
 from sync.wan import ExchangeSettings
 
 __all__ = ["ActionExecutor", "Framed", "merged_key", "step_back"]

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sync.ps.actions import Action, Apply, Failed, Prepare, Refuse, Reply
-from sync.ps.answers import AttachAnswer, BoundaryAnswer
-from sync.ps.events import Applied, BoundaryArrived
-from sync.ps.ledger import NO_MODEL
-from sync.ps.machine import Boundary, Machine, Recovered, Setup
-from sync.ps.manifest import Manifest
-from sync.ps.worker_group import Evaluation, StepMerge
+from sync.ps.core.actions import Action, Apply, Failed, Prepare, Refuse, Reply
+from sync.ps.core.answers import AttachAnswer, BoundaryAnswer
+from sync.ps.core.events import Applied, BoundaryArrived
+from sync.ps.core.ledger import NO_MODEL
+from sync.ps.core.machine import Boundary, Machine, Recovered, Setup
+from sync.ps.core.worker_group import Evaluation, StepMerge
+from sync.transfer.manifest import Manifest
 
 __all__ = ["Synchronous"]
 

@@ -23,10 +23,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from sync.ps.actions import Ship, SumUp
-from sync.ps.manifest import Manifest, Peer
-from sync.ps.routes import forwards
-from sync.ps.sums import Sums
+from sync.ps.core.actions import Ship, SumUp
+from sync.ps.core.routes import forwards
+from sync.ps.core.sums import Sums
+from sync.transfer.manifest import Manifest, Peer
 
 __all__ = ["NO_MODEL", "Ledger"]
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import sync_pb2
-from sync.ps.manifest import Peer
+from sync.transfer.manifest import Peer
 from sync.transport.run import Content
 from sync.transport.sender import Carried, Outbound, Parcel
 from sync.transport.sockets import Tls, dial

@@ -1,0 +1,1 @@
+"""What a parameter server does for its state machine: numbers, disk and channel."""
