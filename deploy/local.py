@@ -25,7 +25,7 @@ from typing import IO, Any, TypeVar
 from control_plane.client import Context, ControlClient
 from deploy.emulator import Emulator
 from geofed_pb.errors import GeofedError
-from region_agent.enrolment import join_federation
+from region_agent.link.enrolment import join_federation
 
 __all__ = ["LOOPBACK", "LocalFederation", "RegionSite", "lasting_port"]
 

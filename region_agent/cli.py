@@ -49,7 +49,7 @@ def join(
     ] = None,
 ) -> None:
     """Join a federation with the one-time invitation of `control-plane region invite NAME`."""
-    from region_agent.enrolment import join_federation
+    from region_agent.link.enrolment import join_federation
 
     try:
         text = sys.stdin.read() if str(token_file) == "-" else token_file.read_text()
@@ -73,7 +73,7 @@ def run(
     logging.getLogger("httpx").setLevel(logging.WARNING)
     from region_agent.config import load_config
     from region_agent.daemon import run as run_daemon
-    from region_agent.identity import Identity
+    from region_agent.link.identity import Identity
 
     settings = load_config(config)
     identity = Identity(state_dir)

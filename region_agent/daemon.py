@@ -20,25 +20,25 @@ from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import to_proto
 from geofed_pb.v1 import agent_pb2
-from region_agent.billing import invocation_amounts
 from region_agent.capacity import preemptible_left
 from region_agent.config import FileChannelConfig, OpenFaasGateway, RegionConfig
 from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess
 from region_agent.gateway import BasicAuth, GatewayClient
-from region_agent.hub import Hub
-from region_agent.identity import Identity
-from region_agent.log_shipping import LogShipping
-from region_agent.offered_datasets import OfferedDatasets
-from region_agent.partition import Partition, Surroundings
-from region_agent.partition_events import Happened, PublishAsked, Scaled, Stopped
-from region_agent.partition_shards import SHARDS
+from region_agent.link.hub import Hub
+from region_agent.link.identity import Identity
+from region_agent.link.log_shipping import LogShipping
+from region_agent.partition.billing import invocation_amounts
+from region_agent.partition.channel import RegionChannel
+from region_agent.partition.events import Happened, PublishAsked, Scaled, Stopped
+from region_agent.partition.runner import Partition, Surroundings
+from region_agent.partition.server_process import PsProcess
+from region_agent.partition.shards import SHARDS
 from region_agent.policy import check_partition, check_sending, most_workers
 from region_agent.profiling import Profiler
-from region_agent.ps_process import PsProcess
-from region_agent.region_channel import RegionChannel
-from region_agent.shard_sending import Hands, Sending
-from region_agent.shard_taking import forget_shards
-from region_agent.store import AgentStore, PartitionRow
+from region_agent.shards.offered import OfferedDatasets
+from region_agent.shards.receiving import forget_shards
+from region_agent.shards.sending import Hands, Sending
+from region_agent.state.store import AgentStore, PartitionRow
 from sync.durable import disk_full_is_told, write_durably
 from sync.framing import digest_of
 from sync.ps.tokens import new_key

@@ -18,10 +18,10 @@ from geofed_pb.rpc import CONTROL_PLANE_NAME, channel, clock_of, error_of
 from geofed_pb.v1 import agent_pb2_grpc, common_pb2
 from region_agent.config import FileChannelConfig, OpenFaasGateway, RegionConfig
 from region_agent.gateway import BasicAuth, GatewayClient
-from region_agent.identity import Identity
-from region_agent.ps_process import free_ports
-from region_agent.region_channel import RegionChannel
-from region_agent.shards import shard_files
+from region_agent.link.identity import Identity
+from region_agent.partition.channel import RegionChannel
+from region_agent.partition.server_process import free_ports
+from region_agent.shards.reading import shard_files
 
 __all__ = ["Finding", "examine"]
 

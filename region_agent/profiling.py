@@ -17,14 +17,14 @@ from pydantic import ValidationError
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import to_proto
 from geofed_pb.v1 import agent_pb2
-from region_agent.billing import bill, invocation_amounts
 from region_agent.gateway import FunctionSpec, fixed_scale_labels, timeout_env
 from region_agent.machine_rates import fresh_rate, stored_rate
-from region_agent.partition import Surroundings
-from region_agent.partition_calls import bundle_key
+from region_agent.partition.billing import bill, invocation_amounts
+from region_agent.partition.calls import bundle_key
+from region_agent.partition.channel import usage_meters
+from region_agent.partition.runner import Surroundings
 from region_agent.policy import check_partition
-from region_agent.region_channel import usage_meters
-from region_agent.shards import shard_files
+from region_agent.shards.reading import shard_files
 from region_agent.worker.profile_call import ProfileCall, Profiled
 from sync.channel import Usage
 

@@ -22,7 +22,7 @@ from support.processes import alive
 from support.turns import turn
 from xdist.scheduler import LoadScopeScheduling
 
-from region_agent.gateway.embedded import kernel
+from region_agent.gateway.embedded.replicas import kernel
 
 _GRACE_SECONDS = 5.0
 _FOR_WANT_OF_A_PACKAGE = re.compile("not installed|missing|could not import")

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from control_plane.cli import (
+from control_plane.cli._output import emit_error
+from control_plane.cli._settings import settings
+from control_plane.cli.commands import (
     catalogue,
     export,
     history,
@@ -21,8 +23,6 @@ from control_plane.cli import (
     template,
     user,
 )
-from control_plane.cli._output import emit_error
-from control_plane.cli._settings import settings
 from geofed_pb.errors import Exit, GeofedError
 from geofed_pb.output import written_out
 

@@ -1,16 +1,16 @@
 """The gRPC services, and the one place where state changes."""
 
-from control_plane.service._agents import AgentHubService
-from control_plane.service._control import ControlService, Door
-from control_plane.service._enrolment import EnrolmentService
-from control_plane.service._federation import Federation
-from control_plane.service._measurements import Measurements
 from control_plane.service._metrics import Meter
-from control_plane.service._probing import WAIT, Probing
-from control_plane.service._profiling import Profiling
-from control_plane.service._succession import Succession
-from control_plane.service._users import Caller, caller_of
-from control_plane.service._wire import event_message
+from control_plane.service.jobs._succession import Succession
+from control_plane.service.measuring._measurements import Measurements
+from control_plane.service.measuring._probing import WAIT, Probing
+from control_plane.service.measuring._profiling import Profiling
+from control_plane.service.rpc._agents import AgentHubService
+from control_plane.service.rpc._control import ControlService, Door
+from control_plane.service.rpc._enrolment import EnrolmentService
+from control_plane.service.rpc._users import Caller, caller_of
+from control_plane.service.rpc._wire import event_message
+from control_plane.service.state._federation import Federation
 
 __all__ = [
     "WAIT",

@@ -13,7 +13,7 @@ from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from control_plane.core import TERMINAL, Report, WanLink, wan_links
-from control_plane.service._federation import ACTIVE, Federation
+from control_plane.service.state._federation import ACTIVE, Federation
 from geofed_pb.errors import GeofedError
 
 REGION_PHASES = ("invited", "live", "unreachable", "lost")

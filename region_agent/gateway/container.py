@@ -16,8 +16,8 @@ import threading
 from types import FrameType
 
 from geofed_pb.errors import Exit, GeofedError
-from region_agent.gateway.embedded.calls import CallQueue, Context, resolve_handler
-from region_agent.gateway.embedded.replica_http import ReplicaServer
+from region_agent.gateway.embedded.replicas.calls import CallQueue, Context, resolve_handler
+from region_agent.gateway.embedded.replicas.replica_http import ReplicaServer
 from region_agent.gateway.quantities import parse_duration
 
 __all__ = ["main"]

@@ -21,17 +21,17 @@ from typing import Any, Protocol
 import torch
 
 from geofed_pb.errors import GeofedError
-from region_agent.worker.data import fetch_split, joined
-from region_agent.worker.heap import keep_pages
+from region_agent.worker.data.scratch import scratch_folder
+from region_agent.worker.data.shard import fetch_split, joined
 from region_agent.worker.invocation import Invocation, Outcome, read_invocation
 from region_agent.worker.loop import WorkerLoop
 from region_agent.worker.modules import drop_task_modules
 from region_agent.worker.profile_call import ProfileCall, Profiled, is_profile_call, read_profile_call
 from region_agent.worker.profiling import probe, profile
-from region_agent.worker.scratch import scratch_folder
-from region_agent.worker.stage import ModelStage, pipeline_of
 from region_agent.worker.task import Task, load_task, task_fault, unpack
-from region_agent.worker.trainer import Trainer, WholeModel
+from region_agent.worker.training.heap import keep_pages
+from region_agent.worker.training.stage import ModelStage, pipeline_of
+from region_agent.worker.training.trainer import Trainer, WholeModel
 from sync.channel import Channel, open_channel
 from sync.device import device
 from sync.pipeline import measure_messages

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from geofed_pb.errors import GeofedError
-from region_agent.worker.data import BatchStream, evaluation_batches, move
+from region_agent.worker.data.shard import BatchStream, evaluation_batches, move
 from region_agent.worker.profile_call import LayerNumbers, NormNumbers, ProfileCall, Profiled, StepNumbers
 from region_agent.worker.task import Task
 from sync.device import device, finish

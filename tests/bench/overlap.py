@@ -35,8 +35,8 @@ from overlap_models import Pace, StandIn, mobilenet, pace_of, resnet18
 from report import Bar, Report, options
 
 from region_agent.worker.invocation import Invocation
-from region_agent.worker.merging import Merging, merging_for
 from region_agent.worker.task import Task
+from region_agent.worker.training.merging import Merging, merging_for
 from sync.channel import REQUEST_PRICES as PRICES
 from sync.channel import Channel, Usage, _s3, cost_usd
 from sync.collective import ChannelCosts, _reducing, least_seconds, probe

@@ -33,7 +33,7 @@ from report import Bar, Report
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from deploy.local import LocalFederation, RegionSite
-from region_agent.worker.data import BatchStream
+from region_agent.worker.data.shard import BatchStream
 from sync.pipeline import Layers
 
 __all__ = ["measure"]

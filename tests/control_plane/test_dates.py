@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import budget
 
-from control_plane.service._admission import Asked, Decision
-from control_plane.service._allocation import Allocation
-from control_plane.service._draft import Draft, JobEntry, RegionEntry
-from control_plane.service._enrolment import unseen_region
-from control_plane.service._known import Learnt
-from control_plane.service._planning import first_state, plan_json
+from control_plane.service.measuring._known import Learnt
+from control_plane.service.planning._admission import Asked, Decision
+from control_plane.service.planning._allocation import Allocation
+from control_plane.service.planning._planning import first_state, plan_json
+from control_plane.service.rpc._enrolment import unseen_region
+from control_plane.service.state._draft import Draft, JobEntry, RegionEntry
 from control_plane.spec import JobSpec, load
 from control_plane.store import JobRow
 from scheduler import Capacity, Declined, Split, _plan

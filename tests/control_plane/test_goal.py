@@ -25,7 +25,7 @@ from control_plane.core import (
     SendPeers,
     condition_of,
 )
-from control_plane.service._planning import goal_of
+from control_plane.service.planning._planning import goal_of
 from control_plane.spec import load
 from geofed_pb.errors import GeofedError
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.server import ServeConfig
-from control_plane.service._known import speeds_of, stage_paces_of, task_keys
-from control_plane.service._tuning import profile_from_json
+from control_plane.service.measuring._known import speeds_of, stage_paces_of, task_keys
+from control_plane.service.planning._tuning import profile_from_json
 from control_plane.spec import load, pack
 from control_plane.store import Change, RunRow, open_store
 from geofed_pb.v1 import control_pb2

@@ -11,9 +11,9 @@ from pydantic import TypeAdapter
 from structlog.testing import capture_logs
 
 from control_plane.blobs import BlobStore
-from control_plane.service._draft import Draft
-from control_plane.service._enrolment import unseen_region
-from control_plane.service._federation import Federation
+from control_plane.service.rpc._enrolment import unseen_region
+from control_plane.service.state._draft import Draft
+from control_plane.service.state._federation import Federation
 from control_plane.store import Change, open_store
 from geofed_pb.v1 import agent_pb2
 from scheduler import Region

@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 from control_plane.cli._report import plan_text
 from control_plane.core import JobState, Report
 from control_plane.core import Partition as CorePartition
-from control_plane.service._result import result_of, runs_so_far
-from control_plane.service._wire import _pipeline
+from control_plane.service.jobs._result import result_of, runs_so_far
+from control_plane.service.rpc._wire import _pipeline
 from control_plane.spec import load, to_demand
 from control_plane.store import JobRow
 from geofed_pb.errors import GeofedError

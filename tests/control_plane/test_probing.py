@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from control_plane.cli._report import plan_text
 from control_plane.server import ServeConfig
-from control_plane.service import _probing
-from control_plane.service._known import Learnt, probed_speeds, task_keys
-from control_plane.service._planning import snapshot_of
+from control_plane.service.measuring import _probing
+from control_plane.service.measuring._known import Learnt, probed_speeds, task_keys
+from control_plane.service.planning._planning import snapshot_of
 from control_plane.spec import load, pack
 from control_plane.store import Change, RunRow, WeightRow, open_store
 from geofed_pb.errors import GeofedError

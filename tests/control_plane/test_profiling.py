@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from control_plane.server import ServeConfig
-from control_plane.service._known import task_keys
+from control_plane.service.measuring._known import task_keys
 from control_plane.spec import load, pack
 from control_plane.store import Change, RunRow, open_store
 from geofed_pb.errors import GeofedError

@@ -10,9 +10,9 @@ import pytest
 
 from control_plane.cli._report import result_text
 from control_plane.core import Begun, JobMachine, JobState, Partition, Planned, Report, Reported, Waits
-from control_plane.service._known import Learnt
-from control_plane.service._planning import plan_json, snapshot_of
-from control_plane.service._result import result_of, runs_of
+from control_plane.service.jobs._result import result_of, runs_of
+from control_plane.service.measuring._known import Learnt
+from control_plane.service.planning._planning import plan_json, snapshot_of
 from control_plane.spec import load, to_demand
 from control_plane.store import JobRow
 from scheduler import Plan, plan

@@ -20,13 +20,13 @@ from support.budget import budget
 from control_plane.blobs import BlobStore
 from control_plane.server import ServeConfig
 from control_plane.service import Federation
-from control_plane.service._agents import AgentHubService
-from control_plane.service._enrolment import unseen_region
-from control_plane.service._session import AgentSession
+from control_plane.service.rpc._agents import AgentHubService
+from control_plane.service.rpc._enrolment import unseen_region
+from control_plane.service.rpc._session import AgentSession
 from control_plane.store import CommandRow, open_store
 from geofed_pb.v1 import agent_pb2
-from region_agent.outgoing import ReportQueue
-from region_agent.store import AgentStore
+from region_agent.link.outgoing import ReportQueue
+from region_agent.state.store import AgentStore
 from tests.control_plane.conftest import staged
 from tests.control_plane.fake_agent import FakeAgent, catalogue
 from tests.control_plane.scenario import bring_up, finish, run, train

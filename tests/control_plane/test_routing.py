@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from control_plane.core import Report
-from control_plane.service._draft import Draft, JobEntry
-from control_plane.service._planning import first_state
-from control_plane.service._routing import FIRST_REST_SECONDS, LOOK_SECONDS, Routing
+from control_plane.service.planning._planning import first_state
+from control_plane.service.planning._routing import FIRST_REST_SECONDS, LOOK_SECONDS, Routing
+from control_plane.service.state._draft import Draft, JobEntry
 from control_plane.spec import load, to_demand
 from control_plane.store import JobRow
 from geofed_pb.v1 import agent_pb2

@@ -22,7 +22,7 @@ from control_plane.client import Context, ControlClient
 from control_plane.server import ServeConfig
 from control_plane.spec import load, pack
 from geofed_pb.errors import GeofedError
-from region_agent.enrolment import join_federation
+from region_agent.link.enrolment import join_federation
 from tests.control_plane.conftest import staged
 from tests.control_plane.fake_agent import FakeAgent, digest_of, join
 from tests.control_plane.test_life_of_a_job import finish, train

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from control_plane._durations import format_duration, parse_duration
 from control_plane.core import SendStart
-from control_plane.service._wire import command_of
+from control_plane.service.rpc._wire import command_of
 from control_plane.spec import check_task, json_schema, load, pack, packed_code_digest, parse_json, to_demand
 from control_plane.spec._pack import MAX_BUNDLE_BYTES
 from control_plane.store import JobRow

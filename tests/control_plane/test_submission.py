@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from control_plane.server import ServeConfig
-from control_plane.service._admission import Answer, Asked
+from control_plane.service.planning._admission import Answer, Asked
 from geofed_pb.errors import GeofedError
 from scheduler import Capacity
 from tests.control_plane.conftest import staged

@@ -17,10 +17,11 @@ from support.budget import budget
 
 from control_plane.core import Charge, Report
 from control_plane.server import ServeConfig
-from control_plane.service import Succession, _succession
-from control_plane.service._draft import JobEntry
-from control_plane.service._pays import Pace, pays
-from control_plane.service._succession import rest_of
+from control_plane.service import Succession
+from control_plane.service.jobs import _succession
+from control_plane.service.jobs._succession import rest_of
+from control_plane.service.planning._replan_gain import Pace, pays
+from control_plane.service.state._draft import JobEntry
 from control_plane.spec import load
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import common_pb2

@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 
 from control_plane.cli._report import plan_text
 from control_plane.core import SendStart
-from control_plane.service._planning import declined_error, plan_json
-from control_plane.service._wire import command_of
+from control_plane.service.planning._planning import declined_error, plan_json
+from control_plane.service.rpc._wire import command_of
 from control_plane.spec import JobSpec, load, to_demand
 from control_plane.store import JobRow
 from geofed_pb.errors import GeofedError

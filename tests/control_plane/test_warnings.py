@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from control_plane.service._draft import RegionEntry
-from control_plane.service._enrolment import unseen_region
-from control_plane.service._warnings import warnings_of
+from control_plane.service.planning._warnings import warnings_of
+from control_plane.service.rpc._enrolment import unseen_region
+from control_plane.service.state._draft import RegionEntry
 from control_plane.spec import JobSpec
 from scheduler import Demand, Plan, Snapshot, plan
 from tests.control_plane.fake_agent import catalogue

@@ -22,13 +22,13 @@ from torch import nn
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess
-from region_agent.identity import Identity
-from region_agent.partition import Partition, Surroundings
-from region_agent.partition_events import Happened, PublishAsked, Stopped
-from region_agent.ps_process import PsProcess
-from region_agent.region_channel import RegionChannel
-from region_agent.store import AgentStore
-from region_agent.worker.data import BatchStream
+from region_agent.link.identity import Identity
+from region_agent.partition.channel import RegionChannel
+from region_agent.partition.events import Happened, PublishAsked, Stopped
+from region_agent.partition.runner import Partition, Surroundings
+from region_agent.partition.server_process import PsProcess
+from region_agent.state.store import AgentStore
+from region_agent.worker.data.shard import BatchStream
 from sync.framing import digest_of
 from sync.pipeline import Layers
 from tests.e2e.conftest import PAIR

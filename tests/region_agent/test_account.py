@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geofed_pb.v1 import sync_pb2
-from region_agent.billing import bill, invocation_amounts
 from region_agent.config import PricesConfig
-from region_agent.partition_machine import PartitionMachine
-from region_agent.partition_report import PartitionMeter, report_of
-from region_agent.store import AgentStore
+from region_agent.partition.billing import bill, invocation_amounts
+from region_agent.partition.machine import PartitionMachine
+from region_agent.partition.report import PartitionMeter, report_of
+from region_agent.state.store import AgentStore
 from region_agent.worker.invocation import Outcome
 
 PRICES = PricesConfig(

@@ -20,7 +20,7 @@ from geofed_pb.v1 import agent_pb2_grpc, common_pb2
 from region_agent import doctor
 from region_agent.config import RegionConfig
 from region_agent.doctor import Finding, examine
-from region_agent.identity import Federation, Identity
+from region_agent.link.identity import Federation, Identity
 from sync.transport.sockets import Tls
 
 

@@ -16,10 +16,10 @@ from region_agent.capacity import say_preemptible_left
 from region_agent.config import RegionConfig
 from region_agent.daemon import Agent
 from region_agent.gateway import GatewayClient
-from region_agent.identity import Federation, Identity
-from region_agent.partition_events import Preempted, Prepared, PsReady, PsSaid, PsView, Started, WorkerEnded
-from region_agent.partition_machine import PartitionMachine
-from region_agent.store import AgentStore
+from region_agent.link.identity import Federation, Identity
+from region_agent.partition.events import Preempted, Prepared, PsReady, PsSaid, PsView, Started, WorkerEnded
+from region_agent.partition.machine import PartitionMachine
+from region_agent.state.store import AgentStore
 
 
 class _Played:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.pki import Authority
 
 from geofed_pb.errors import GeofedError
-from region_agent.identity import Federation, Identity, make_request, read_invitation
+from region_agent.link.identity import Federation, Identity, make_request, read_invitation
 
 
 def _token(authority: Authority, **changed: object) -> str:

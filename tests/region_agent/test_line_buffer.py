@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from region_agent.line_buffer import LineBuffer, dropped_text
+from region_agent.link.line_buffer import LineBuffer, dropped_text
 
 
 @given(st.lists(st.integers(1, 30), max_size=200), st.integers(4, 200))

@@ -9,8 +9,8 @@ import pytest
 
 from geofed_pb.bounds import SESSION_MESSAGE_BYTES, TRUNCATED
 from geofed_pb.v1 import agent_pb2
-from region_agent.log_shipping import LogShipping
-from region_agent.store import AgentStore
+from region_agent.link.log_shipping import LogShipping
+from region_agent.state.store import AgentStore
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from geofed_pb.errors import GeofedError
-from region_agent import offered_datasets
 from region_agent.config import DatasetConfig, RegionConfig
-from region_agent.offered_datasets import OfferedDatasets
-from region_agent.shards import shard_files
+from region_agent.shards import offered as offered_datasets
+from region_agent.shards.offered import OfferedDatasets
+from region_agent.shards.reading import shard_files
 from region_agent.worker.invocation import ShardFile
 
 

@@ -24,12 +24,12 @@ from support.processes import running_as
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
-from region_agent.identity import Identity
-from region_agent.partition import Partition, Surroundings
-from region_agent.partition_calls import whole_pipelines
-from region_agent.partition_events import ConfigurePs, Happened, Scaled, Stopped
-from region_agent.region_channel import RegionChannel
-from region_agent.store import AgentStore
+from region_agent.link.identity import Identity
+from region_agent.partition.calls import whole_pipelines
+from region_agent.partition.channel import RegionChannel
+from region_agent.partition.events import ConfigurePs, Happened, Scaled, Stopped
+from region_agent.partition.runner import Partition, Surroundings
+from region_agent.state.store import AgentStore
 from region_agent.worker.invocation import Invocation, Outcome, Schedule
 from sync.framing import digest_of
 

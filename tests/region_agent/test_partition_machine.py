@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from support.budget import budget
 
 from geofed_pb.errors import CATALOGUE, GeofedError
-from region_agent.partition_batches import BatchPlan
-from region_agent.partition_events import (
+from region_agent.partition.batches import BatchPlan
+from region_agent.partition.events import (
     Action,
     Begin,
     Configured,
@@ -46,8 +46,8 @@ from region_agent.partition_events import (
     TakeAway,
     WorkerEnded,
 )
-from region_agent.partition_machine import FATAL, PartitionMachine
-from region_agent.worker.batches import Batches
+from region_agent.partition.machine import FATAL, PartitionMachine
+from region_agent.worker.data.batches import Batches
 from region_agent.worker.invocation import Stretch
 
 ROUNDS = 3

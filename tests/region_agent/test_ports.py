@@ -13,7 +13,7 @@ import pytest
 from geofed_pb.errors import GeofedError
 from region_agent.config import RegionConfig
 from region_agent.doctor import examine
-from region_agent.ps_process import free_ports
+from region_agent.partition.server_process import free_ports
 
 HOST = "127.0.0.1"
 NONE = (0, 0, 0)

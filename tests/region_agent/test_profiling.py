@@ -17,9 +17,9 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from region_agent import machine_rates
 from region_agent.config import RegionConfig
-from region_agent.partition import Surroundings
+from region_agent.partition.channel import RegionChannel
+from region_agent.partition.runner import Surroundings
 from region_agent.profiling import Profiler
-from region_agent.region_channel import RegionChannel
 from region_agent.worker import handler
 from region_agent.worker.handler import handle
 from scheduler.tuning import Profile

@@ -10,8 +10,8 @@ from support.stores import redis_server
 
 from geofed_pb.errors import GeofedError
 from region_agent.config import FileChannelConfig, RedisChannelConfig, S3ChannelConfig, load_config
-from region_agent.region_channel import RegionChannel
-from region_agent.worker.merging import Fenced
+from region_agent.partition.channel import RegionChannel
+from region_agent.worker.training.merging import Fenced
 from sync.channel import FileChannel, fence_key
 
 REGION = """\

@@ -22,14 +22,14 @@ from support.relay import Relay
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import channel, error_of, region_name
 from geofed_pb.v1 import agent_pb2, sync_pb2, sync_pb2_grpc
-from region_agent import shard_list, shard_taking
 from region_agent.config import DatasetConfig, RegionConfig, SplitConfig, StoreConfig, load_config
-from region_agent.partition_events import Happened
-from region_agent.shard_list import FileContent, Listed, ListedFile, ShardList, read_list, shard_bytes
-from region_agent.shard_sending import Hands, Sending
-from region_agent.shard_taking import ShardStore, ShelfPort, forget_shards, open_port
-from region_agent.shards import shard_files
-from region_agent.store import AgentStore
+from region_agent.partition.events import Happened
+from region_agent.shards import listing
+from region_agent.shards.listing import FileContent, Listed, ListedFile, ShardList, read_list, shard_bytes
+from region_agent.shards.reading import shard_files
+from region_agent.shards.receiving import ShardStore, ShelfPort, forget_shards, open_port
+from region_agent.shards.sending import Hands, Sending
+from region_agent.state.store import AgentStore
 from region_agent.worker.invocation import ShardFile
 from sync.framing import digest_of
 from sync.transfer.intake import LARGEST_UPDATE_BYTES
@@ -395,7 +395,7 @@ def test_what_is_not_there_to_be_read_is_told(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before - 1
 
 
-@pytest.mark.parametrize("side", [shard_list, shard_taking])
+@pytest.mark.parametrize("side", [listing, shard_taking])
 def test_a_list_that_is_too_long_is_told_and_not_sent_for_ever(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: ModuleType
 ) -> None:
@@ -430,7 +430,7 @@ def test_a_list_is_not_longer_than_was_counted_on(names: list[tuple[str]]) -> No
     )
     if files:
         told = ShardList(dataset="d", files=files)
-        counted = shard_list.list_bytes({"train": tuple(ShardFile(name=file.name) for file in files)})
+        counted = listing.list_bytes({"train": tuple(ShardFile(name=file.name) for file in files)})
         assert len(told.to_bytes()) <= counted + 100
 
 
@@ -506,9 +506,9 @@ def test_a_list_that_leads_elsewhere_is_refused(files: list[dict[str, Any]]) -> 
 
 def test_keys_that_no_folder_can_hold_are_told_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     files = tuple(ShardFile(name=name, url=f"https://store/{name}", size=1) for name in ("a", "a/b"))
-    monkeypatch.setattr(shard_list, "shard_files", lambda dataset, stores: {"train": files})
+    monkeypatch.setattr(listing, "shard_files", lambda dataset, stores: {"train": files})
     with pytest.raises(GeofedError) as raised:
-        shard_list.listed("digits", DatasetConfig(splits={}), {}, Path("/nowhere"))
+        listing.listed("digits", DatasetConfig(splits={}), {}, Path("/nowhere"))
     assert raised.value.code == "SHARD_UNREADABLE"
     assert "a is an object's key" in raised.value.message
     assert shard_bytes({"train": files}) == {}

@@ -16,8 +16,8 @@ from support.budget import budget
 
 from geofed_pb.errors import GeofedError
 from region_agent.config import DatasetConfig, SplitConfig, StoreConfig
-from region_agent.shards import shard_files
-from region_agent.worker.data import fetch_split
+from region_agent.shards.reading import shard_files
+from region_agent.worker.data.shard import fetch_split
 from tests.region_agent.conftest import SECRET, session
 
 

@@ -13,7 +13,7 @@ from support.budget import budget
 from support.small_disk import small_disk
 
 from geofed_pb.errors import GeofedError
-from region_agent.store import AgentStore
+from region_agent.state.store import AgentStore
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from support.pki import Authority
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CONTROL_PLANE_NAME, answering, peer_common_name, server_options, streaming
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
-from region_agent.hub import Hub
-from region_agent.identity import Federation, Identity, make_request
-from region_agent.store import AgentStore
+from region_agent.link.hub import Hub
+from region_agent.link.identity import Federation, Identity, make_request
+from region_agent.state.store import AgentStore
 
 _PATIENCE_SECONDS = 15.0
 _Value = TypeVar("_Value")

@@ -17,10 +17,10 @@ import structlog
 import uvicorn
 
 from geofed_pb.errors import Exit, GeofedError
-from region_agent.gateway.embedded import kernel
 from region_agent.gateway.embedded.app import create_app
 from region_agent.gateway.embedded.config import Config, load
 from region_agent.gateway.embedded.provider import Provider
+from region_agent.gateway.embedded.replicas import kernel
 
 _GRACE_S = 2
 _OVERRIDES = (

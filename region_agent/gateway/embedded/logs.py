@@ -13,7 +13,7 @@ from io import FileIO
 from pathlib import Path
 
 from region_agent.gateway.functions import LogLine
-from region_agent.line_buffer import LineBuffer, dropped_text
+from region_agent.link.line_buffer import LineBuffer, dropped_text
 
 __all__ = ["LogQuery", "LogStore", "pipe_to_lines"]
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import structlog
 
-from region_agent.gateway.embedded import memory
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.logs import LogStore, pipe_to_lines
-from region_agent.gateway.embedded.running import FunctionLimits, Running, replica_spec
+from region_agent.gateway.embedded.replicas import memory
+from region_agent.gateway.embedded.replicas.running import FunctionLimits, Running, replica_spec
+from region_agent.gateway.embedded.replicas.zygote_link import ZygoteEvents, ZygoteLink
 from region_agent.gateway.embedded.secret_store import SecretStore
 from region_agent.gateway.embedded.table import (
     Action,
@@ -38,7 +39,6 @@ from region_agent.gateway.embedded.table import (
     StartReplica,
     StopReplica,
 )
-from region_agent.gateway.embedded.zygote_link import ZygoteEvents, ZygoteLink
 from region_agent.gateway.functions import FunctionSpec, FunctionStatus
 from region_agent.gateway.short_folders import remove_short_folder, short_folder
 

@@ -12,7 +12,7 @@ import httpx
 
 from region_agent.gateway.embedded.metrics import Metrics
 from region_agent.gateway.embedded.provider import Provider
-from region_agent.gateway.embedded.running import Running
+from region_agent.gateway.embedded.replicas.running import Running
 from region_agent.gateway.embedded.table import Refused
 from region_agent.gateway.quantities import format_duration, parse_duration
 

@@ -71,7 +71,7 @@ def test_a_bug_is_told_in_a_sentence_and_with_debug_in_full(run: Run, monkeypatc
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr("control_plane.cli.template._folders", broken)
+    monkeypatch.setattr("control_plane.cli.commands.template._folders", broken)
     ran = run("template", "list")
     assert ran.status == 10
     assert ran.err.startswith("error[INTERNAL]: ZeroDivisionError: oops\nhint: ")

@@ -18,7 +18,7 @@ from support.warm_workers import WarmParent
 from torch import nn
 
 from geofed_pb.v1 import sync_pb2
-from region_agent.worker.data import BatchStream
+from region_agent.worker.data.shard import BatchStream
 from region_agent.worker.invocation import Schedule, Stretch
 from sync import framing
 from sync.channel import FileChannel

@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 from geofed_pb.errors import GeofedError
-from region_agent.worker import fetching as module
-from region_agent.worker.batches import Batches
-from region_agent.worker.data import BatchStream, evaluation_batches, fetch_split, joined, move
+from region_agent.worker.data import fetching as module
+from region_agent.worker.data.batches import Batches
+from region_agent.worker.data.shard import BatchStream, evaluation_batches, fetch_split, joined, move
 from region_agent.worker.invocation import ShardFile, Stretch
 
 _SIZES = st.tuples(st.integers(1, 60), st.integers(1, 4), st.integers(1, 9))

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import ctypes, resource, sys
-from region_agent.worker.heap import keep_pages
+from region_agent.worker.training.heap import keep_pages
 
 if sys.argv[1] == "keeps":
     keep_pages()

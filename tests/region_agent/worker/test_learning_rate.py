@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from geofed_pb.errors import GeofedError
-from region_agent.worker.batches import Batches
+from region_agent.worker.data.batches import Batches
 from region_agent.worker.invocation import Schedule, Stretch
-from region_agent.worker.learning_rate import LearningRate, factor
+from region_agent.worker.training.learning_rate import LearningRate, factor
 
 SCHEDULES = st.builds(
     Schedule,

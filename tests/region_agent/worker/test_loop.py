@@ -12,9 +12,10 @@ from support.pki import Authority
 from support.server_process import Server
 
 from geofed_pb.v1 import worker_pb2
-from region_agent.worker import handler, loop, trainer
+from region_agent.worker import handler, loop
 from region_agent.worker.invocation import Invocation, Outcome
 from region_agent.worker.ps_client import SliceOver
+from region_agent.worker.training import trainer
 from sync import framing
 from sync.channel import FileChannel
 

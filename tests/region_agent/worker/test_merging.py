@@ -11,10 +11,10 @@ import torch
 from support.memory_channel import MemoryChannel
 
 from geofed_pb.errors import GeofedError
-from region_agent.worker import merging
 from region_agent.worker.invocation import Invocation
-from region_agent.worker.merging import Fenced, Merging, Patience, merging_for
 from region_agent.worker.task import Task
+from region_agent.worker.training import merging
+from region_agent.worker.training.merging import Fenced, Merging, Patience, merging_for
 from sync.channel import FileChannel, fence_key
 from sync.collective import ChannelCosts
 from sync.flat import FlatModel

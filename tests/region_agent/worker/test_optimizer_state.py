@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from geofed_pb.errors import GeofedError
-from region_agent.worker.optimizer_state import dump_state, load_state
+from region_agent.worker.training.optimizer_state import dump_state, load_state
 from sync import framing
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]

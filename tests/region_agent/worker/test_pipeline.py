@@ -22,7 +22,7 @@ from torch import nn
 
 from geofed_pb.v1 import sync_pb2
 from region_agent.worker import handler
-from region_agent.worker.data import BatchStream
+from region_agent.worker.data.shard import BatchStream
 from region_agent.worker.invocation import Outcome, Schedule
 from region_agent.worker.modules import PACKAGE
 from sync import chunked

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from region_agent.worker.scheduling import _CALLS, request_low_latency
+from region_agent.worker.training.scheduling import _CALLS, request_low_latency
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="Linux's scheduler"),

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from region_agent.worker.scratch import scratch_folder
+from region_agent.worker.data.scratch import scratch_folder
 
 _MADE = """
 import os
 import sys
 from pathlib import Path
-from region_agent.worker.scratch import scratch_folder
+from region_agent.worker.data.scratch import scratch_folder
 folder = scratch_folder(Path(sys.argv[1]))
 (folder / "data").write_bytes(bytes(1000))
 if os.fork() == 0:

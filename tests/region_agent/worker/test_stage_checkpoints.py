@@ -13,7 +13,7 @@ from support.budget import budget
 from support.memory_channel import MemoryChannel
 
 from region_agent.worker.invocation import Invocation
-from region_agent.worker.stage_checkpoints import StageCheckpoints, state_key
+from region_agent.worker.training.stage_checkpoints import StageCheckpoints, state_key
 from sync import framing
 from sync.channel import Channel
 from sync.pipeline import Logged, Pipeline, logged_keys, operations

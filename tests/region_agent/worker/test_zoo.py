@@ -15,7 +15,7 @@ from support.exchange_in_process import Federation
 from torch import nn
 
 from region_agent.worker import loop
-from region_agent.worker.data import BatchStream
+from region_agent.worker.data.shard import BatchStream
 from sync.device import device
 from sync.seeding import reseed, seed_all
 

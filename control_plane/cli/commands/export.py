@@ -1,0 +1,136 @@
+"""`export`: the model of a job, verified, with its manifest."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from control_plane._view import ENDED, Data, job_view, standing_text
+from control_plane.cli._connect import ask_control_plane, confirm
+from control_plane.cli._options import ContextFile, Output, Yes
+from control_plane.cli._output import emit, fields, unwritable
+from control_plane.cli._settings import Format
+from control_plane.cli.commands.jobs import JobArgument
+from geofed_pb.errors import GeofedError
+
+if TYPE_CHECKING:
+    from control_plane.client import ControlClient
+
+_ATTEMPTS = 20
+_RETRY_SECONDS = 0.5
+
+
+def export(
+    job: JobArgument,
+    output_file: Annotated[
+        Path | None,
+        typer.Option("--output-file", metavar="FILE", help="Where to; default: JOB.safetensors.", show_default=False),
+    ] = None,
+    yes: Yes = False,
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Write a job's model as safetensors, with a manifest of where it comes from beside it."""
+
+    async def fetch(client: ControlClient) -> Data:
+        view = job_view(await client.job(job))
+        if not (view["result"] and view["result"]["model"]):
+            raise _no_model(view)
+        target = output_file or Path(f"{view['id']}.safetensors")
+        if target.is_file() and not _holds(target, view["result"]["model"]["digest"]):
+            confirm(f"Write over {target}?", yes=yes)
+        await _download(client, view, target)
+        return _with_manifest(view, target)
+
+    emit(ask_control_plane(context, fetch), table=_told, name=lambda data: str(data["file"]))
+
+
+def _no_model(view: Data) -> GeofedError:
+    job, state = view["id"], view["state"]
+    comes = state not in (*ENDED, "cancelling")
+    hint = "wait for it to succeed" if comes else f"`control-plane events {job}` shows what happened"
+    return GeofedError("MODEL_NOT_FOUND", f"job {job} {standing_text(state)}; it has no model", hint=hint)
+
+
+def _holds(path: Path, digest: str) -> bool:
+    """True where the file is this very model: writing over it loses nothing."""
+    import hashlib
+
+    try:
+        with path.open("rb") as file:
+            return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}" == digest
+    except OSError:
+        return False
+
+
+async def _download(client: ControlClient, view: Data, target: Path) -> None:
+    """Write the model, or nothing. A broken connection is taken up where it broke."""
+    import asyncio
+    import hashlib
+
+    expected, digest, have = view["result"]["model"], hashlib.sha256(), 0
+    plain = target.is_file() or not target.exists()
+    # A device cannot be replaced by a file.
+    draft = target.with_name(f".{target.name}.{os.getpid()}") if plain else target
+    try:
+        with draft.open("wb") as file:
+            for attempt in range(1, _ATTEMPTS + 1):
+                try:
+                    async for chunk in client.model(view["id"], offset=have):
+                        file.write(chunk.data)
+                        digest.update(chunk.data)
+                        have += len(chunk.data)
+                    break
+                except GeofedError as error:
+                    if error.code != "UNAVAILABLE" or attempt == _ATTEMPTS:
+                        raise
+                    await asyncio.sleep(_RETRY_SECONDS)
+            file.flush()
+            if plain:
+                os.fsync(file.fileno())
+        if f"sha256:{digest.hexdigest()}" != expected["digest"]:
+            text = f"{have} bytes arrived as sha256:{digest.hexdigest()}, the job's model is {expected['digest']}"
+            raise GeofedError("DIGEST_MISMATCH", text, hint="nothing was written; export again")
+        if plain:
+            draft.replace(target)
+    except OSError as error:
+        raise unwritable(target, error) from None
+    finally:
+        with suppress(OSError):
+            if plain:
+                draft.unlink()
+
+
+def _with_manifest(view: Data, target: Path) -> Data:
+    """Write what is known of the model beside it; returns the answer of the command."""
+    result = view["result"]
+    manifest = {
+        "apiVersion": "geofed/v1",
+        "kind": "ModelManifest",
+        "file": target.name,
+        **result["model"],
+        "job": view["id"],
+        "name": view["name"],
+        "finished_at": view["finished_at"],
+        "metrics": result["metrics"],
+        "data": {"dataset": view["spec"]["data"]["dataset"], "residency": result["residency"]},
+        "digests": result["digests"],
+        "spec": view["spec"],
+        "plan": view["plan"],
+        "account": result,
+    }
+    path = target.with_name(f"{target.name}.manifest.json")
+    try:
+        path.write_text(json.dumps(manifest, indent=2) + "\n")
+    except OSError as error:
+        raise unwritable(path, error) from None
+    return {"job": view["id"], "file": str(target), "manifest": str(path), **result["model"]}
+
+
+def _told(data: Data) -> str:
+    return fields([("model", data["file"]), ("digest", data["digest"]), ("manifest", data["manifest"])])

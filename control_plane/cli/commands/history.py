@@ -1,0 +1,97 @@
+"""`events` and `logs`: what has happened, and what was written, in order."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from control_plane._view import Data, clock, event_view, log_view
+from control_plane.cli._connect import ask_control_plane
+from control_plane.cli._options import ContextFile, Output
+from control_plane.cli._output import emit, emit_line, say
+from control_plane.cli._settings import Format, settings
+from control_plane.cli.commands.jobs import JobArgument
+from geofed_pb.errors import GeofedError
+
+if TYPE_CHECKING:
+    from control_plane.cli._follow import Outage
+    from control_plane.client import ControlClient
+
+    Stream = Callable[[ControlClient, Outage], AsyncIterator[Data]]
+
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job has ended.")]
+After = Annotated[int, typer.Option("--after", metavar="CURSOR", help="Only what came after this one.", min=0)]
+
+
+def events(
+    job: JobArgument,
+    follow: Follow = False,
+    after: After = 0,
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Show what happened to a job."""
+
+    async def stream(client: ControlClient, outage: Outage) -> AsyncIterator[Data]:
+        async for event in client.watch(job, cursor=after, follow=follow, on_break=outage.broke):
+            outage.over()
+            yield event_view(event)
+
+    _show(context, stream, _event_line, follow=follow, again=f"control-plane events {job} --follow")
+
+
+def logs(
+    job: JobArgument,
+    region: Annotated[str, typer.Option(help="Only of this region.")] = "",
+    tail: Annotated[int, typer.Option(help="Only the last so many lines.", min=0)] = 0,
+    follow: Follow = False,
+    after: After = 0,
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Show what a job's workers, parameter servers and agents wrote."""
+
+    async def stream(client: ControlClient, outage: Outage) -> AsyncIterator[Data]:
+        async for line in client.logs(
+            job, region=region, cursor=after, tail=tail, follow=follow, on_break=outage.broke
+        ):
+            outage.over()
+            yield log_view(line)
+
+    _show(context, stream, _log_line, follow=follow, again=f"control-plane logs {job} --follow")
+
+
+def _show(context: Path | None, stream: Stream, line_of: Callable[[Data], str], *, follow: bool, again: str) -> None:
+    if follow and settings.format in (Format.JSON, Format.YAML):
+        raise GeofedError("USAGE", f"--follow writes a stream; {settings.format} is one document", hint="use -o jsonl")
+    collected: list[Data] = []
+
+    async def converse(client: ControlClient) -> None:
+        from control_plane.cli._follow import Outage
+
+        async for item in stream(client, Outage(say)):
+            if settings.format in (Format.JSON, Format.YAML):
+                collected.append(item)
+            elif settings.format is Format.JSONL:
+                emit_line(item)
+            else:
+                emit([item], table=lambda items: line_of(items[0]), name=_cursor_of)
+
+    ask_control_plane(context, converse, detach=f"detached; the job continues. Follow it again: {again}")
+    if settings.format in (Format.JSON, Format.YAML):
+        emit(collected, table=str, name=_cursor_of)
+
+
+def _event_line(event: Data) -> str:
+    return f"{event['cursor']:>6}  {clock(event['at'])}  {event['kind']:<20}  {event['text']}"
+
+
+def _log_line(line: Data) -> str:
+    return f"{clock(line['at'])}  {line['region']:<12}  {line['source']:<10}  {line['text']}"
+
+
+def _cursor_of(item: Data) -> str:
+    return str(item["cursor"])

@@ -1,0 +1,255 @@
+"""`status`, `list`, `describe`, `wait` and `cancel`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from control_plane._view import Data, job_summary, job_view, region_view, usd_text
+from control_plane.cli._connect import ask_control_plane, confirm
+from control_plane.cli._options import ContextFile, Output, Yes
+from control_plane.cli._output import columns, emit, fields, say
+from control_plane.cli._settings import Format, settings
+from geofed_pb.errors import GeofedError
+
+if TYPE_CHECKING:
+    from control_plane.client import ControlClient
+
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job, or its name.", show_default=False)]
+
+
+def status(
+    job: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help="Id or name; none: the federation.", show_default=False)
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show the job until it has ended.")] = False,
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Say how a job stands, or the federation."""
+    if job is None:
+        if watch:
+            raise GeofedError("USAGE", "say which job to watch", hint="`control-plane list` shows the jobs")
+        emit(ask_control_plane(context, _federation), table=_federation_text, name=lambda data: str(data["federation"]))
+    elif watch:
+        see_to_the_end(context, job, shown=True)
+    else:
+        view = ask_control_plane(context, _look_at(job))
+        emit(_without_request(view), table=lambda _: _status_text(view), name=_id_of)
+
+
+def list_jobs(
+    ended: Annotated[bool, typer.Option("--all", "-a", help="Ended jobs, too.")] = False,
+    limit: Annotated[int, typer.Option(help="At most so many, the newest.", min=1)] = 100,
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """List the jobs, newest first."""
+
+    async def ask(client: ControlClient) -> list[Data]:
+        return [job_summary(job_view(job)) for job in await client.jobs(ended=ended, limit=limit)]
+
+    views = ask_control_plane(context, ask)
+    emit(views, table=_jobs_table, name=_id_of)
+    if not views:
+        say("no jobs" if ended else "no jobs are running; --all shows ended ones")
+
+
+def describe(job: JobArgument, context: ContextFile = None, output: Output = Format.TABLE) -> None:
+    """Tell all about a job: plan, residency, regions, links, money, result."""
+    from control_plane.cli._report import description_text
+
+    emit(ask_control_plane(context, _look_at(job)), table=description_text, name=_id_of)
+
+
+def wait(
+    job: JobArgument,
+    until: Annotated[str, typer.Option("--for", metavar="ended|running", help="What to wait for.")] = "ended",
+    timeout: Annotated[str | None, typer.Option(help="Give up after this, like 10m; the job continues.")] = None,
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Wait until a job has ended; the exit status tells how."""
+    if until not in ("ended", "running"):
+        raise GeofedError("USAGE", f"--for is ended or running, not {until}")
+    see_to_the_end(context, job, shown=False, running=until == "running", seconds=_seconds(timeout))
+
+
+def cancel(
+    job: JobArgument,
+    reason: Annotated[str, typer.Option(help="Why, for its history.")] = "",
+    yes: Yes = False,
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Have a job end without a model."""
+    confirm(f"Cancel job {job}? What it has trained is lost.", yes=yes)
+
+    async def ask(client: ControlClient) -> Data:
+        return job_summary(job_view(await client.cancel(job, reason)))
+
+    from control_plane.cli._report import job_head
+
+    emit(ask_control_plane(context, ask), table=job_head, name=_id_of)
+
+
+def finish(
+    job: JobArgument,
+    reason: Annotated[str, typer.Option(help="Why, for its history.")] = "",
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Have a running job end now, with the model that it has."""
+
+    async def ask(client: ControlClient) -> Data:
+        return job_summary(job_view(await client.finish(job, reason)))
+
+    from control_plane.cli._report import job_head
+
+    emit(ask_control_plane(context, ask), table=job_head, name=_id_of)
+
+
+def replan(
+    job: JobArgument,
+    reason: Annotated[str, typer.Option(help="Why, for its history.")] = "",
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Have a running job end, and another one continue with its model over the regions that are there now."""
+
+    async def ask(client: ControlClient) -> Data:
+        return job_summary(job_view(await client.replan(job, reason)))
+
+    from control_plane.cli._report import job_head
+
+    emit(ask_control_plane(context, ask), table=job_head, name=_id_of)
+
+
+def scale(
+    job: JobArgument,
+    workers: Annotated[
+        list[str],
+        typer.Argument(metavar="REGION=WORKERS...", help="How many, by region; 0 pauses it.", show_default=False),
+    ],
+    reason: Annotated[str, typer.Option(help="Why, for its history.")] = "",
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Have regions of a running job continue with more workers, or fewer; what the job computes stays the same."""
+    wanted = {}
+    for told in workers:
+        region, equals, count = told.partition("=")
+        if not (region and equals and count.isascii() and count.isdigit()):
+            raise GeofedError("USAGE", f"{told!r} is not like frankfurt=4")
+        wanted[region] = int(count)
+
+    async def ask(client: ControlClient) -> Data:
+        return _without_request(job_view(await client.scale(job, wanted, reason)))
+
+    emit(ask_control_plane(context, ask), table=_status_text, name=_id_of)
+
+
+def see_to_the_end(
+    context: Path | None, job: str, *, shown: bool, running: bool = False, seconds: float | None = None
+) -> None:
+    """Stay with a job until it has ended, write its account, and leave with its fate."""
+    import asyncio
+
+    from control_plane.cli._follow import end_of, follow_job, wait_for_job
+    from control_plane.cli._report import status_text
+
+    async def stay(client: ControlClient) -> Data:
+        try:
+            async with asyncio.timeout(seconds):
+                return await (follow_job(client, job) if shown else wait_for_job(client, job, running=running))
+        except TimeoutError:
+            raise GeofedError("WAIT_TIMEOUT", f"job {job} has not got there within {seconds:g} s") from None
+
+    again = f"detached; the job continues. Watch it again: control-plane status {job} --watch"
+    view = ask_control_plane(context, stay, detach=again)
+    try:
+        end_of(view)
+    except GeofedError:
+        # In json the one envelope on stdout is the error's; the account of a failed job is `describe`'s.
+        if settings.format in (Format.TABLE, Format.NAME):
+            emit(view, table=status_text, name=_id_of)
+        raise
+    emit(_without_request(view), table=status_text, name=_id_of)
+
+
+def _look_at(job: str) -> Any:
+    async def look(client: ControlClient) -> Data:
+        return job_view(await client.job(job))
+
+    return look
+
+
+def _without_request(view: Data) -> Data:
+    """A job as it stands; the account where it has ended, what was asked for only in `describe`."""
+    return {key: value for key, value in view.items() if key not in ("spec", "plan")}
+
+
+def _seconds(duration: str | None) -> float | None:
+    from control_plane._durations import parse_duration
+
+    try:
+        return parse_duration(duration).total_seconds() if duration is not None else None
+    except ValueError as error:
+        raise GeofedError("USAGE", f"--timeout: {error}") from None
+
+
+async def _federation(client: ControlClient) -> Data:
+    import asyncio
+
+    told, jobs, regions = await asyncio.gather(client.version(), client.jobs(), client.regions())
+    return {
+        "federation": told.federation,
+        "version": told.version,
+        "regions": [region_view(region) for region in regions],
+        "jobs": [job_summary(job_view(job)) for job in jobs],
+    }
+
+
+def _federation_text(data: Data) -> str:
+    from control_plane.cli.commands.region import regions_table
+
+    parts = [fields([("federation", data["federation"]), ("version", data["version"])])]
+    if data["regions"]:
+        parts.append(regions_table(data["regions"]))
+    if data["jobs"]:
+        parts.append(_jobs_table(data["jobs"]))
+    return "\n\n".join(parts)
+
+
+def _jobs_table(views: list[Data]) -> str:
+    from control_plane.cli._report import rounds_text
+
+    return columns(
+        ["JOB", "USER", "STATE", "ROUND", "REGIONS", "USD", "SUBMITTED", "SLACK", "CONDITION"],
+        [
+            [
+                view["id"],
+                view["user"],
+                view["state"],
+                f"{rounds_text([part['round'] for part in view['partitions']])}/{view['rounds']}",
+                ",".join(part["region"] for part in view["partitions"]),
+                usd_text(view["usd"]),
+                view["created_at"],
+                "-" if view["slack_seconds"] is None else f"{view['slack_seconds']:.0f} s",
+                view["condition"],
+            ]
+            for view in views
+        ],
+    )
+
+
+def _status_text(view: Data) -> str:
+    from control_plane.cli._report import status_text
+
+    return status_text(view)
+
+
+def _id_of(view: Data) -> str:
+    return str(view["id"])

@@ -1,0 +1,194 @@
+"""The account of an ended job: what was promised beside what was measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from control_plane.core import Copy, JobState, Partition, Report, federated_metrics
+from control_plane.service.measuring._known import task_keys
+from control_plane.spec import JobSpec
+from control_plane.store import JobRow, RunRow
+from scheduler import Partition as Planned
+from scheduler import Plan, step_seconds
+from scheduler.tuning import COLLECTIVES, MergePoint
+
+
+def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
+    """The result and manifest of a job that has ended. Every figure of the regions is from their own meters."""
+    reports = {part.region: part.report for part in state.partitions if part.report is not None}
+    handed = {copy.source: copy.report for copy in state.copies if copy.report is not None}
+    told = {**reports, **handed}
+    money = [{"region": name, **asdict(charge)} for name, report in told.items() for charge in report.money]
+    usd = sum(item["usd"] for item in money)
+    links = {f"{name}>{other}": count for name, report in told.items() for other, count in report.sent_bytes.items()}
+    seconds = state.finished_at - row.created_at
+    # A job that never began has only waited.
+    queued = (state.begun_at or (row.created_at if state.started_at else state.finished_at)) - row.created_at
+    expected = plan.estimate
+    planned = {part.region: part for part in plan.partitions}
+    training = state.finished_at - state.started_at if state.started_at else 0.0
+    return {
+        "job": row.id,
+        "name": row.name,
+        "state": state.phase,
+        "metrics": federated_metrics(reports.values()),
+        "ended_early": state.ends_early or None,
+        "steps": {name: report.step for name, report in reports.items()},
+        "rounds": max((report.round for report in reports.values()), default=0),
+        "seconds": seconds,
+        "queued_seconds": queued,
+        "training_seconds": training,
+        "regions": [_region(part, planned.get(part.region), training) for part in state.partitions],
+        "wan_bytes": links,
+        "shards": [_shard(copy) for copy in state.copies],
+        "money": money,
+        "usd": usd,
+        "initial_model": asdict(state.initial_model) if state.initial_model else None,
+        "model": _model(state),
+        "successor": state.successor or None,
+        "predicted": {
+            "seconds": asdict(expected.seconds),
+            "wan_bytes": asdict(expected.wan_bytes),
+            "usd": asdict(expected.usd),
+            "link_bytes": expected.link_bytes,
+            "basis": expected.basis,
+        },
+        "measured": {"seconds": seconds - queued, "wan_bytes": sum(links.values()), "usd": usd},
+        "digests": {
+            "code": row.bundle_digest,
+            "spec_and_code": row.content_digest,
+            "model_parameters": state.model_digest,
+        },
+        "residency": plan.residency,
+        "applied_updates": {name: report.applied_updates for name, report in reports.items()},
+        "error": asdict(state.error) if state.error else None,
+    }
+
+
+def runs_of(row: JobRow, state: JobState, spec: JobSpec, plan: Plan) -> tuple[RunRow, ...]:
+    """What a job that succeeded teaches about its task."""
+    return runs_so_far(row, state, spec, plan, state.finished_at) if state.phase == "succeeded" else ()
+
+
+def runs_so_far(row: JobRow, state: JobState, spec: JobSpec, plan: Plan, at: float) -> tuple[RunRow, ...]:
+    """What a job that runs has taught of its task by now."""
+    # How long a copy took says nothing of the next start.
+    start_seconds = 0.0 if state.copies else max(0.0, _first_steps_at(state, spec) - (state.begun_at or row.created_at))
+    planned = {part.region: part for part in plan.partitions}
+    return tuple(
+        RunRow(
+            job=row.id,
+            region=part.region,
+            task_key=row.task_key,
+            at=at,
+            samples_per_second=part.report.samples_per_second,
+            model_bytes=state.flat_bytes or state.blob_bytes,
+            start_seconds=start_seconds,
+            merge_json=_merge_of(part.report, planned.get(part.region), plan, state.flat_bytes or state.blob_bytes),
+            kin_key=task_keys(spec, "")[1],
+            batch=spec.train.batch,
+            stage_pace=_stage_pace_of(part.report, planned.get(part.region)),
+        )
+        for part in state.partitions
+        if part.report is not None and part.report.samples_per_second > 0
+    )
+
+
+def _first_steps_at(state: JobState, spec: JobSpec) -> float:
+    """When the last region began to train: its first report of steps comes after some of them."""
+    last = state.partition(state.stepped_region)
+    if last is None or last.report is None or last.report.samples_per_second <= 0 or not spec.train.batch:
+        # It began before this was kept.
+        return state.started_at
+    made_seconds = state.stepped_steps * spec.train.batch / last.report.samples_per_second
+    return max(state.started_at, state.stepped_at - made_seconds)
+
+
+def unpromised_worker_seconds(state: JobState, plan: Plan) -> float:
+    """Worker seconds that a job without a promised deadline has had by its meters; 0 of one with a promise."""
+    if state.deadline_at is not None:
+        return 0.0
+    memory_gb = {part.region: part.memory_mb / 1024 for part in plan.partitions}
+    return sum(
+        charge.quantity / memory_gb[part.region]
+        for part in state.partitions
+        if part.report is not None and part.region in memory_gb
+        for charge in part.report.money
+        if charge.unit == "GB-s"
+    )
+
+
+def _merge_of(report: Report, planned: Planned | None, plan: Plan, model_bytes: int) -> str:
+    """How long merges took, of a run whose workers did the same all the time; else nothing."""
+    collective, _, chunks = report.merged_by.partition(" with K = ")
+    plain = plan.merging_codec == "fp32" and not plan.merging.get("staleness")
+    whole = planned is not None and planned.pipeline is None and report.workers == planned.workers
+    if planned is None or not (whole and plain) or report.merge_seconds <= 0:
+        return ""
+    if planned.workers < 2 or collective not in COLLECTIVES:
+        return ""
+    point = MergePoint(
+        collective=collective,
+        workers=planned.workers,
+        chunks=int(chunks) if chunks else 1 if collective == "all-reduce" else planned.workers,
+        size_bytes=float(model_bytes),
+        seconds=report.merge_seconds,
+        compute_seconds=planned.batch / report.samples_per_second,
+    )
+    return json.dumps(asdict(point))
+
+
+def _stage_pace_of(report: Report, planned: Planned | None) -> float:
+    """Of a run whose model was in the stages of its plan all the time; else 0."""
+    if planned is None or planned.pipeline is None or report.workers != planned.workers:
+        return 0.0
+    return report.step_seconds / (planned.pipeline.step_seconds / planned.pipeline.pace)
+
+
+def _region(part: Partition, planned: Planned | None, training_seconds: float) -> dict[str, Any]:
+    report = part.report or Report(part.epoch, part.state)
+    # All but the waits for other regions: evaluations, and invocations that begin again, are in it.
+    own_seconds = max(0.0, training_seconds - report.wait_seconds)
+    took = own_seconds / report.step if report.step else None
+    if planned is not None and planned.pipeline is not None and report.step_seconds > 0:
+        # Ends of rounds of a large model take as long as many steps; they are foretold by themselves.
+        took = report.step_seconds
+    return {
+        "name": part.region,
+        "epoch": part.epoch,
+        "workers": report.workers or (planned.workers if planned is not None else 0),
+        "predicted_step_seconds": step_seconds(planned) if planned is not None else None,
+        "step_seconds": took,
+        "merge_seconds": report.merge_seconds,
+        "samples": report.samples,
+        "steps": report.step,
+        "rounds": report.round,
+        "samples_per_second": report.samples_per_second,
+        "compute_seconds": report.compute_seconds,
+        "wait_seconds": report.wait_seconds,
+        "loss": report.loss,
+        "metrics": report.metrics,
+        "metrics_samples": report.metrics_samples,
+        "applied_updates": report.applied_updates,
+        "usd": sum(charge.usd for charge in report.money),
+    }
+
+
+def _shard(copy: Copy) -> dict[str, Any]:
+    """A shard that was processed elsewhere."""
+    report = copy.report or Report(copy.epoch, copy.state)
+    return {
+        "source": copy.source,
+        "destination": copy.destination,
+        "bytes": copy.bytes,
+        "sent_bytes": report.sent_bytes.get(copy.destination, 0),
+        "usd": sum(charge.usd for charge in report.money),
+    }
+
+
+def _model(state: JobState) -> dict[str, Any] | None:
+    if not state.blob_digest:
+        return None
+    return {"digest": state.blob_digest, "bytes": state.blob_bytes, "format": "safetensors"}

@@ -1,0 +1,247 @@
+"""Planning and taking in jobs."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+
+from control_plane.core import InitialModel, ScaleAsked, Waits, job_state_to_json
+from control_plane.service.measuring._known import Learnt, task_keys
+from control_plane.service.measuring._probing import Probing
+from control_plane.service.planning._admission import Decision
+from control_plane.service.planning._allocation import begin
+from control_plane.service.planning._initial import initial_model_of
+from control_plane.service.planning._planning import (
+    declined_error,
+    first_state,
+    lasting_workers_now,
+    on_preemptible,
+    plan_json,
+    snapshot_of,
+    workers_now,
+)
+from control_plane.service.planning._scaling import is_tuned, pool_of
+from control_plane.service.planning._warnings import warnings_of
+from control_plane.service.state._draft import OPERATOR, Draft, JobEntry, RegionEntry
+from control_plane.service.state._federation import Federation
+from control_plane.spec import JobSpec, parse_request
+from control_plane.store import JobRow
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import control_pb2
+from scheduler import Declined, Plan
+
+_MOST_ANSWERS = 5
+"""Times that a job is replanned because what the plan rests on has changed before it was stored."""
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """A job that is to be planned, and stored where it can be run."""
+
+    row: JobRow
+    spec: JobSpec
+    learnt: Learnt
+    """Of its task."""
+    initial_model: InitialModel | None
+
+
+async def answer_plan(
+    federation: Federation, probing: Probing, request: control_pb2.PlanRequest, user: str = ""
+) -> tuple[str, bool]:
+    """What would be done with a job of a user (empty: the operator), as JSON, and whether it is admissible.
+
+    Raises ``GeofedError``: SPEC_INVALID, TASK_FAILED or TASK_INVALID where its model cannot be made, and what
+    `initial_model_of` raises.
+    """
+    spec, code_digest = parse_request(request.spec_json), request.code_digest
+    if request.bundle_digest:
+        code_digest = await _code_digest(federation, request.bundle_digest)
+    initial_model = await initial_model_of(federation, spec, user)
+    learnt = await probing.learnt(spec, code_digest, request.bundle_digest)
+    async with federation.planning:
+        _, answer = await federation.answer(spec, "plan", learnt, user)
+    if isinstance(answer, Declined):
+        return plan_json(answer), False
+    warnings = _warnings_of(answer.plan, spec, learnt, federation.regions, federation.clock())
+    return plan_json(answer.plan, answer.waits_for, warnings, initial_model), True
+
+
+def _warnings_of(
+    plan: Plan, spec: JobSpec, learnt: Learnt, regions: Mapping[str, RegionEntry], at: float
+) -> tuple[str, ...]:
+    return (*([learnt.note] if learnt.note else ()), *warnings_of(plan, spec, regions, at))
+
+
+async def _code_digest(federation: Federation, bundle_digest: str) -> str:
+    if federation.blobs.size(bundle_digest) is None:
+        raise GeofedError("TASK_INVALID", "the code of the job has not arrived", hint="upload the bundle first")
+    return await federation.code_digest(bundle_digest)
+
+
+async def submit(
+    federation: Federation, probing: Probing, request: control_pb2.SubmitRequest, user: str = ""
+) -> tuple[JobEntry, bool]:
+    """Store a job of a user (empty: the operator) and have it start; True where it is new.
+
+    Raises ``GeofedError``: SPEC_INVALID, LIMIT_EXCEEDED, TASK_INVALID, TASK_FAILED where its model cannot be made,
+    REQUEST_CONFLICT, INADMISSIBLE or the code of the reason, and what `initial_model_of` raises.
+    """
+    if not 1 <= len(request.request_id) <= 256:
+        raise GeofedError("SPEC_INVALID", "a submission needs a request id of 1 to 256 characters")
+    spec = parse_request(request.spec_json)
+    row = new_row(spec, request.bundle_digest, request.request_id, user)
+    if (earlier := await _earlier(federation, row)) is not None:
+        return earlier, False
+    code_digest = await _code_digest(federation, request.bundle_digest)
+    initial_model = await initial_model_of(federation, spec, user)
+    row = replace(row, task_key=task_keys(spec, code_digest)[0])
+    learnt = await probing.learnt(spec, code_digest, request.bundle_digest)
+    new = Newcomer(row, spec, learnt, initial_model)
+
+    async def look(draft: Draft) -> JobEntry | None:
+        if user and user not in draft.users:
+            raise GeofedError("UNAUTHENTICATED", f"user {user} is let in no more")
+        return await _earlier(federation, row)
+
+    return await admit(federation, new, look)
+
+
+def new_row(spec: JobSpec, bundle_digest: str, request_id: str, user: str) -> JobRow:
+    """A job that nobody has planned yet, under a new id."""
+    return JobRow(
+        id=f"{spec.metadata.name[:40].rstrip('-')}-{secrets.token_hex(4)}",
+        name=spec.metadata.name,
+        request_id=request_id,
+        content_digest=_content_digest(spec, bundle_digest),
+        bundle_digest=bundle_digest,
+        task_key="",
+        spec_json=spec.to_json(),
+        plan_json="",
+        state_json="",
+        phase="",
+        created_at=0.0,
+        user=user,
+    )
+
+
+async def admit(
+    federation: Federation,
+    new: Newcomer,
+    look: Callable[[Draft], Awaitable[JobEntry | None]],
+    also: Callable[[Draft, Decision], None] = lambda draft, decided: None,
+) -> tuple[JobEntry, bool]:
+    """Plan a job, store it and have it start; True where it is new.
+
+    ``look`` is asked in each change before anything is stored: what it returns is there already, what it raises ends
+    it. ``also`` is stored with the job. Raises ``GeofedError``: INADMISSIBLE or the code of the reason, UNAVAILABLE.
+    """
+    spec, row = new.spec, new.row
+    async with federation.planning:
+        for _ in range(_MOST_ANSWERS):
+            asked, answer = await federation.answer(spec, row.id, new.learnt, row.user)
+            async with federation.change() as draft:
+                if (earlier := await look(draft)) is not None:
+                    return earlier, False
+                if isinstance(answer, Declined):
+                    raise declined_error(answer)
+                decided = federation.allocation.asked(draft, spec, row.id, new.learnt, row.user).still(answer, asked)
+                if decided is not None:
+                    _take_in(draft, new, decided)
+                    also(draft, decided)
+            if decided is not None:
+                return federation.jobs[row.id], True
+    raise GeofedError("UNAVAILABLE", "the regions change faster than the job is planned")
+
+
+async def _earlier(federation: Federation, row: JobRow) -> JobEntry | None:
+    """The job that the same request has made before."""
+    earlier = await federation.read(lambda store: store.job_of_request(row.request_id))
+    if earlier is None:
+        return None
+    if earlier.user != row.user:
+        raise GeofedError("REQUEST_CONFLICT", f"request id {row.request_id} has made a job of another user")
+    if earlier.content_digest != row.content_digest:
+        text = f"request id {row.request_id} has made job {earlier.id}, of another content"
+        raise GeofedError("REQUEST_CONFLICT", text)
+    return await federation.find_job(earlier.id)
+
+
+def _take_in(draft: Draft, new: Newcomer, decided: Decision) -> None:
+    """A new job, which begins or waits."""
+    row, spec, model = new.row, new.spec, new.initial_model
+    state = first_state(row.id, draft.at, spec, decided.plan, draft.regions, decided.deadline_at, model)
+    warnings = _warnings_of(decided.plan, spec, new.learnt, draft.regions, draft.at)
+    row = replace(
+        row,
+        plan_json=plan_json(decided.plan, warnings=warnings, initial_model=model),
+        state_json=job_state_to_json(state),
+        phase=state.phase,
+        created_at=draft.at,
+    )
+    entry = JobEntry(row, state, spec, decided.plan)
+    draft.add_job(entry)
+    by = f" by {row.user}" if row.user else ""
+    start = f", to start from the model of {model.job}" if model is not None else ""
+    data = {"user": row.user or OPERATOR, "initial_model": asdict(model) if model is not None else None}
+    draft.record("job.submitted", f"job {row.id} was submitted{by}{start}", job=row.id, data=data)
+    if decided.waits_for:
+        draft.tell_job(row.id, Waits(draft.at, decided.waits_for))
+    else:
+        begin(draft, entry, decided.workers, preemptible=decided.preemptible)
+
+
+async def scale(federation: Federation, job: str, workers: dict[str, int], reason: str) -> None:
+    """Have regions continue with other numbers of workers; 0: pause.
+
+    Raises ``GeofedError``: ILLEGAL_STATE where the job does not run, REGION_NOT_FOUND, INADMISSIBLE where a region has
+    not so many workers free, or a step has not so many samples.
+    """
+    entry = await federation.find_job(job)
+    async with federation.change() as draft:
+        entry = draft.job(entry.row.id) or entry
+        if entry.state.phase not in ("starting", "running"):
+            raise GeofedError(
+                "ILLEGAL_STATE", f"job {entry.row.id} is {entry.state.phase}; only a running job is scaled"
+            )
+        planned = {part.region: part for part in entry.plan.partitions}
+        snapshot = snapshot_of(federation.regions.values(), federation.jobs.values(), Learnt())
+        capacity = {region.name: region.capacity.workers for region in snapshot.regions}
+        if unknown := next((region for region in workers if region not in planned), ""):
+            raise GeofedError(
+                "REGION_NOT_FOUND", f"region {unknown} takes no part in {entry.row.id}", hint=", ".join(planned)
+            )
+        moves = on_preemptible(entry)
+        if moves:
+            # By hand a job is put onto workers that stay, everywhere.
+            workers = {**workers_now(entry), **workers}
+        for region, wanted in workers.items():
+            batch = planned[region].replicas * planned[region].batch
+            held = lasting_workers_now(entry).get(region, 0)
+            free = max(0, capacity.get(region, held) - snapshot.busy_workers.get(region, 0)) + held
+            if wanted > free:
+                kind, hint = "workers that stay" if moves else "workers", ""
+                if moves:
+                    hint = "by hand a job is put onto workers that stay, in all its regions: name fewer of them in each"
+                text = f"region {region} has {free} {kind} for this job, {wanted} are asked for"
+                raise GeofedError("INADMISSIBLE", text, hint=hint or None)
+            if is_tuned(entry.spec) and wanted > (most := pool_of(entry.plan)[region]):
+                text = f"region {region} has at most {most} workers of a job with train.scaling, {wanted} are asked for"
+                raise GeofedError("INADMISSIBLE", text)
+            if wanted > batch:
+                raise GeofedError(
+                    "INADMISSIBLE", f"a step in {region} has {batch} samples, too few for {wanted} workers"
+                )
+            stages = len(shape.stages) if (shape := planned[region].pipeline) is not None else 1
+            if wanted % stages:
+                raise GeofedError(
+                    "INADMISSIBLE", f"region {region} runs a pipeline of {stages} stages: give a multiple of {stages}"
+                )
+        federation.allocation.scaled_by_hand(entry, workers, draft.at)
+        draft.tell_job(entry.row.id, ScaleAsked(draft.at, workers, reason))
+
+
+def _content_digest(spec: JobSpec, bundle_digest: str) -> str:
+    content = f"{spec.to_json()}\n{bundle_digest}"
+    return f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"

@@ -1,0 +1,1 @@
+"""What is known of tasks: from probes, profiles and earlier runs."""

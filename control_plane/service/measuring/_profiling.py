@@ -1,0 +1,144 @@
+"""Profiles: has the agents that hold a task's data measure it, one after another, and keeps what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from control_plane.pki import utc_now
+from control_plane.service.measuring._known import merges_of, speeds_of, task_keys
+from control_plane.service.measuring._measurements import Measurements
+from control_plane.service.planning._tuning import profile_from_json, tuned
+from control_plane.service.rpc._wire import to_json
+from control_plane.service.state._federation import Federation
+from control_plane.spec import JobSpec, parse_request, to_demand
+from control_plane.store import RunRow, Store
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import agent_pb2, control_pb2
+from scheduler.tuning import Profile
+
+LIMIT_SECONDS = 60.0
+"""For each memory; then no new measurement begins."""
+
+
+class Profiling:
+    """Measurements under way. One profile at a time, one region at a time: on one machine they would share cores."""
+
+    def __init__(self, federation: Federation, measurements: Measurements) -> None:
+        self._federation, self._measurements = federation, measurements
+        self._turn = asyncio.Lock()
+
+    async def run(self, request: control_pb2.ProfileRequest) -> AsyncIterator[control_pb2.ProfileNews]:
+        """Measure, and tell how far it is; the last news has the result.
+
+        Raises ``GeofedError``: SPEC_INVALID, TASK_INVALID, DATASET_UNKNOWN, INADMISSIBLE where no region has a worker
+        free, and where every region failed, what the first failed with.
+        """
+        spec = parse_request(request.spec_json)
+        if not 1 <= len(request.request_id) <= 256:
+            raise GeofedError("SPEC_INVALID", "a profile needs a request id of 1 to 256 characters")
+        if self._federation.blobs.size(request.bundle_digest) is None:
+            raise GeofedError("TASK_INVALID", "the code of the task has not arrived", hint="upload the bundle first")
+        code_digest = await self._federation.code_digest(request.bundle_digest)
+        regions = self._measurements.live_holders(spec)
+        if self._turn.locked():
+            yield control_pb2.ProfileNews(text="waits for another profile to end")
+        found: dict[str, dict[str, Any]] = {}
+        failed: dict[str, GeofedError] = {}
+        async with self._turn:
+            for region in regions:
+                try:
+                    async for report in self._measured(region, spec, request):
+                        if not report.profile_json:
+                            yield control_pb2.ProfileNews(region=region, text=report.condition)
+                            continue
+                        found[region] = await self._kept(region, spec, report, code_digest)
+                        yield control_pb2.ProfileNews(region=region, text="measured")
+                except GeofedError as error:
+                    failed[region] = error
+                    yield control_pb2.ProfileNews(region=region, text=f"{error.code}: {error.message}")
+        if not found:
+            raise next(iter(failed.values()))
+        told = {
+            "task_key": task_keys(spec, code_digest)[0],
+            "regions": found,
+            "failed": {region: error.as_dict() for region, error in failed.items()},
+        }
+        yield control_pb2.ProfileNews(result_json=to_json(told))
+
+    async def _measured(
+        self, region: str, spec: JobSpec, request: control_pb2.ProfileRequest
+    ) -> AsyncIterator[agent_pb2.ProfileReport]:
+        """What an agent tells, its last word included."""
+        self._measurements.require_free(region)
+        command = _command(region, self._measurements.usual_memory_mb(region), spec, request)
+        async with aclosing(self._measurements.told(agent_pb2.ToAgent(profile=command))) as reports:
+            async for report in reports:
+                yield report
+
+    async def _kept(
+        self, region: str, spec: JobSpec, report: agent_pb2.ProfileReport, code_digest: str
+    ) -> dict[str, Any]:
+        """Store a profile for later plans; what it says for the job."""
+        federation, keys = self._federation, task_keys(spec, code_digest)
+        profile = profile_from_json(report.profile_json, region)
+        runs = await federation.read(partial(Store.runs, task_key=keys[0], kin_key=keys[1]))
+        async with federation.change() as draft:
+            draft.runs.append(_run_of(report.id, keys, draft.at, profile, report.profile_json))
+            data = {"samples_per_second": profile.samples_per_second, "usd": profile.usd}
+            text = f"{spec.metadata.name} was profiled in {region}: {profile.samples_per_second:.0f} samples/s"
+            draft.record("task.profiled", text, region=region, data=data)
+            demand = to_demand(spec, report.id, utc_now(draft.at))
+        catalogue = federation.regions[region].catalogue
+        if catalogue is None:
+            raise GeofedError("REGION_LOST", f"region {region} is not known any more")
+        later = speeds_of([run for run in runs if not run.profile_json], profile.batch, {region: profile})[0].get(
+            region
+        )
+        merges = merges_of(runs, region)
+        try:
+            return await asyncio.to_thread(tuned, profile, catalogue, demand, later, merges)
+        except ValueError as error:
+            raise GeofedError("FRAME_INVALID", f"the profile of region {region}: {error}") from None
+
+
+def _command(
+    region: str, usual_memory_mb: int, spec: JobSpec, request: control_pb2.ProfileRequest
+) -> agent_pb2.ProfileTask:
+    memory = spec.function.memory_mb if isinstance(spec.function.memory_mb, int) else usual_memory_mb
+    mark = hashlib.sha256(f"{request.request_id}\n{request.spec_json}\n{request.bundle_digest}".encode()).hexdigest()
+    return agent_pb2.ProfileTask(
+        id=f"profile-{mark[:16]}",
+        region=region,
+        task=agent_pb2.TaskRef(
+            bundle_digest=request.bundle_digest,
+            module=spec.task.module,
+            config_json=json.dumps(spec.task.config),
+            dataset=spec.data.dataset,
+        ),
+        batch=spec.train.batch,
+        evaluation_batch=spec.train.eval_batch or 0,
+        seed=spec.train.seed,
+        memories_mb=sorted(set(request.memories_mb)) or [memory],
+        limit_seconds=LIMIT_SECONDS,
+    )
+
+
+def _run_of(job: str, keys: tuple[str, str], at: float, profile: Profile, text: str) -> RunRow:
+    return RunRow(
+        job=job,
+        region=profile.region,
+        task_key=keys[0],
+        at=at,
+        samples_per_second=profile.samples_per_second,
+        model_bytes=profile.model_bytes,
+        start_seconds=profile.start_seconds,
+        profile_json=text,
+        kin_key=keys[1],
+        batch=profile.batch,
+    )

@@ -1,0 +1,1 @@
+"""What is asked of the scheduler, and what is made of its answers."""

@@ -1,0 +1,333 @@
+"""Who gets workers: promises first, then whoever gains most. All jobs are evaluated together, every second.
+
+What is decided is the scheduler's (`scheduler.deadline`); here the jobs are told. One that cannot start waits; those
+whose number of workers is left to the plan continue with fewer where others need them, and pause for promises.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import structlog
+
+from control_plane.core import Begun, Planned, ScaleAsked, Waits
+from control_plane.service.jobs._result import unpromised_worker_seconds
+from control_plane.service.measuring._known import Learnt
+from control_plane.service.measuring._speeds import Watched
+from control_plane.service.planning._admission import (
+    Asked,
+    free_preemptible,
+    free_workers,
+    frozen,
+    jobs_before,
+    jobs_now,
+    turn_of_entry,
+    what_for,
+)
+from control_plane.service.planning._gangs import (
+    capacities_of,
+    first_workers,
+    gang_of,
+    is_elastic,
+    merges_of,
+    planned_workers,
+    preemptible_of,
+    staffed_of,
+)
+from control_plane.service.planning._planning import workers_now
+from control_plane.service.planning._scaling import Tuning, is_tuned, told
+from control_plane.service.state._draft import Draft, JobEntry
+from control_plane.service.state._quota import turn_of
+from control_plane.spec import JobSpec, to_demand
+from scheduler import Restaffing, restaff
+from scheduler.deadline import Gang, Held, Kinds, allot, allot_kinds, promised_at_once
+
+__all__ = ["Allocation", "begin"]
+
+_log = structlog.get_logger("geofed.allocation")
+
+_REST = 10.0
+"""Times as long as a look has taken passes at least until the next."""
+_LONGEST_REST_SECONDS = 60.0
+"""A clock that was set back does not make it longer."""
+
+
+class Allocation:
+    """Shares the federation's workers out among its jobs. What it has seen of speeds is not kept over a restart."""
+
+    def __init__(self) -> None:
+        self._watched: dict[str, Watched] = {}
+        self._rests_until = 0.0
+        self._held: Mapping[str, Held] = {}
+        """What those with a promise hold, by the last answer."""
+        self.served: Mapping[str, float] = {}
+        """Worker seconds that the ended jobs of users have had of late without a promise, by user."""
+
+    def asked(self, draft: Draft, spec: JobSpec, job: str, learnt: Learnt, user: str = "") -> Asked:
+        """A new job of a user (empty: the operator, who has no quota), with what the answer to it depends on."""
+        gangs = tuple(self._gangs(draft).values())
+        return Asked(frozen(draft), spec, job, learnt, user, gangs, self._held, self._served(draft))
+
+    def review(self, draft: Draft) -> None:
+        """Have jobs start, continue with other workers, pause and continue, as is best for all.
+
+        Called every second; with so many jobs that it takes long, it looks less often.
+        """
+        if 0 < self._rests_until - draft.at < _LONGEST_REST_SECONDS:
+            return
+        begun = time.perf_counter()
+        self._review(draft)
+        self._rests_until = draft.at + _REST * (time.perf_counter() - begun)
+
+    def _review(self, draft: Draft) -> None:
+        for gone in set(self._watched) - set(draft.jobs):
+            del self._watched[gone]
+        for entry in draft.jobs.values():
+            self._look(draft, entry)
+        gangs = self._gangs(draft)
+        if not gangs:
+            return
+        answer = allot_kinds(
+            draft.at,
+            capacities_of(draft.regions.values()),
+            preemptible_of(draft.regions.values()),
+            list(gangs.values()),
+            before=self._held,
+            rests={name for name in gangs if name in self._watched and not self._watched[name].rested(draft.at)},
+        )
+        self._held = answer.held
+        self._tell_breaches(draft, answer.late, {name: held.end_s for name, held in answer.held.items()})
+        for name, gang in gangs.items():
+            entry = _entry(draft, name)
+            if entry.state.phase == "queued":
+                continue
+            self._scale(draft, entry, gang, answer, gangs)
+        for name, gang in sorted(gangs.items(), key=lambda item: turn_of(item[1])):
+            entry = _entry(draft, name)
+            if entry.state.phase == "queued":
+                self._begin_or_wait(draft, entry, gang.workers(answer.pace(name)), name in answer.preemptible)
+
+    def heard(self, draft: Draft, job: str) -> None:
+        """An agent has told how a partition stands: the tuner of a job that has one hears of each round."""
+        entry = draft.job(job)
+        if entry is None or entry.state.phase != "running" or not is_tuned(entry.spec):
+            return
+        watched = self._watched.setdefault(job, Watched())
+        if watched.tuning is None:
+            staffed = staffed_of(entry.plan, planned_workers(entry.plan), draft.regions, {})
+            watched.tuning = Tuning.of(entry.spec, entry.plan, entry.state, staffed)
+        try:
+            answer = watched.tuning.heard(entry.state, draft.at) if watched.tuning is not None else None
+        except Exception as error:  # noqa: BLE001 - what a user's metric does to one tuner must not end a region's session
+            assert watched.tuning is not None
+            _log.exception("a tuner failed", job=job)
+            text, data = watched.tuning.fails(error, sum(workers_now(entry).values()))
+            draft.record("job.tuning", text, job=job, data=data)
+            return
+        if answer is None or not answer[1].changed or not is_elastic(entry):
+            return
+        assert watched.tuning is not None
+        wanted = watched.tuning.dealt(answer[1].workers)
+        if wanted != watched.wanted:
+            watched.wanted, watched.reason = wanted, answer[1].reason
+            text, data = told(*answer)
+            draft.record("job.tuning", text, job=job, data=data)
+
+    def scaled_by_hand(self, entry: JobEntry, workers: Mapping[str, int], at: float) -> None:
+        """A user has asked for other workers: that is what the job wants, until its speed says otherwise."""
+        wanted = {**workers_now(entry), **workers}
+        watched = self._watched.setdefault(entry.row.id, Watched())
+        if all(wanted.values()):
+            watched.wanted, watched.reason = wanted, ""
+        watched.changed(at, by_itself=True)
+
+    def promised_workers(self, draft: Draft) -> dict[str, int]:
+        """The most workers that the promises to a user hold at any instant from now on, by user."""
+        gangs = list(self._gangs(draft).values())
+        held = allot(draft.at, capacities_of(draft.regions.values()), gangs, before=self._held).held
+        return {user: promised_at_once(gangs, held, user) for user in draft.users}
+
+    # --- what jobs want
+
+    def _served(self, draft: Draft) -> dict[str, float]:
+        """Worker seconds without a promise of late, by user: of jobs that have ended, and of those under way."""
+        found = dict(self.served)
+        for entry in jobs_now(draft):
+            user = entry.row.user
+            found[user] = found.get(user, 0.0) + unpromised_worker_seconds(entry.state, entry.plan)
+        return found
+
+    def _gangs(self, draft: Draft) -> dict[str, Gang]:
+        found, served = {}, self._served(draft)
+        for entry in jobs_now(draft):
+            gang = gang_of(entry, self._watched.get(entry.row.id, Watched()), draft.regions)
+            if gang is not None:
+                found[gang.name] = replace(gang, served_s=served[gang.user])
+        return found
+
+    def _look(self, draft: Draft, entry: JobEntry) -> None:
+        """Take what the agents have told of a running job's speed, and ask at times what it would rather have."""
+        parts = entry.state.partitions
+        if is_tuned(entry.spec) and is_elastic(entry):
+            # From the start on, when it is not yet known of any round.
+            self._watched.setdefault(entry.row.id, Watched()).tuned_by_now(first_workers(entry, draft.regions))
+        if entry.state.phase != "running":
+            return
+        watched = self._watched.setdefault(entry.row.id, Watched())
+        for part in parts:
+            if part.report is not None:
+                watched.heard(part.region, part.report)
+        training = is_elastic(entry) and all(part.state == "training" for part in parts)
+        if not is_tuned(entry.spec) and training and watched.due((part.region for part in parts), draft.at):
+            change = _change(entry, watched, draft)
+            wanted = {**workers_now(entry), **change.workers} if change is not None else {}
+            watched.leans(wanted, change.reason if change is not None else "")
+
+    # --- what they are told
+
+    def _scale(self, draft: Draft, entry: JobEntry, gang: Gang, answer: Kinds, gangs: Mapping[str, Gang]) -> None:
+        pace, preemptible = answer.pace(gang.name), gang.name in answer.preemptible
+        moves = pace >= 0 and gang.held >= 0 and preemptible != gang.preemptible
+        if gang.fixed or (pace == gang.held and not moves and not any(p.preempted for p in entry.state.partitions)):
+            return
+        watched = self._watched.setdefault(gang.name, Watched())
+        promised = answer.held.get(gang.name)
+        needed = promised is not None and (promised.now > gang.held or promised.late)
+        if pace > gang.held >= 0 and not moves and not (watched.rested(draft.at) or needed):
+            return
+        wanted = dict(gang.workers(pace)) or dict.fromkeys(planned_workers(entry.plan), 0)
+        if moves or (gang.preemptible and pace >= 0 and gang.held < 0):
+            reason = _why_moved(preemptible, promised)
+        else:
+            paces = {name: answer.pace(name) for name in gangs}
+            reason = _reason(gang, paces, gangs, watched, needed=needed)
+        asked = ScaleAsked(draft.at, wanted, reason, gives_way=pace < 0, preemptible=preemptible)
+        draft.tell_job(gang.name, asked)
+        by_itself = pace > gang.held >= 0 or reason == watched.reason
+        watched.changed(draft.at, by_itself=by_itself or (moves and preemptible))
+
+    def _begin_or_wait(self, draft: Draft, entry: JobEntry, workers: Mapping[str, int], preemptible: bool) -> None:
+        free, served = free_workers(draft), self._served(draft)
+        absent = [region for region in planned_workers(entry.plan) if region not in free]
+        # Until those who give some up were told to, a region would have to take them away.
+        there_for_it = free_preemptible(draft) if preemptible else free
+        there = all(count <= there_for_it.get(region, 0) for region, count in workers.items())
+        if not absent and workers and there:
+            begin(draft, entry, workers, preemptible=preemptible)
+            return
+        what = f"for {', '.join(absent)} to be back" if absent else ""
+        told = what or what_for(
+            entry.plan, jobs_before(draft, entry.plan, entry.row.id, turn_of_entry(entry, served), served)
+        )
+        draft.tell_job(entry.row.id, Waits(draft.at, told))
+
+    def _tell_breaches(self, draft: Draft, late: Iterable[str], ends: Mapping[str, float]) -> None:
+        """Say once that a promise is in danger, and once that it is not any more."""
+        for name in ends:
+            watched, entry = self._watched.setdefault(name, Watched()), _entry(draft, name)
+            if entry.state.deadline_at is None or watched.late == (name in late):
+                continue
+            watched.late = name in late
+            by = ends.get(name, math.inf) - entry.state.deadline_at
+            text, told = "the promised deadline will be kept after all", by if math.isfinite(by) else None
+            if watched.late:
+                why = f"it would be missed by {by:.0f} s" if told else "there are no workers for it"
+                text = f"the promised deadline is in danger: by what is known {why}"
+            data = {"in_danger": watched.late, "late_seconds": told if watched.late else None}
+            draft.record("job.promise", text, job=name, data=data)
+
+
+def begin(draft: Draft, entry: JobEntry, workers: Mapping[str, int], *, preemptible: bool = False) -> None:
+    """Start a job that waits, or is new, with so many workers in each of its regions."""
+    planned = planned_workers(entry.plan)
+    parts = tuple(
+        replace(
+            part,
+            since=draft.at,
+            link="live" if draft.regions[part.region].state.phase == "live" else "unreachable",
+            workers=None if workers[part.region] == planned[part.region] and not preemptible else workers[part.region],
+            preemptible=preemptible,
+        )
+        for part in entry.state.partitions
+    )
+    copies = tuple(
+        replace(
+            copy,
+            since=draft.at,
+            link="live" if draft.regions[copy.source].state.phase == "live" else "unreachable",
+        )
+        for copy in entry.state.copies
+    )
+    draft.add_job(replace(entry, state=replace(entry.state, partitions=parts, copies=copies)))
+    draft.tell_job(entry.row.id, Planned(draft.at))
+    draft.tell_job(entry.row.id, Begun(draft.at))
+
+
+def _why_moved(preemptible: bool, promised: Held | None) -> str:
+    if preemptible:
+        return "preemptible workers cost less"
+    if promised is not None and promised.now >= 0:
+        return "its promised deadline needs workers that stay"
+    return "preemptible workers were taken away"
+
+
+def _entry(draft: Draft, name: str) -> JobEntry:
+    entry = draft.job(name)
+    assert entry is not None
+    return entry
+
+
+def _reason(gang: Gang, paces: Mapping[str, int], gangs: Mapping[str, Gang], watched: Watched, *, needed: bool) -> str:
+    """Why a job continues with other workers, in words."""
+    pace = paces[gang.name]
+    if pace > gang.held:
+        if gang.held < 0:
+            return "there is room again"
+        if needed:
+            return "its promised deadline is in danger" if watched.late else "its promised deadline needs them"
+        saved = 1 - gang.paces[gang.held].rate / gang.paces[pace].rate
+        return watched.reason or f"saves {saved:.0%} of the time that is left"
+    places = set(gang.paces[0].workers)
+    others = [
+        other
+        for name, other in gangs.items()
+        if name != gang.name and places & set(other.paces[0].workers) and paces[name] > other.held
+    ]
+    if not others:
+        return "there are no workers for it" if pace < 0 else watched.reason or "fewer workers are as fast"
+    first = min(others, key=lambda other: (other.deadline_s, other.since_s))
+    return f"gives way to {first.name}" if pace < 0 else f"makes room for {first.name}"
+
+
+def _change(entry: JobEntry, watched: Watched, draft: Draft) -> Restaffing | None:
+    """What a running job would rather have, alone."""
+    demand = to_demand(entry.spec, entry.row.id, datetime.fromtimestamp(entry.row.created_at, UTC))
+    speeds = {part.region: watched.speed(part.region) or 0.0 for part in entry.state.partitions}
+    held = workers_now(entry)
+    staffed = staffed_of(entry.plan, held, draft.regions, speeds, merges_of(entry.state))
+    reports = [part.report for part in entry.state.partitions if part.report is not None]
+    if len(staffed) < len(held) or not reports:
+        return None
+    free = free_workers(draft)
+    queued = any(job.state.phase == "queued" for job in draft.jobs.values())
+    # While somebody waits nobody grows.
+    bounded = [
+        replace(region, free=region.workers + (0 if queued else max(0, free.get(region.region, 0))))
+        for region in staffed
+    ]
+    handed = [copy.report for copy in entry.state.copies if copy.report is not None]
+    paid = sum(charge.usd for report in (*reports, *handed) for charge in report.money)
+    ends = entry.state.deadline_at
+    return restaff(
+        bounded,
+        rounds_left=entry.plan.rounds - min(report.round for report in reports),
+        exchange_seconds=entry.plan.exchange_seconds,
+        background=entry.plan.background,
+        minimise=demand.minimise,
+        deadline_seconds=None if ends is None else max(0.0, ends - draft.at),
+        budget_usd=None if demand.budget_usd is None else max(0.0, demand.budget_usd - paid),
+    )

@@ -1,0 +1,263 @@
+"""Jobs as the scheduler shares workers out among them: their paces, what is left to do, what was promised."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from control_plane.core import JobState
+from control_plane.pki import utc_now
+from control_plane.service.measuring._speeds import Watched
+from control_plane.service.planning._planning import on_preemptible, workers_now
+from control_plane.service.planning._scaling import begins_with, is_tuned, tuned_paces
+from control_plane.service.state._draft import JobEntry, RegionEntry
+from control_plane.spec import JobSpec, to_demand
+from scheduler import Plan, Staffed, pace, paces
+from scheduler.deadline import Capacity, Gang, Pace
+
+__all__ = [
+    "capacities_of",
+    "first_workers",
+    "gang_of",
+    "gang_of_plan",
+    "is_elastic",
+    "may_scale",
+    "merges_of",
+    "planned_workers",
+    "preemptible_of",
+    "staffed_of",
+]
+
+CAUTION = 1.1
+"""What is left may take so many times as long as measured speeds say."""
+AWAY_SECONDS = 60.0
+"""For which a job of best effort keeps its workers while one of its regions cannot be reached: about a lease."""
+ENDING_SECONDS = 5.0
+"""For which a job that is being cancelled keeps its workers."""
+
+
+def capacities_of(regions: Iterable[RegionEntry]) -> dict[str, Capacity]:
+    """Workers of the regions that can be used; one that is silent within its lease counts."""
+    return {
+        entry.row.name: Capacity(entry.catalogue.capacity.workers)
+        for entry in regions
+        if entry.catalogue is not None and entry.state.phase in ("live", "unreachable")
+    }
+
+
+def preemptible_of(regions: Iterable[RegionEntry]) -> dict[str, Capacity]:
+    """The workers there now that may be taken away."""
+    return {
+        entry.row.name: Capacity(entry.catalogue.capacity.preemptible)
+        for entry in regions
+        if entry.catalogue is not None
+        and entry.catalogue.capacity.preemptible
+        and entry.state.phase in ("live", "unreachable")
+    }
+
+
+def is_elastic(entry: JobEntry) -> bool:
+    """Whether the workers of a job that runs may be changed now: it may continue with others, and nothing else is going
+    on."""
+    parts = entry.state.partitions
+    going = entry.state.phase in ("starting", "running") and all(part.link == "live" for part in parts)
+    return may_scale(entry.spec, entry.plan) and going
+
+
+def may_scale(spec: JobSpec, chosen: Plan) -> bool:
+    """Whether any number of workers will do, since the plan chose them or a tuner changes them: stages of a model are
+    not given up."""
+    free = spec.train.workers == "auto" or is_tuned(spec)
+    return free and all(part.pipeline is None for part in chosen.partitions)
+
+
+def gang_of_plan(
+    name: str,
+    chosen: Plan,
+    regions: Mapping[str, RegionEntry],
+    *,
+    elastic: bool,
+    deadline_s: float,
+    since_s: float,
+    user: str = "",
+    spec: JobSpec | None = None,
+) -> Gang:
+    """A job that has not begun. Its speed is the plan's, as slow as the plan says that it may be. ``spec``: of one that
+    is tuned."""
+    planned = planned_workers(chosen)
+    ways = _ways(chosen, planned, regions, {}, elastic, tuned=spec is not None, promised=math.isfinite(deadline_s))
+    if spec is not None:
+        planned = begins_with(spec, chosen, staffed_of(chosen, planned, regions, {}))
+    return Gang(
+        name,
+        ways,
+        chosen.rounds,
+        deadline_s,
+        wish=_index(ways, planned),
+        fixed=not elastic,
+        since_s=since_s,
+        user=user,
+    )
+
+
+def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry]) -> Gang | None:
+    """A job as it stands; None where it has and wants no workers: a user has paused it, or its steps are done."""
+    state, chosen = entry.state, entry.plan
+    name, since_s, user = entry.row.id, entry.row.created_at, entry.row.user
+    deadline_s = math.inf if state.deadline_at is None else state.deadline_at
+    if state.phase == "queued":
+        elastic = may_scale(entry.spec, chosen)
+        return gang_of_plan(
+            name,
+            chosen,
+            regions,
+            elastic=elastic,
+            deadline_s=deadline_s,
+            since_s=since_s,
+            user=user,
+            spec=entry.spec if is_tuned(entry.spec) else None,
+        )
+    held = {region: count for region, count in workers_now(entry).items() if count}
+    if state.phase == "cancelling" and held:
+        kind = on_preemptible(entry)
+        return Gang(name, (Pace(held, 1.0),), ENDING_SECONDS, held=0, fixed=True, since_s=since_s, preemptible=kind)
+    preempted = any(part.preempted for part in state.partitions)
+    if state.phase not in ("starting", "running") or not (held or state.gave_way or preempted):
+        return None
+    done = min((part.report.round for part in state.partitions if part.report is not None), default=0)
+    speeds = {part.region: speed for part in state.partitions if (speed := watched.speed(part.region)) is not None}
+    if any(part.pipeline is not None for part in chosen.partitions):
+        # The stages of a pipeline wait for each other: samples a second of compute do not tell its pace.
+        speeds = {}
+    planned = planned_workers(chosen)
+    # Where some regions are done, or paused by hand, what the others have stays.
+    elastic = is_elastic(entry) and (len(held) in (0, len(planned)) or preempted)
+    if preempted and elastic:
+        # What is left of them is no pace, or a slower one.
+        held = {region: count for region, count in held.items() if len(held) == len(planned)}
+    tuned, promised = is_tuned(entry.spec), math.isfinite(deadline_s)
+    merges = merges_of(entry.state)
+    ways = _ways(chosen, held or planned, regions, speeds, elastic, merges, tuned=tuned, promised=promised)
+    left = float(max(1, chosen.rounds - done))
+    if may_scale(entry.spec, chosen) and not elastic and math.isinf(deadline_s):
+        # It cannot be told of a change just now, but will soon: it does not hold its workers to its end.
+        left = min(left, AWAY_SECONDS * ways[-1].rate)
+    return Gang(
+        name,
+        ways,
+        left,
+        deadline_s,
+        held=next((index for index, way in enumerate(ways) if way.workers == held), -1),
+        wish=_index(ways, watched.wanted or (first_workers(entry, regions) if tuned else planned)),
+        fixed=not elastic,
+        since_s=since_s,
+        user=user,
+        preemptible=on_preemptible(entry),
+        value=_value(entry),
+        insists=tuned,
+    )
+
+
+def first_workers(entry: JobEntry, regions: Mapping[str, RegionEntry]) -> dict[str, int]:
+    """What a tuned job would have until its tuner has said anything: the workers that it has; while it starts, or has
+    none, those that it begins with."""
+    now = workers_now(entry)
+    if entry.state.phase == "running" and all(now.values()):
+        return now
+    return begins_with(entry.spec, entry.plan, staffed_of(entry.plan, planned_workers(entry.plan), regions, {}))
+
+
+def staffed_of(
+    chosen: Plan,
+    workers: Mapping[str, int],
+    regions: Mapping[str, RegionEntry],
+    speeds: Mapping[str, float],
+    merges: Mapping[str, float] | None = None,
+) -> list[Staffed]:
+    """The regions in which a job has workers, with what they cost and how fast they are: as measured, else as planned.
+
+    All that a region has counts as free. ``merges``: seconds of a step's merge, where they were measured.
+    """
+    merges = merges or {}
+    return [
+        Staffed(
+            region=part.region,
+            workers=workers[part.region],
+            free=max(workers[part.region], catalogue.capacity.workers),
+            batch=part.replicas * part.batch,
+            steps_per_round=part.steps_per_round,
+            samples_per_second=speeds.get(part.region, part.samples_per_second),
+            worker_usd_per_second=part.memory_mb / 1024 * catalogue.prices.function_usd_per_gb_second,
+            usd_per_second=catalogue.prices.server_usd_per_hour / 3600,
+            merge_seconds=merges.get(part.region) or part.merge_seconds or Staffed.merge_seconds,
+        )
+        for part in chosen.partitions
+        if part.region in workers
+        and (known := regions.get(part.region)) is not None
+        and (catalogue := known.catalogue) is not None
+        and catalogue.prices is not None
+    ]
+
+
+def _value(entry: JobEntry) -> float:
+    """Of the date that was promised: 1 of the first that was asked for, less of the later ones."""
+    created = utc_now(entry.row.created_at)
+    for step in entry.spec.objective.soft:
+        seconds = to_demand(entry.spec, entry.row.id, created, step.deadline).deadline_seconds
+        if seconds is not None and abs(entry.row.created_at + seconds - (entry.state.deadline_at or 0.0)) < 1.0:
+            return step.value
+    return 1.0
+
+
+def merges_of(state: JobState) -> dict[str, float]:
+    """Seconds of a step's merge by region, as the agents have told; regions without any are left out."""
+    return {p.region: p.report.merge_seconds for p in state.partitions if p.report and p.report.merge_seconds > 0}
+
+
+def planned_workers(chosen: Plan) -> dict[str, int]:
+    """By region."""
+    return {part.region: part.workers for part in chosen.partitions}
+
+
+def _ways(
+    chosen: Plan,
+    workers: Mapping[str, int],
+    regions: Mapping[str, RegionEntry],
+    speeds: Mapping[str, float],
+    elastic: bool,
+    merges: Mapping[str, float] | None = None,
+    *,
+    tuned: bool = False,
+    promised: bool = False,
+) -> tuple[Pace, ...]:
+    """The paces to promise on; only the one with these workers where it is not elastic."""
+    staffed = staffed_of(chosen, workers, regions, speeds, merges)
+    if len(staffed) < len(workers):
+        # A region that nobody knows (any more): nothing can be told but that it takes long.
+        return (Pace(dict(workers), chosen.rounds / chosen.estimate.seconds.high),)
+    if tuned and not elastic:
+        batches = {part.region: part.batch for part in chosen.partitions}
+        staffed = [replace(one, batch=batches[one.region] * one.workers) for one in staffed]
+    if tuned and elastic:
+        found = tuple((way.workers, way.rate) for way in tuned_paces(chosen, staffed, workers, promised=promised))
+    elif elastic:
+        found = paces(staffed, chosen.exchange_seconds, chosen.background)
+    else:
+        found = ((dict(workers), pace(staffed, chosen.exchange_seconds, chosen.background)),)
+    caution = CAUTION
+    if not speeds:
+        usual = staffed_of(chosen, planned_workers(chosen), regions, {})
+        rate = pace(usual, chosen.exchange_seconds, chosen.background)
+        caution = max(1.0, chosen.estimate.seconds.high * rate / chosen.rounds)
+    return tuple(Pace(dict(ways), rate / caution) for ways, rate in found)
+
+
+def _index(ways: tuple[Pace, ...], wanted: Mapping[str, int]) -> int:
+    """The fastest with no more workers than wanted anywhere; the slowest where there is none."""
+    within = [
+        index
+        for index, way in enumerate(ways)
+        if all(count <= wanted.get(region, count) for region, count in way.workers.items())
+    ]
+    return max(within, default=0)

@@ -1,0 +1,152 @@
+"""From the federation as it stands to the scheduler's snapshot, and from its answer to the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+from control_plane.core import Copy, Goal, InitialModel, JobState, Partition
+from control_plane.service.measuring._known import Learnt, merges_of, probed_speeds, speeds_of, stage_paces_of
+from control_plane.service.planning._tuning import profile_from_json
+from control_plane.service.rpc._wire import to_json
+from control_plane.service.state._draft import JobEntry, RegionEntry
+from control_plane.spec import JobSpec
+from geofed_pb.errors import GeofedError
+from scheduler import Declined, Plan, Snapshot
+from scheduler.tuning import Profile
+
+
+def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt: Learnt, batch: int = 0) -> Snapshot:
+    """What the scheduler may know now, of a task with a batch.
+
+    A region that is silent within its lease still counts as live.
+    """
+    live, absent = [], []
+    for entry in regions:
+        if entry.state.phase in ("live", "unreachable") and entry.catalogue is not None:
+            live.append(entry.catalogue)
+        else:
+            absent.append(entry.row.name)
+    busy: dict[str, int] = {}
+    for job in jobs:
+        if not job.state.terminal:
+            for region, workers in lasting_workers_now(job).items():
+                busy[region] = busy.get(region, 0) + workers
+    runs, weight = learnt.runs, learnt.weight
+    profiles: dict[str, Profile] = {}
+    for run in runs:
+        if run.profile_json and run.region not in profiles:
+            # One that another version of geofed has stored counts as a run without it.
+            with suppress(GeofedError):
+                profiles[run.region] = profile_from_json(run.profile_json, run.region)
+    speeds, guessed = speeds_of(runs, batch, profiles)
+    # The same code makes the same model; that of its kin may be another.
+    counted = weight is not None and not learnt.of_own_code(weight.task_key)
+    ran_bytes = next((run.model_bytes for run in runs if run.model_bytes), None)
+    started = next((run for run in runs if run.start_seconds > 0), None)
+    probed_start = weight.start_seconds if weight is not None and weight.start_seconds > 0 else None
+    return Snapshot(
+        regions=tuple(live),
+        absent=tuple(sorted(absent)),
+        busy_workers=busy,
+        speeds=speeds,
+        other_batch=guessed,
+        model_bytes=weight.model_bytes if counted and weight is not None else ran_bytes,
+        counted=counted,
+        start_seconds=probed_start if started is None else started.start_seconds,
+        start_probed=started is None,
+        start_of_run=started is not None and not started.profile_json,
+        probed=probed_speeds(weight, batch),
+        profiles=profiles,
+        merges={region: merges_of(runs, region) for region in profiles},
+        stage_paces=stage_paces_of(runs),
+    )
+
+
+def workers_now(job: JobEntry) -> dict[str, int]:
+    """The workers that a job has, or was last told to have, by region; a job that waits has none."""
+    if job.state.phase == "queued":
+        return {}
+    asked = {part.region: part.workers for part in job.state.partitions if part.workers is not None}
+    return {part.region: part.workers for part in job.plan.partitions} | asked
+
+
+def on_preemptible(job: JobEntry) -> bool:
+    """Whether the workers of a job are of those that may be taken away."""
+    return job.state.phase != "queued" and any(part.preemptible for part in job.state.partitions)
+
+
+def lasting_workers_now(job: JobEntry) -> dict[str, int]:
+    """The same of workers that stay: none of a job on preemptible ones."""
+    return {} if on_preemptible(job) else workers_now(job)
+
+
+def plan_json(
+    answer: Plan | Declined,
+    waits_for: str = "",
+    warnings: Sequence[str] = (),
+    initial_model: InitialModel | None = None,
+) -> str:
+    """The scheduler's answer as JSON, with what a job would wait for first, its warnings, and the model that it
+    begins with."""
+    own = answer.warnings if isinstance(answer, Plan) else ()
+    more: dict[str, Any] = {"waits_for": waits_for, "warnings": [*own, *warnings]}
+    more["initial_model"] = asdict(initial_model) if initial_model is not None else None
+    return to_json(asdict(answer) | {name: told for name, told in more.items() if told})
+
+
+def declined_error(declined: Declined) -> GeofedError:
+    """All reasons in one error, under the code that they share, else INADMISSIBLE."""
+    codes = {reason.code for reason in declined.reasons}
+    code = codes.pop() if len(codes) == 1 else "INADMISSIBLE"
+    message = "; ".join(reason.text for reason in declined.reasons)
+    return GeofedError(code, message, hint="; ".join(dict.fromkeys(reason.remedy for reason in declined.reasons)))
+
+
+def first_state(
+    job: str,
+    at: float,
+    spec: JobSpec,
+    plan: Plan,
+    regions: dict[str, RegionEntry],
+    deadline_at: float | None,
+    initial_model: InitialModel | None = None,
+) -> JobState:
+    """A job that has just been planned, queued."""
+    parts = [Partition(part.region) for part in plan.partitions]
+    return JobState(
+        job=job,
+        deadline_at=deadline_at,
+        goal=goal_of(spec),
+        budget_usd=spec.objective.budget,
+        lost_limit_seconds=spec.limits.lost_region.total_seconds(),
+        created_at=at,
+        exact=not plan.background,
+        initial_model=initial_model,
+        copies=tuple(
+            Copy(
+                copy.source,
+                copy.destination,
+                copy.bytes,
+                link="unreachable" if regions[copy.source].state.phase != "live" else "live",
+                since=at,
+            )
+            for copy in plan.copies
+        ),
+        partitions=tuple(
+            replace(part, since=at, link="unreachable" if regions[part.region].state.phase != "live" else "live")
+            for part in parts
+        ),
+    )
+
+
+def goal_of(spec: JobSpec) -> Goal | None:
+    """The metric that is good enough to end with; None: the job continues to its planned end."""
+    wanted = spec.train.end.goal
+    if wanted is None:
+        return None
+    at_least, at_most = wanted.at_least, wanted.at_most
+    bound = at_least if at_least is not None else at_most
+    return Goal(wanted.metric, bound or 0.0, at_least is not None, spec.train.evaluate_every)

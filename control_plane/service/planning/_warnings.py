@@ -1,0 +1,64 @@
+"""Warnings of a plan, besides what the scheduler says of it."""
+
+from __future__ import annotations
+
+from calendar import monthrange
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+
+from control_plane.pki import utc_now
+from control_plane.service.state._draft import RegionEntry
+from control_plane.spec import JobSpec
+from scheduler import Plan
+
+__all__ = ["warnings_of"]
+
+STALE_DAYS = 90
+"""Clouds change their lists a few times a year."""
+
+
+def warnings_of(chosen: Plan, spec: JobSpec, regions: Mapping[str, RegionEntry], at: float) -> tuple[str, ...]:
+    """Regions that are away, with what that means for the plan, and prices that may not hold any more."""
+    taken = [*(part.region for part in chosen.partitions), *(copy.source for copy in chosen.copies)]
+    return (*_away(taken, spec, regions), *_stale(taken, regions, at))
+
+
+def _away(taken: list[str], spec: JobSpec, regions: Mapping[str, RegionEntry]) -> Iterator[str]:
+    use, avoid = spec.regions.use, spec.regions.avoid
+    for name, entry in sorted(regions.items()):
+        phase = entry.state.phase
+        if phase not in ("unreachable", "lost"):
+            continue
+        if name in taken:
+            yield f"region {name} is {phase}; the job cannot begin without it"
+        elif name not in avoid and (not use or name in use) and (samples := _samples(entry, spec.data.dataset)):
+            yield f"region {name} is {phase}: its {samples:,} samples of {spec.data.dataset} are left out"
+
+
+def _samples(entry: RegionEntry, dataset: str) -> int:
+    """Of the training split that it held when it was last there."""
+    held = entry.catalogue.datasets if entry.catalogue is not None else ()
+    splits = [one.splits["train"] for one in held if one.name == dataset and "train" in one.splits]
+    return sum(split.samples for split in splits)
+
+
+def _stale(taken: list[str], regions: Mapping[str, RegionEntry], at: float) -> Iterator[str]:
+    for region in taken:
+        entry = regions.get(region)
+        prices = entry.catalogue.prices if entry is not None and entry.catalogue is not None else None
+        days = _days_since(prices.as_of, at) if prices is not None else None
+        if prices is not None and days is not None and days > STALE_DAYS:
+            yield f"the prices of {region} are {days:.0f} days old (as of {prices.as_of}, {prices.source})"
+
+
+def _days_since(as_of: str, at: float) -> float | None:
+    """A month without a day counts from its last; None: it is no date."""
+    try:
+        if len(as_of) == len("2026-01"):
+            year, month = (int(part) for part in as_of.split("-"))
+            moment = datetime(year, month, monthrange(year, month)[1], tzinfo=UTC)
+        else:
+            moment = datetime.fromisoformat(as_of).replace(tzinfo=UTC)
+    except ValueError:
+        return None
+    return (utc_now(at) - moment).total_seconds() / 86_400

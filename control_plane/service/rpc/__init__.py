@@ -1,0 +1,1 @@
+"""What is asked over gRPC, and how it is answered."""

@@ -1,0 +1,333 @@
+"""Control: the users' side of the control plane."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from control_plane._view import standing_text
+from control_plane.core import TERMINAL, CancelAsked, FinishAsked
+from control_plane.pki import InvitationToken, hash_secret, new_secret
+from control_plane.service.jobs._submission import answer_plan, scale, submit
+from control_plane.service.jobs._succession import Succession
+from control_plane.service.measuring._probing import Probing
+from control_plane.service.measuring._profiling import Profiling
+from control_plane.service.rpc._enrolment import unseen_region
+from control_plane.service.rpc._users import Caller, add_user, caller_of, change_user, list_users, remove_user
+from control_plane.service.rpc._wire import event_message, log_message
+from control_plane.service.state._draft import JobEntry
+from control_plane.service.state._federation import ACTIVE, Federation
+from control_plane.service.state._notifier import Notifier
+from control_plane.spec import MAX_BUNDLE_BYTES
+from control_plane.store import Invitation, Store
+from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import answering, streaming
+from geofed_pb.v1 import common_pb2, control_pb2, control_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_PAGE_BYTES, _PAGE_ITEMS = 1 << 20, 1000
+_WHOLE_BYTES = 3 << 20
+"""For a client that asks for no second page, and takes 4 MiB."""
+_Message = TypeVar("_Message", control_pb2.Job, control_pb2.Region)
+INVITATION_SECONDS = 24 * 3600
+_REGION_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Door:
+    """How users get in, and what invitations tell agents."""
+
+    token_hash: str
+    """Of the administrator's bearer token."""
+    ca_pem: bytes
+    address: str
+    """host:port of the control port, as agents reach it."""
+
+
+class ControlService(control_pb2_grpc.ControlServicer):
+    """Every method asks for the token first, the operator's or a user's."""
+
+    def __init__(
+        self, federation: Federation, profiling: Profiling, probing: Probing, succession: Succession, door: Door
+    ) -> None:
+        self._federation = federation
+        self._profiling = profiling
+        self._probing = probing
+        self._succession = succession
+        self.door = door
+        """Replaced once the port is known."""
+
+    @answering
+    async def Version(self, request: control_pb2.VersionRequest, context: Context) -> control_pb2.VersionReply:
+        """Who answers here."""
+        self._admit(context)
+        return control_pb2.VersionReply(version=_version(), federation=self._federation.name)
+
+    @answering
+    async def StatBlob(self, request: common_pb2.BlobRequest, context: Context) -> common_pb2.BlobAck:
+        """How much of a bundle is here."""
+        self._admit(context)
+        return self._federation.blobs.stat(request.digest)
+
+    @answering
+    async def PutBlob(self, requests: AsyncIterator[common_pb2.BlobChunk], context: Context) -> common_pb2.BlobAck:
+        """Take a bundle."""
+        self._admit(context)
+        return await self._federation.blobs.receive(requests, limit_bytes=MAX_BUNDLE_BYTES)
+
+    @answering
+    async def Plan(self, request: control_pb2.PlanRequest, context: Context) -> control_pb2.PlanReply:
+        """What would be done with a job."""
+        caller = self._admit(context)
+        text, admissible = await answer_plan(self._federation, self._probing, request, caller.user)
+        return control_pb2.PlanReply(plan_json=text, admissible=admissible)
+
+    @answering
+    async def Submit(self, request: control_pb2.SubmitRequest, context: Context) -> control_pb2.SubmitReply:
+        """Run a job; once for each request id."""
+        caller = self._admit(context)
+        entry, created = await submit(self._federation, self._probing, request, caller.user)
+        return control_pb2.SubmitReply(job=self._federation.describe(entry), created=created)
+
+    @streaming
+    async def Profile(
+        self, request: control_pb2.ProfileRequest, context: Context
+    ) -> AsyncIterator[control_pb2.ProfileNews]:
+        """Have a task measured where its data are; ends with what was found."""
+        self._admit(context)
+        async for progress in self._profiling.run(request):
+            yield progress
+
+    @answering
+    async def GetJob(self, request: control_pb2.JobRequest, context: Context) -> control_pb2.Job:
+        """A job as it stands."""
+        self._admit(context)
+        return self._federation.describe(await self._federation.find_job(request.job))
+
+    @answering
+    async def ListJobs(self, request: control_pb2.ListJobsRequest, context: Context) -> control_pb2.ListJobsReply:
+        """A page of jobs, newest first."""
+        self._admit(context)
+        limit = min(request.limit or 100, _PAGE_ITEMS)
+        phases = ACTIVE | TERMINAL if request.all else ACTIVE
+        entries = await self._federation.list_jobs(phases, limit + 1, request.after)
+        jobs, more = _page(map(self._federation.summarise, entries[:limit]))
+        return control_pb2.ListJobsReply(jobs=jobs, more=more or len(entries) > limit)
+
+    @streaming
+    async def Watch(self, request: control_pb2.WatchRequest, context: Context) -> AsyncIterator[control_pb2.Event]:
+        """What happened after a cursor, and what happens; ends after the job's last event. No job: all events."""
+        self._admit(context)
+        federation, cursor = self._federation, request.cursor
+        job = (await federation.find_job(request.job)).row.id if request.job else None
+        while True:
+            heard, ended = federation.events_notifier.count, job is not None and job not in federation.jobs
+            rows = await federation.read(partial(Store.events_after, cursor=cursor, job=job))
+            for row in rows:
+                yield event_message(row)
+                cursor = row.cursor
+                if row.terminal and job is not None:
+                    return
+            if not rows:
+                if not request.follow or ended:
+                    return
+                await self._next(federation.events_notifier, heard)
+                self._admit(context)
+
+    @streaming
+    async def Logs(self, request: control_pb2.LogsRequest, context: Context) -> AsyncIterator[control_pb2.LogLine]:
+        """A job's log lines after a cursor, and those that come, until the job has ended."""
+        self._admit(context)
+        federation, cursor, region = self._federation, request.cursor, request.region
+        entry = await federation.find_job(request.job)
+        job, parts = entry.row.id, [part.region for part in entry.plan.partitions]
+        if region and region not in parts:
+            raise GeofedError("REGION_NOT_FOUND", f"region {region} takes no part in {job}", hint=", ".join(parts))
+        if request.tail and not cursor:
+            cursor = await federation.read(lambda store: store.log_tail_cursor(job, request.tail, region=region))
+        while True:
+            heard, ended = federation.logs_notifier.count, job not in federation.jobs
+            rows = await federation.read(partial(Store.logs_after, job=job, cursor=cursor, region=region))
+            for row in rows:
+                yield log_message(row)
+                cursor = row.cursor
+            if not rows:
+                if not request.follow or ended:
+                    return
+                await self._next(federation.logs_notifier, heard)
+                self._admit(context)
+
+    @answering
+    async def Cancel(self, request: control_pb2.CancelRequest, context: Context) -> control_pb2.Job:
+        """Have a job end. A job that is being cancelled, or was, stays so; one that ended otherwise cannot be."""
+        caller = self._admit(context)
+        federation = self._federation
+        entry = await federation.find_job(request.job)
+        caller.require_own(entry)
+        if entry.state.phase in ("succeeded", "failed"):
+            raise GeofedError("ILLEGAL_STATE", f"job {entry.row.id} has {entry.state.phase} already")
+        async with federation.change() as draft:
+            draft.tell_job(entry.row.id, CancelAsked(draft.at, request.reason))
+        return federation.describe(await federation.find_job(entry.row.id))
+
+    @answering
+    async def Finish(self, request: control_pb2.FinishRequest, context: Context) -> control_pb2.Job:
+        """Have a job end with the model that it has, and no other one continue with that. One that is about to end in
+        any case continues to that."""
+        caller = self._admit(context)
+        federation = self._federation
+        entry = await federation.find_job(request.job)
+        caller.require_own(entry)
+        phase, job = entry.state.phase, entry.row.id
+        if phase in ("queued", "planned", "starting"):
+            hint = f"`control-plane cancel {job}` ends it without one"
+            raise GeofedError("ILLEGAL_STATE", f"job {job} is {phase}: it has no model yet", hint=hint)
+        if phase not in ("running", "finishing", "succeeded"):
+            raise GeofedError("ILLEGAL_STATE", f"job {job} is {phase} already")
+        async with federation.change() as draft:
+            draft.tell_job(job, FinishAsked(draft.at, request.reason))
+        entry = await federation.find_job(job)
+        if after := entry.state.successor:
+            hint = f"`control-plane finish {after}` ends that one"
+            raise GeofedError("ILLEGAL_STATE", f"job {job} has ended already; job {after} continues", hint=hint)
+        return federation.describe(entry)
+
+    @answering
+    async def Replan(self, request: control_pb2.ReplanRequest, context: Context) -> control_pb2.Job:
+        """Have a job end, and another one continue with its model over the regions that are there now."""
+        caller = self._admit(context)
+        entry = await self._federation.find_job(request.job)
+        caller.require_own(entry)
+        if entry.state.terminal:
+            raise _ended(entry)
+        await self._succession.replan(entry.row.id, request.reason)
+        return self._federation.describe(await self._federation.find_job(entry.row.id))
+
+    @answering
+    async def Scale(self, request: control_pb2.ScaleRequest, context: Context) -> control_pb2.Job:
+        """Have regions of a job continue with other numbers of workers."""
+        caller = self._admit(context)
+        entry = await self._federation.find_job(request.job)
+        caller.require_own(entry)
+        await scale(self._federation, entry.row.id, dict(request.workers), request.reason)
+        return self._federation.describe(await self._federation.find_job(request.job))
+
+    @answering
+    async def ListRegions(
+        self, request: control_pb2.ListRegionsRequest, context: Context
+    ) -> control_pb2.ListRegionsReply:
+        """A page of regions, sorted by name."""
+        self._admit(context)
+        names = sorted(name for name in self._federation.regions if name > request.after)
+        described = (self._federation.describe_region(self._federation.regions[name]) for name in names)
+        regions, more = _page(described, _PAGE_BYTES if request.paged else _WHOLE_BYTES)
+        if more and not request.paged:
+            hint = "use the command line of the control plane's version"
+            raise GeofedError("LIMIT_EXCEEDED", f"{len(names)} regions do not fit into one answer", hint=hint)
+        return control_pb2.ListRegionsReply(regions=regions, more=more)
+
+    @answering
+    async def Invite(self, request: control_pb2.InviteRequest, context: Context) -> control_pb2.InviteReply:
+        """Make a one-time token for a region."""
+        self._admit(context).require_operator()
+        name = request.region
+        if not _REGION_NAME.fullmatch(name):
+            raise GeofedError(
+                "CONFIG_INVALID",
+                f"{name!r} cannot be the name of a region",
+                hint="take lower-case letters, digits and hyphens, 42 at most",
+            )
+        secret = new_secret()
+        async with self._federation.change() as draft:
+            expires = draft.at + (request.ttl_seconds or INVITATION_SECONDS)
+            if draft.region(name) is None:
+                draft.put_region(unseen_region(name))
+            draft.invitations.append(Invitation(hash_secret(secret), name, expires))
+            draft.record("region.invited", f"region {name} is invited", region=name)
+        token = InvitationToken(self.door.address, self.door.ca_pem, name, secret)
+        return control_pb2.InviteReply(token=str(token), expires=expires)
+
+    @answering
+    async def AddUser(self, request: control_pb2.AddUserRequest, context: Context) -> control_pb2.UserReply:
+        """Let a user in; the token is told here only."""
+        self._admit(context).require_operator()
+        return await add_user(self._federation, request)
+
+    @answering
+    async def ChangeUser(self, request: control_pb2.ChangeUserRequest, context: Context) -> control_pb2.UserReply:
+        """Give a user another quota, or another token."""
+        self._admit(context).require_operator()
+        return await change_user(self._federation, request)
+
+    @answering
+    async def RemoveUser(self, request: control_pb2.RemoveUserRequest, context: Context) -> control_pb2.User:
+        """Let a user in no more."""
+        self._admit(context).require_operator()
+        return await remove_user(self._federation, request.name)
+
+    @answering
+    async def ListUsers(self, request: control_pb2.ListUsersRequest, context: Context) -> control_pb2.ListUsersReply:
+        """The users, with what they were promised."""
+        return list_users(self._federation, self._admit(context))
+
+    @streaming
+    async def GetModel(
+        self, request: control_pb2.ModelRequest, context: Context
+    ) -> AsyncIterator[common_pb2.BlobChunk]:
+        """The model of a job that has succeeded."""
+        self._admit(context)
+        entry = await self._federation.find_job(request.job)
+        if not entry.state.blob_digest:
+            raise GeofedError("MODEL_NOT_FOUND", f"job {entry.row.id} is {entry.state.phase}; it has no model")
+        async for chunk in self._federation.blobs.send(entry.state.blob_digest, request.offset):
+            yield chunk
+
+    # --- inside
+
+    async def _next(self, notifier: Notifier, heard: int) -> None:
+        if not self._federation.stopping:
+            await notifier.wait(heard)
+        if self._federation.stopping:
+            raise GeofedError("UNAVAILABLE", "the control plane is stopping")
+
+    def _admit(self, context: Context) -> Caller:
+        headers = {str(key): value for key, value in context.invocation_metadata() or ()}
+        shown = str(headers.get("authorization", ""))
+        return caller_of(shown, self.door.token_hash, self._federation.users.values())
+
+
+def _page(messages: Iterable[_Message], most_bytes: int = _PAGE_BYTES) -> tuple[list[_Message], bool]:
+    """As many as an answer should hold, and whether there are more."""
+    found: list[_Message] = []
+    total = 0
+    for message in messages:
+        total += message.ByteSize()
+        if found and (total > most_bytes or len(found) >= _PAGE_ITEMS):
+            return found, True
+        found.append(message)
+    return found, False
+
+
+def _ended(entry: JobEntry) -> GeofedError:
+    """Nothing is left to replan."""
+    job, state = entry.row.id, entry.state
+    hint = None
+    if state.successor:
+        hint = f"it continued as {state.successor}"
+    elif state.phase == "succeeded":
+        hint = f"a new job with `train.initialModel: {{job: {job}}}` starts from its model"
+    text = f"job {job} {standing_text(state.phase)}; only a running job is replanned"
+    return GeofedError("ILLEGAL_STATE", text, hint=hint)
+
+
+def _version() -> str:
+    try:
+        return version("geofed")
+    except PackageNotFoundError:
+        return "0"

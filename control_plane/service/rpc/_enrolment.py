@@ -1,0 +1,69 @@
+"""Enrolment: an invitation becomes a certificate, once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import grpc.aio
+
+from control_plane.core import RegionState, region_state_to_json
+from control_plane.pki import Authority, hash_secret, utc_now
+from control_plane.service.state._draft import RegionEntry
+from control_plane.service.state._federation import Federation
+from control_plane.store import RegionRow
+from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import answering
+from geofed_pb.v1 import control_pb2, control_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class EnrolmentService(control_pb2_grpc.EnrolmentServicer):
+    """Open to all on the control port: the secret is the identity."""
+
+    def __init__(self, federation: Federation, authority: Authority, region_life: timedelta) -> None:
+        self._federation = federation
+        self._authority = authority
+        self._region_life = region_life
+        self.agent_port = 0
+        """Set once the agent port is bound."""
+
+    @answering
+    async def Join(self, request: control_pb2.JoinRequest, context: Context) -> control_pb2.JoinReply:
+        """Sign the region's key. The invitation, the certificate and the fresh start are stored together."""
+        federation = self._federation
+        async with federation.change() as draft:
+            hashed = hash_secret(request.secret)
+            invitation = await federation.read(lambda store: store.invitation(hashed))
+            if invitation is None:
+                raise GeofedError("TOKEN_INVALID", "no such invitation was made here")
+            if invitation.used_at:
+                raise GeofedError("TOKEN_INVALID", f"the invitation of {invitation.region} has been used")
+            if draft.at >= invitation.expires:
+                raise GeofedError("TOKEN_INVALID", f"the invitation of {invitation.region} is over")
+            region = invitation.region
+            issued = self._authority.sign_region(request.csr_pem, region, utc_now(draft.at), self._region_life)
+            draft.invitations.append(replace(invitation, used_at=draft.at))
+            entry = draft.region(region) or unseen_region(region)
+            row = replace(entry.row, serials=(issued.serial,), certificate_expires=issued.expires)
+            draft.put_region(replace(entry, row=row))
+            draft.renumbered_region = region
+            draft.record("region.enrolled", f"region {region} has a certificate of this federation", region=region)
+        session = federation.sessions.get(region)
+        if session is not None:
+            session.end(GeofedError("FENCED", f"region {region} was joined anew"))
+        return control_pb2.JoinReply(
+            region=region,
+            certificate_pem=issued.certificate_pem,
+            ca_pem=self._authority.ca_pem,
+            agent_port=self.agent_port,
+            federation=federation.name,
+        )
+
+
+def unseen_region(name: str) -> RegionEntry:
+    """A region of which nothing is known but its name."""
+    state = RegionState(name)
+    return RegionEntry(RegionRow(name, "", "", "", region_state_to_json(state), (), 0.0), state, None)

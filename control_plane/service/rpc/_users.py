@@ -1,0 +1,132 @@
+"""Who may do what: the operator everything, a user what is its own. Tokens are kept as hashes only."""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from control_plane.pki import hash_secret, new_secret
+from control_plane.service.state._draft import OPERATOR, JobEntry
+from control_plane.service.state._federation import Federation
+from control_plane.store import UserRow
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import control_pb2
+
+__all__ = ["Caller", "add_user", "caller_of", "change_user", "list_users", "remove_user"]
+
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who has made a call."""
+
+    user: str = ""
+    """Empty: the operator."""
+
+    def require_operator(self) -> None:
+        """Raises ``GeofedError`` FORBIDDEN for a user."""
+        if self.user:
+            raise GeofedError("FORBIDDEN", f"only the operator may do that, not {self.user}")
+
+    def require_own(self, entry: JobEntry) -> None:
+        """Raises ``GeofedError`` FORBIDDEN where a job is neither the caller's nor the caller the operator."""
+        if self.user and entry.row.user != self.user:
+            whose = f"the job of {entry.row.user or f'the {OPERATOR}'}"
+            raise GeofedError("FORBIDDEN", f"{entry.row.id} is {whose}; {self.user} may only look at it")
+
+
+def caller_of(authorization: str, operator_hash: str, users: Iterable[UserRow]) -> Caller:
+    """Who shows this "Bearer …". Raises ``GeofedError`` UNAUTHENTICATED."""
+    kind, _, token = authorization.partition(" ")
+    if kind != "Bearer" or not token:
+        raise GeofedError("UNAUTHENTICATED", "the call carries no token")
+    shown = hash_secret(token)
+    if hmac.compare_digest(shown, operator_hash):
+        return Caller()
+    for user in users:
+        if hmac.compare_digest(shown, user.token_hash):
+            return Caller(user.name)
+    raise GeofedError("UNAUTHENTICATED", "the token is not one of this federation")
+
+
+async def add_user(federation: Federation, request: control_pb2.AddUserRequest) -> control_pb2.UserReply:
+    """Let somebody in. Raises ``GeofedError``: CONFIG_INVALID (the name), ILLEGAL_STATE where it is taken."""
+    name = request.name
+    if not _NAME.fullmatch(name) or name == OPERATOR:
+        raise GeofedError(
+            "CONFIG_INVALID",
+            f"{name!r} cannot be the name of a user",
+            hint=f"take lower-case letters, digits and hyphens, 42 at most, and not {OPERATOR}",
+        )
+    token = new_secret()
+    async with federation.change() as draft:
+        if name in draft.users:
+            hint = f"`control-plane user change {name}` gives it another quota or token"
+            raise GeofedError("ILLEGAL_STATE", f"there is a user {name} already", hint=hint)
+        limit = request.promised_workers if request.HasField("promised_workers") else None
+        user = UserRow(name, hash_secret(token), limit, draft.at)
+        draft.put_user(user)
+        draft.record("user.added", f"user {name} is let in, {_quota_text(limit)}", data=_told(user))
+    return control_pb2.UserReply(user=_message(federation, user, federation.promised_workers()), token=token)
+
+
+async def change_user(federation: Federation, request: control_pb2.ChangeUserRequest) -> control_pb2.UserReply:
+    """Another quota, or another token. Promises that were given stay. Raises ``GeofedError`` USER_NOT_FOUND."""
+    token = new_secret() if request.new_token else ""
+    async with federation.change() as draft:
+        user = _known(draft.users, request.name)
+        if request.no_quota:
+            user = replace(user, promised_workers=None)
+        elif request.HasField("promised_workers"):
+            user = replace(user, promised_workers=request.promised_workers)
+        if token:
+            user = replace(user, token_hash=hash_secret(token))
+        draft.put_user(user)
+        what = " and a new token" if token else ""
+        text = f"user {user.name} has {_quota_text(user.promised_workers)}{what}"
+        draft.record("user.changed", text, data=_told(user) | {"new_token": bool(token)})
+    return control_pb2.UserReply(user=_message(federation, user, federation.promised_workers()), token=token)
+
+
+async def remove_user(federation: Federation, name: str) -> control_pb2.User:
+    """Let somebody in no more; the jobs continue. Raises ``GeofedError`` USER_NOT_FOUND."""
+    async with federation.change() as draft:
+        user = _known(draft.users, name)
+        told = _message(federation, user, federation.promised_workers())
+        draft.remove_user(name)
+        draft.record("user.removed", f"user {name} is let in no more", data={"user": name})
+    return told
+
+
+def list_users(federation: Federation, caller: Caller) -> control_pb2.ListUsersReply:
+    """All users for the operator; a user sees only itself."""
+    shown = [user for name, user in sorted(federation.users.items()) if caller.user in ("", name)]
+    promised = federation.promised_workers() if shown else {}
+    return control_pb2.ListUsersReply(users=[_message(federation, user, promised) for user in shown])
+
+
+def _known(users: dict[str, UserRow], name: str) -> UserRow:
+    if name not in users:
+        raise GeofedError("USER_NOT_FOUND", f"there is no user {name}")
+    return users[name]
+
+
+def _message(federation: Federation, user: UserRow, promised: Mapping[str, int]) -> control_pb2.User:
+    return control_pb2.User(
+        name=user.name,
+        promised_workers=user.promised_workers,
+        promised_now=promised.get(user.name, 0),
+        jobs=sum(entry.row.user == user.name for entry in federation.jobs.values()),
+        created_at=user.created_at,
+    )
+
+
+def _quota_text(limit: int | None) -> str:
+    return "no quota" if limit is None else f"a quota of {limit} promised workers"
+
+
+def _told(user: UserRow) -> dict[str, object]:
+    return {"user": user.name, "promised_workers": user.promised_workers}

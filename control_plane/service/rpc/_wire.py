@@ -1,0 +1,345 @@
+"""Between protobuf and the machines: nothing further in knows the wire."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from itertools import islice
+from typing import Any, TypeVar
+
+from control_plane.core import (
+    Charge,
+    Copy,
+    Failure,
+    JobAction,
+    JobState,
+    Partition,
+    Record,
+    Report,
+    SendPeers,
+    SendPublish,
+    SendScale,
+    SendShard,
+    SendStart,
+    condition_of,
+    wan_links,
+)
+from control_plane.service.planning._scaling import batch_with
+from control_plane.spec import JobSpec
+from control_plane.store import EventRow, JobRow, LogRow
+from geofed_pb.bounds import LOG_LINE_BYTES, NAME_BYTES, bounded_metrics, clean
+from geofed_pb.errors import CATALOGUE
+from geofed_pb.v1 import agent_pb2, common_pb2, control_pb2
+from scheduler import Partition as Planned
+from scheduler import PipelineShape, Plan
+
+_MOST_NAMES = 5000
+_Number = TypeVar("_Number", int, float)
+
+
+def report_of(message: agent_pb2.PartitionReport) -> Report:
+    """The report that a message carries."""
+    return Report(
+        epoch=message.epoch,
+        state=clean(message.state, NAME_BYTES),
+        condition=clean(message.condition),
+        ps_address=clean(message.ps_address, NAME_BYTES),
+        round=message.round,
+        step=message.step,
+        samples=message.samples,
+        loss=message.loss,
+        metrics=bounded_metrics(message.metrics)[0],
+        metrics_samples=message.metrics_samples,
+        metrics_round=message.metrics_round,
+        metrics_error=clean(message.metrics_error),
+        sent_bytes=_named(message.sent_bytes),
+        received_bytes=_named(message.received_bytes),
+        money=tuple(
+            Charge(clean(m.item, NAME_BYTES), m.quantity, clean(m.unit, NAME_BYTES), m.usd, clean(m.source, NAME_BYTES))
+            for m in message.money
+        ),
+        model_digest=message.model_digest,
+        blob_digest=message.blob_digest,
+        error=failure_of(message.error) if message.HasField("error") else None,
+        workers=message.workers,
+        attempt=message.attempt,
+        samples_per_second=message.samples_per_second,
+        round_samples_per_second=message.round_samples_per_second,
+        merge_seconds=message.merge_seconds,
+        step_seconds=message.step_seconds,
+        merged_by=clean(message.merged_by, NAME_BYTES),
+        compute_seconds=message.compute_seconds,
+        wait_seconds=message.wait_seconds,
+        applied_updates=message.applied_updates,
+        link_rtt_ms=_named(message.link_rtt_ms),
+        link_mbps=_named(message.link_mbps),
+        link_streams=_named(message.link_streams),
+        links_down=tuple(clean(name, NAME_BYTES) for name in message.links_down[:_MOST_NAMES]),
+        staleness=_named(message.staleness),
+        refused=_named(message.refused),
+        interval=message.interval,
+        codec=clean(message.codec, NAME_BYTES),
+        routes=message.routes,
+        update_bytes=message.update_bytes,
+        preempted=message.preempted,
+        scale_order=message.scale_order,
+        meter=message.meter,
+        shard_address=message.shard_address,
+        shards_here=message.shards_here,
+    )
+
+
+def _named(values: Mapping[str, _Number]) -> dict[str, _Number]:
+    """By region; a federation has no more of them."""
+    return {clean(name, NAME_BYTES): value for name, value in islice(values.items(), _MOST_NAMES)}
+
+
+def failure_of(message: common_pb2.Error) -> Failure:
+    """The failure that a message carries; a code that the catalogue lacks becomes INTERNAL."""
+    code = message.code if message.code in CATALOGUE else "INTERNAL"
+    return Failure(code, clean(message.message), clean(message.hint))
+
+
+def error_message(failure: Failure) -> common_pb2.Error:
+    """A failure as it goes out."""
+    entry = CATALOGUE[failure.code]
+    return common_pb2.Error(
+        code=failure.code, message=failure.message, hint=failure.hint or entry.hint, retryable=entry.retryable
+    )
+
+
+def command_of(action: JobAction, row: JobRow, spec: JobSpec, plan: Plan) -> agent_pb2.ToAgent:
+    """The command that an action asks for, without its number."""
+    if isinstance(action, Record):
+        raise TypeError("an event is no command")
+    if isinstance(action, SendStart):
+        return agent_pb2.ToAgent(start=_start(action, row, spec, plan))
+    if isinstance(action, SendPeers):
+        peers = [agent_pb2.Peer(region=p.region, epoch=p.epoch, address=p.address) for p in action.peers]
+        told = agent_pb2.Peers(
+            job=row.id,
+            epoch=action.epoch,
+            peers=peers,
+            routes=action.routes,
+            neighbours=[agent_pb2.RegionPair(a=a, b=b) for a, b in action.neighbours],
+            former=[agent_pb2.RegionPair(a=a, b=b) for a, b in action.former],
+            finish=action.finish,
+        )
+        return agent_pb2.ToAgent(peers=told)
+    if isinstance(action, SendScale):
+        batch, rate = batch_with(spec, plan, action.region, action.workers)
+        wanted = agent_pb2.ScalePartition(
+            job=row.id,
+            epoch=action.epoch,
+            workers=action.workers,
+            reason=action.reason,
+            batch=batch,
+            learning_rate=rate,
+            preemptible=action.preemptible,
+            order=action.order,
+        )
+        return agent_pb2.ToAgent(scale=wanted)
+    if isinstance(action, SendPublish):
+        return agent_pb2.ToAgent(publish=agent_pb2.PublishModel(job=row.id, epoch=action.epoch))
+    if isinstance(action, SendShard):
+        order = agent_pb2.SendShard(
+            job=row.id,
+            epoch=action.epoch,
+            dataset=spec.data.dataset,
+            to=action.destination,
+            address=action.address,
+        )
+        return agent_pb2.ToAgent(send_shard=order)
+    stop = agent_pb2.StopPartition(job=row.id, epoch=action.epoch, reason=action.reason, discard=action.discard)
+    return agent_pb2.ToAgent(stop=stop)
+
+
+def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_pb2.StartPartition:
+    part = next(part for part in plan.partitions if part.region == action.region)
+    return agent_pb2.StartPartition(
+        job=row.id,
+        region=action.region,
+        epoch=action.epoch,
+        task=agent_pb2.TaskRef(
+            bundle_digest=row.bundle_digest,
+            module=spec.task.module,
+            config_json=json.dumps(spec.task.config),
+            dataset=spec.data.dataset,
+            learning_rate=_learning_rate(spec),
+            initial_model=action.initial_model,
+        ),
+        plan=agent_pb2.PartitionPlan(
+            workers=part.workers,
+            batch=part.batch,
+            steps_per_round=part.steps_per_round,
+            rounds=plan.rounds,
+            seed=plan.seed,
+            memory_mb=part.memory_mb,
+            slice_seconds=plan.slice_seconds,
+            collective=plan.collective,
+            channel=plan.channel,
+            merging=plan.merging,
+            merging_codec=plan.merging_codec,
+            wan_policy=plan.wan_policy,
+            wan_settings=plan.wan_settings,
+            topology=plan.topology,
+            neighbours=[agent_pb2.RegionPair(a=a, b=b) for a, b in plan.neighbours],
+            shares=plan.shares,
+            codec=plan.codec,
+            evaluate_every=plan.evaluate_every,
+            evaluation_batch=plan.evaluation_batch,
+            pipeline=_pipeline(part.pipeline) if part.pipeline is not None else None,
+            shards=_shards(part, plan),
+        ),
+        regions=sorted(part.region for part in plan.partitions),
+        resumed=action.resumed,
+    )
+
+
+def _shards(part: Planned, plan: Plan) -> list[agent_pb2.ShardRef]:
+    """None where the partition is trained on its region's own, as those of older plans are."""
+    sizes = {copy.source: copy.bytes for copy in plan.copies}
+    return [agent_pb2.ShardRef(region=region, bytes=sizes.get(region, 0)) for region in part.shards]
+
+
+def _learning_rate(spec: JobSpec) -> agent_pb2.LearningRate | None:
+    wanted = spec.train.learning_rate
+    if wanted is None:
+        return None
+    return agent_pb2.LearningRate(
+        schedule=wanted.schedule, warmup=wanted.warmup, floor=wanted.floor, begin=wanted.begin
+    )
+
+
+def _pipeline(shape: PipelineShape) -> agent_pb2.Pipeline:
+    return agent_pb2.Pipeline(
+        stages=[
+            agent_pb2.Stage(
+                first_layer=stage.first,
+                last_layer=stage.last,
+                rematerialise=stage.rematerialise,
+                memory_mb=stage.memory_mb,
+            )
+            for stage in shape.stages
+        ],
+        degree=shape.degree,
+        micro_batch=shape.micro_batch,
+        order=shape.order,
+        activation_codec="" if shape.activation_codec == "fp32" else shape.activation_codec,
+    )
+
+
+def job_message(row: JobRow, state: JobState, plan: Plan, contacts: dict[str, float]) -> control_pb2.Job:
+    """A job as users see it; `contacts` says when each region was last heard."""
+    workers = {part.region: part.workers for part in plan.partitions}
+    message = control_pb2.Job(
+        id=row.id,
+        name=row.name,
+        state=state.phase,
+        condition=condition_of(state),
+        created_at=row.created_at,
+        started_at=state.started_at,
+        finished_at=state.finished_at,
+        spec_json=row.spec_json,
+        plan_json=row.plan_json,
+        result_json=row.result_json,
+        partitions=[
+            _partition(part, contacts.get(part.region, 0.0), workers.get(part.region, 0)) for part in state.partitions
+        ],
+        rounds=plan.rounds,
+        links=[control_pb2.WanLink(**asdict(link)) for link in wan_links(state)],
+        copies=[_copy(copy) for copy in state.copies],
+        deadline_at=state.deadline_at or 0.0,
+        initial_model=control_pb2.InitialModel(**asdict(state.initial_model)) if state.initial_model else None,
+        successor=state.successor,
+        expected_seconds=plan.estimate.seconds.expected,
+    )
+    if state.error is not None:
+        message.error.CopyFrom(error_message(state.error))
+    return message
+
+
+def _copy(copy: Copy) -> control_pb2.ShardCopy:
+    report = copy.report or Report(copy.epoch, "")
+    return control_pb2.ShardCopy(
+        source=copy.source,
+        destination=copy.destination,
+        state=copy.state,
+        condition=f"region is {copy.link}" if copy.link != "live" else report.condition,
+        bytes=copy.bytes,
+        sent_bytes=report.sent_bytes.get(copy.destination, 0),
+        money=_money(report),
+    )
+
+
+def _money(report: Report) -> list[common_pb2.Money]:
+    return [
+        common_pb2.Money(item=m.item, quantity=m.quantity, unit=m.unit, usd=m.usd, source=m.source)
+        for m in report.money
+    ]
+
+
+def _partition(part: Partition, last_contact: float, planned_workers: int) -> control_pb2.PartitionStatus:
+    report = part.report or Report(part.epoch, "")
+    away = "" if part.link == "live" else f"region is {part.link}"
+    return control_pb2.PartitionStatus(
+        region=part.region,
+        state=part.state,
+        epoch=part.epoch,
+        round=report.round,
+        step=report.step,
+        samples=report.samples,
+        loss=report.loss,
+        # An agent that has told nothing yet has what it was sent.
+        workers=report.workers if report.attempt else planned_workers,
+        condition=away or report.condition,
+        metrics=report.metrics,
+        sent_bytes=report.sent_bytes,
+        money=_money(report),
+        last_contact=last_contact,
+        samples_per_second=report.samples_per_second,
+        preemptible=part.preemptible,
+    )
+
+
+def event_message(row: EventRow) -> control_pb2.Event:
+    """An event as it goes out."""
+    return control_pb2.Event(
+        cursor=row.cursor,
+        at=row.at,
+        job=row.job,
+        region=row.region,
+        kind=row.kind,
+        text=row.text,
+        data_json=row.data_json,
+        terminal=row.terminal,
+    )
+
+
+def log_message(row: LogRow) -> control_pb2.LogLine:
+    """A log line as it goes out."""
+    return control_pb2.LogLine(cursor=row.cursor, at=row.at, region=row.region, source=row.source, text=row.text)
+
+
+def log_rows(region: str, records: Iterable[agent_pb2.LogRecord]) -> tuple[LogRow, ...]:
+    """The lines of a batch; one that is too long is cut."""
+    return tuple(
+        LogRow(r.at, clean(r.job, 64), region, clean(r.source, 64), clean(r.text, LOG_LINE_BYTES)) for r in records
+    )
+
+
+def to_json(value: Any) -> str:
+    """JSON that every reader takes: numbers that are not finite become null."""
+    return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(held) for held in value]
+    return value

@@ -1,0 +1,1 @@
+"""The federation as it is known: loaded, changed and stored in one piece."""

@@ -1,0 +1,239 @@
+"""One incoming message: run through copies of the machines, gathered into one change of the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from control_plane.core import (
+    EndSession,
+    Failure,
+    JobEvent,
+    JobMachine,
+    JobState,
+    Record,
+    RegionEvent,
+    RegionLive,
+    RegionMachine,
+    RegionState,
+    Report,
+    Reported,
+    job_state_to_json,
+    region_state_to_json,
+    settled,
+)
+from control_plane.service.jobs._result import result_of, runs_of, unpromised_worker_seconds
+from control_plane.service.rpc._wire import command_of, to_json
+from control_plane.spec import JobSpec
+from control_plane.store import (
+    Change,
+    CommandRow,
+    EventRow,
+    Invitation,
+    JobRow,
+    LogRow,
+    RegionRow,
+    RunRow,
+    UserRow,
+    WeightRow,
+)
+from geofed_pb.bounds import clean
+from geofed_pb.errors import GeofedError
+from scheduler import Plan
+from scheduler import Region as Catalogue
+
+OPERATOR = "operator"
+"""What the holder of the administrator's token is called; no user may be."""
+
+
+@dataclass(frozen=True)
+class JobEntry:
+    """A job in memory."""
+
+    row: JobRow
+    state: JobState
+    spec: JobSpec
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class RegionEntry:
+    """A region in memory."""
+
+    row: RegionRow
+    state: RegionState
+    catalogue: Catalogue | None
+    """What its agent said it has; None: it was never there."""
+
+
+@dataclass
+class Draft:
+    """Holds what a message changes until the store has it; dropped where the store refuses."""
+
+    at: float
+    jobs: dict[str, JobEntry]
+    """The jobs that have not ended. Read only."""
+    regions: dict[str, RegionEntry]
+    """All regions. Read only."""
+    users: dict[str, UserRow] = field(default_factory=dict)
+    """All users, by name. Read only."""
+    changed_jobs: dict[str, JobEntry] = field(default_factory=dict)
+    changed_regions: dict[str, RegionEntry] = field(default_factory=dict)
+    ended_sessions: list[tuple[str, int]] = field(default_factory=list)
+    events: list[EventRow] = field(default_factory=list)
+    commands: list[CommandRow] = field(default_factory=list)
+    runs: list[RunRow] = field(default_factory=list)
+    weights: list[WeightRow] = field(default_factory=list)
+    logs: list[LogRow] = field(default_factory=list)
+    invitations: list[Invitation] = field(default_factory=list)
+    changed_users: dict[str, UserRow | None] = field(default_factory=dict)
+    """None: removed."""
+    report_cursor: tuple[str, int] | None = None
+    """Region and number of the report that this is about."""
+    met: tuple[str, int] | None = None
+    """Region whose agent begins a session, and the last command that it has taken."""
+    dropped_command: tuple[str, int] | None = None
+    """Region and number of a command that cannot be sent."""
+    renumbered_region: str = ""
+    """A region that has joined anew: its reports may begin with any number."""
+    void: bool = False
+    """It is not to be stored, nor seen: it was only begun."""
+    _durable: bool = False
+
+    def job(self, job_id: str) -> JobEntry | None:
+        """The job as this message leaves it."""
+        return self.changed_jobs.get(job_id) or self.jobs.get(job_id)
+
+    def region(self, name: str) -> RegionEntry | None:
+        """The region as this message leaves it."""
+        return self.changed_regions.get(name) or self.regions.get(name)
+
+    def add_job(self, entry: JobEntry) -> None:
+        """Take in a new job."""
+        self.changed_jobs[entry.row.id] = entry
+        self._durable = True
+
+    def put_region(self, entry: RegionEntry) -> None:
+        """Take in what is known of a region."""
+        self.changed_regions[entry.row.name] = entry
+        self._durable = True
+
+    def put_user(self, user: UserRow) -> None:
+        """Take in a new user, or another quota or token."""
+        self.changed_users[user.name] = user
+
+    def remove_user(self, name: str) -> None:
+        """Let somebody in no more."""
+        self.changed_users[name] = None
+
+    def record(self, kind: str, text: str, *, region: str = "", job: str = "", data: object = None) -> None:
+        """Write an event down."""
+        self.events.append(EventRow(self.at, clean(job, 64), region, clean(kind, 64), clean(text), to_json(data or {})))
+
+    def told_anew(self, region: str, why: str) -> None:
+        """Have a region's jobs give it their orders anew, since one side has forgotten some of what was said."""
+        self.record("region.restored", f"region {region} gets its orders anew: {why}", region=region)
+        for job_id in list(self.jobs | self.changed_jobs):
+            self.tell_job(job_id, RegionLive(self.at, region, restarted=True))
+
+    def cannot_deliver(self, region: str, job_id: str, what: str, error: GeofedError) -> None:
+        """A message that can never be sent, or never be taken: it is passed over, and its job fails."""
+        text = f"{what} is set aside: {error}"
+        self.record("message.undeliverable", text, region=region, job=job_id, data={"code": error.code})
+        entry = self.job(job_id)
+        part = entry.state.partition(region) or entry.state.copy_from(region) if entry is not None else None
+        if part is not None:
+            failure = Failure(error.code, clean(text), error.hint)
+            self.tell_job(job_id, Reported(self.at, region, Report(part.epoch, "failed", error=failure)))
+
+    def tell_job(self, job_id: str, event: JobEvent) -> None:
+        """Let a job's machine take an event; ended and unknown jobs take none."""
+        entry = self.job(job_id)
+        if entry is None or entry.state.terminal:
+            return
+        machine = JobMachine(entry.state)
+        actions = machine.handle(event)
+        if machine.state is entry.state and not actions:
+            return
+        for action in actions:
+            if isinstance(action, Record):
+                self._take_record(job_id, action)
+            else:
+                payload = command_of(action, entry.row, entry.spec, entry.plan).SerializeToString()
+                self.commands.append(CommandRow(action.region, job_id, payload))
+        row = entry.row
+        if machine.state.terminal:
+            row = replace(
+                row,
+                result_json=to_json(result_of(row, machine.state, entry.plan)),
+                unpromised_worker_seconds=unpromised_worker_seconds(machine.state, entry.plan),
+            )
+            self.runs += runs_of(row, machine.state, entry.spec, entry.plan)
+        self.changed_jobs[job_id] = replace(entry, row=row, state=machine.state)
+        self._durable = self._durable or bool(actions)
+
+    def settle(self, entry: JobEntry, region: str, report: Report) -> None:
+        """Take what a region's meters say of a job that has ended."""
+        state = settled(entry.state, region, report)
+        if state == entry.state:
+            return
+        row = replace(
+            entry.row,
+            result_json=to_json(result_of(entry.row, state, entry.plan)),
+            unpromised_worker_seconds=unpromised_worker_seconds(state, entry.plan),
+        )
+        self.add_job(replace(entry, row=row, state=state))
+
+    def tell_region(self, name: str, event: RegionEvent) -> None:
+        """Let a region's machine take an event, and its jobs what follows from it."""
+        entry = self.region(name)
+        if entry is None:
+            return
+        machine = RegionMachine(entry.state)
+        actions = machine.handle(event)
+        self.changed_regions[name] = replace(entry, state=machine.state)
+        before, after = entry.state, machine.state
+        if (before.phase, before.boot_id, before.session) != (after.phase, after.boot_id, after.session):
+            self._durable = True
+        for action in actions:
+            if isinstance(action, EndSession):
+                self.ended_sessions.append((name, action.session))
+            elif isinstance(action, Record):
+                self._take_record("", action)
+            else:
+                for job_id in list(self.jobs | self.changed_jobs):
+                    self.tell_job(job_id, action.event)
+
+    def to_change(self) -> Change | None:
+        """What the store has to take; None where nothing durable changed."""
+        known = self.events or self.commands or self.invitations or self.changed_users or self.report_cursor
+        known = known or self.met or self.dropped_command
+        if not (self._durable or known or self.weights):
+            return None
+        return Change(
+            jobs=tuple(_stored(entry) for entry in self.changed_jobs.values()),
+            regions=tuple(
+                replace(entry.row, state_json=region_state_to_json(entry.state))
+                for entry in self.changed_regions.values()
+            ),
+            events=tuple(self.events),
+            commands=tuple(self.commands),
+            runs=tuple(self.runs),
+            weights=tuple(self.weights),
+            logs=tuple(self.logs),
+            invitations=tuple(self.invitations),
+            users=tuple(user for user in self.changed_users.values() if user is not None),
+            removed_users=tuple(name for name, user in self.changed_users.items() if user is None),
+            report_cursor=self.report_cursor,
+            met=self.met,
+            dropped_command=self.dropped_command,
+            renumbered_region=self.renumbered_region,
+        )
+
+    def _take_record(self, job_id: str, record: Record) -> None:
+        self.events.append(
+            EventRow(self.at, job_id, record.region, record.kind, record.text, to_json(record.data), record.terminal)
+        )
+
+
+def _stored(entry: JobEntry) -> JobRow:
+    return replace(entry.row, state_json=job_state_to_json(entry.state), phase=entry.state.phase)

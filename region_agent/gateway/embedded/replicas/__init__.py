@@ -1,0 +1,1 @@
+"""Processes of functions: the warm parent, and the replicas that are forked from it."""

@@ -1,0 +1,75 @@
+"""The handler's side of a replica: calls that wait for it, and the threads that run it."""
+
+from __future__ import annotations
+
+import importlib
+import queue
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from region_agent.gateway.embedded.replicas.replica_http import Answer, Event
+
+__all__ = ["CallQueue", "Context", "Handler", "resolve_handler"]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a handler learns about where it runs."""
+
+    hostname: str
+    """Name of the replica."""
+
+
+Handler = Callable[[Event, Context], Any]
+
+
+@dataclass
+class _Call:
+    event: Event
+    answer: queue.SimpleQueue[Answer] = field(default_factory=queue.SimpleQueue)
+
+
+class CallQueue:
+    """Hands calls from the threads that read them to those that run the handler."""
+
+    def __init__(self, handler: Handler, context: Context) -> None:
+        self._handler, self._context = handler, context
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+
+    def call(self, event: Event) -> Answer:
+        """Have a call run elsewhere, and wait for its answer."""
+        pending = _Call(event)
+        self._calls.put(pending)
+        return pending.answer.get()
+
+    def work(self, threads: int = 1) -> None:
+        """Run calls in this thread, and in further ones besides it, until `stop`."""
+        for number in range(1, threads):
+            threading.Thread(target=self._work, name=f"call-{number}", daemon=True).start()
+        self._work()
+
+    def stop(self) -> None:
+        """Have `work` return once the calls that came before this one are answered."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call.answer.put(self._run(call.event))
+        self._calls.put(None)  # for the next thread
+
+    def _run(self, event: Event) -> Answer:
+        try:
+            return Answer.of(self._handler(event, self._context))
+        except Exception as error:  # noqa: BLE001 - the handler is somebody else's code; its failure is an answer
+            traceback.print_exc()
+            return Answer(500, {"Content-Type": "text/plain"}, f"{type(error).__name__}: {error}".encode())
+
+
+def resolve_handler(reference: str) -> Handler:
+    """The function behind ``module:function``; without a name it is ``handle``."""
+    module, _, function = reference.partition(":")
+    handler: Handler = getattr(importlib.import_module(module), function or "handle")
+    return handler

@@ -1,0 +1,63 @@
+"""How much memory a replica uses beyond what it shares with the warm parent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from region_agent.gateway.embedded.replicas import kernel
+from region_agent.gateway.quantities import format_bytes
+
+__all__ = ["over_limit_text", "private_bytes", "usage"]
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def private_bytes(pid: int, enough: int) -> int:
+    """Memory of a process and its descendants that nobody shares; 0 where it is gone.
+
+    The resident size is cheap and never smaller, so where it stays below ``enough`` it is the answer; only above
+    are the page tables walked. An address-space limit would not do: torch maps far more than it touches.
+    """
+    total = 0
+    with contextlib.suppress(psutil.Error, OSError):
+        family = [pid, *_descendants(pid)]
+        total = sum(_resident_bytes(member) for member in family)
+        if total > enough:
+            total = sum(psutil.Process(member).memory_full_info().uss for member in family)
+    return total
+
+
+def _descendants(pid: int) -> list[int]:
+    found = kernel.children(pid)
+    return found + [descendant for child in found for descendant in _descendants(child)]
+
+
+def _resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+def usage(pids: Iterable[int]) -> dict[str, float]:
+    """CPU time per second of life, in thousandths of a core, and private memory in bytes."""
+    cpu_milli, memory_bytes = 0.0, 0
+    for pid in pids:
+        memory_bytes += private_bytes(pid, 0)
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            times = process.cpu_times()
+            lived_s = max(1.0, time.time() - process.create_time())
+            cpu_milli += 1000 * (times.user + times.system) / lived_s
+    return {"cpu": round(cpu_milli, 1), "totalMemoryBytes": memory_bytes}
+
+
+def over_limit_text(replica: str, used_bytes: int, limit_bytes: int) -> str:
+    """The sentence for a replica that was killed."""
+    return (
+        f"replica {replica} was killed: it used {format_bytes(used_bytes)} of memory, "
+        f"more than its limit of {format_bytes(limit_bytes)}"
+    )

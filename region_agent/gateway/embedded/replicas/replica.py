@@ -1,0 +1,117 @@
+"""A replica: one forked process that serves one function over HTTP on a unix socket.
+
+The handler contract is that of the OpenFaaS ``python3-http`` template: ``handle(event, context)`` with
+``event.body, headers, method, query, path`` and ``context.hostname``; it returns None, str, bytes or a dict of
+``statusCode``, ``body``, ``headers``. Calls run in the main thread; with ``max_inflight`` above one, in further
+threads besides it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from region_agent.gateway.embedded.replicas import kernel
+from region_agent.gateway.embedded.replicas.calls import CallQueue, Context, resolve_handler
+from region_agent.gateway.embedded.replicas.replica_http import ReplicaServer
+
+__all__ = ["ReplicaSpec", "main"]
+
+SOCKET_NAME = "s"
+
+
+@dataclass(frozen=True)
+class ReplicaSpec:
+    """What the gateway tells a replica over its control socket."""
+
+    name: str
+    """Replica."""
+    handler: str
+    """``module:function``."""
+    directory: str
+    """Its own directory, which becomes home, temporary and working directory."""
+    env: Mapping[str, str]
+    """The whole environment."""
+    python_path: list[str] = field(default_factory=list)
+    """Folders to append to ``sys.path``."""
+    hidden: list[str] = field(default_factory=list)
+    """Paths that the handler must not see."""
+    kept: list[str] = field(default_factory=list)
+    """Paths that stay visible within the hidden ones."""
+    read_only: list[str] = field(default_factory=list)
+    """Paths that stay visible there, and cannot be written to."""
+    threads: int = 1
+    """Threads for torch's operators."""
+    max_inflight: int = 1
+    """Calls at the same time."""
+    cold_start_s: float = 0.0
+    """Emulated cold start."""
+
+
+def main(control: socket.socket, parent_pid: int) -> int:
+    """Become the replica that the control socket describes; returns the exit status."""
+    spec = ReplicaSpec(**json.loads(_read_all(control)))
+    os.environ.clear()
+    os.environ.update(spec.env)
+    # The warm parent has looked for a folder for temporary files already, and remembers its own.
+    tempfile.tempdir = None
+    os.chdir(spec.directory)
+    listener = _listen()
+    isolation = _isolate(spec, parent_pid)
+    if spec.cold_start_s:
+        time.sleep(spec.cold_start_s)
+    _settle_libraries(spec.threads)
+    sys.path.extend(path for path in spec.python_path if path not in sys.path)
+    calls = CallQueue(resolve_handler(spec.handler), Context(spec.name))
+    server = ReplicaServer(listener, calls.call, spec.max_inflight)
+    threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
+    control.sendall(json.dumps({"ready": True, "isolation": isolation}).encode() + b"\n")
+    control.close()
+    calls.work(spec.max_inflight)
+    return 0
+
+
+def _read_all(control: socket.socket) -> bytes:
+    received = bytearray()
+    while chunk := control.recv(65536):
+        received += chunk
+    return bytes(received)
+
+
+def _listen() -> socket.socket:
+    """A listening socket in the working directory; its relative name keeps it below AF_UNIX's 108 bytes."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(SOCKET_NAME)
+    listener.listen(128)
+    return listener
+
+
+def _isolate(spec: ReplicaSpec, parent_pid: int) -> str:
+    if not spec.hidden:
+        return "none"
+    try:
+        kernel.hide_paths(spec.hidden, [spec.directory, *spec.kept], spec.read_only)
+    except OSError as error:
+        print(f"cannot hide {', '.join(spec.hidden)} from this function: {error}", file=sys.stderr)
+        return "none"
+    finally:
+        os.chdir(spec.directory)
+        kernel.die_with_parent(parent_pid)
+    return "mount-namespace"
+
+
+def _settle_libraries(threads: int) -> None:
+    """Give each replica its own random state and thread count; both are inherited from the warm parent."""
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(threads)

@@ -1,0 +1,209 @@
+"""The warm parent: imports the heavy modules once, then forks a replica for each request.
+
+It speaks with the gateway over an inherited SOCK_SEQPACKET socket, one JSON object per packet:
+
+    gateway -> zygote   {"op": "spawn", "id": ...} with two descriptors: control socket, log pipe
+                        {"op": "signal", "id": ..., "signal": ...}
+    zygote -> gateway   {"event": "ready", "failed_preloads": [...], "threads": n, "can_isolate": true}
+                        {"event": "spawned", "id": ..., "pid": ...}
+                        {"event": "exited", "id": ..., "status": <waitpid status>}
+
+It has one thread and never sees what a function is: a replica reads its specification from its own control
+socket, so no function's environment is left in the memory that the next one inherits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from types import FrameType
+
+from region_agent.gateway.embedded.replicas import kernel, replica
+
+__all__ = ["main"]
+
+_PACKET_BYTES = 64 * 1024
+
+
+class Zygote:
+    """The loop of the warm parent."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._pids: dict[str, int] = {}
+        self._wakeup_read, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._stopping = False
+        self._pid = os.getpid()
+
+    def run(self, preload: list[str]) -> None:
+        """Serve until the gateway goes away."""
+        kernel.become_subreaper()
+        # What modules make stays: to look through it again and again for garbage takes a fifth of the time of torch.
+        gc.disable()
+        failed = [name for name in preload if not _preload(name)]
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+        threads = len(os.listdir("/proc/self/task"))
+        self._tell(event="ready", failed_preloads=failed, threads=threads, can_isolate=_can_isolate())
+        signal.set_wakeup_fd(self._wakeup_write)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._stop)
+        while not self._stopping:
+            sources: list[socket.socket | int] = [self._link, self._wakeup_read]
+            readable, _, _ = select.select(sources, [], [])
+            if self._wakeup_read in readable:
+                self._reap()
+            if self._link in readable and not self._serve():
+                break
+        self._end_all()
+
+    def _stop(self, signum: int, frame: FrameType | None) -> None:
+        self._stopping = True
+
+    def _serve(self) -> bool:
+        try:
+            packet, fds, _, _ = socket.recv_fds(self._link, _PACKET_BYTES, 2)
+        except OSError:
+            return False
+        if not packet:
+            return False
+        request = json.loads(packet)
+        if request["op"] == "spawn":
+            self._spawn(request["id"], fds)
+        elif request["id"] in self._pids:
+            _signal_group(self._pids[request["id"]], request["signal"])
+        return True
+
+    def _spawn(self, name: str, fds: list[int]) -> None:
+        pid = os.fork()
+        if pid == 0:
+            self._become_replica(fds)
+        self._pids[name] = pid
+        # Set on both sides of the fork, so that a signal to the group cannot come before the group.
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
+        for fd in fds:
+            os.close(fd)
+        self._tell(event="spawned", id=name, pid=pid)
+
+    def _become_replica(self, fds: list[int]) -> None:
+        status = 70
+        try:
+            os.setpgid(0, 0)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            kernel.die_with_parent(self._pid)
+            self._link.close()
+            os.close(self._wakeup_read)
+            os.close(self._wakeup_write)
+            control, log = fds
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+            status = replica.main(socket.socket(fileno=control), self._pid)
+        except SystemExit as exit_request:
+            status = exit_request.code if isinstance(exit_request.code, int) else 1
+        except BaseException:  # noqa: BLE001 - a forked child must never return into its parent's loop
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wakeup_read, 4096)
+        names = {pid: name for name, pid in self._pids.items()}
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            name = names.get(pid)
+            if name is not None:
+                _signal_group(pid, signal.SIGKILL)
+                del self._pids[name]
+                self._tell(event="exited", id=name, status=status)
+                self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        """End children of functions that left their process group and lost their parent."""
+        own = set(self._pids.values())
+        for pid in kernel.children():
+            if pid not in own:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _end_all(self) -> None:
+        """End every replica, then whatever they leave to this process, until it has no child."""
+        for pid in self._pids.values():
+            _signal_group(pid, signal.SIGKILL)
+        self._pids.clear()
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                self._end_orphans()
+                os.waitpid(-1, 0)
+
+    def _tell(self, **event: object) -> None:
+        with contextlib.suppress(OSError):
+            self._link.send(json.dumps(event).encode())
+
+
+def _preload(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except Exception:  # noqa: BLE001 - a module that cannot be imported must not take the platform down
+        traceback.print_exc()
+        return False
+    return True
+
+
+def _can_isolate() -> bool:
+    """Whether hiding paths works here, tried in a child that has nothing else to do."""
+    with tempfile.TemporaryDirectory() as directory:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                kernel.hide_paths([directory], [])
+                os._exit(0)
+            except OSError:
+                os._exit(1)
+        return os.waitpid(pid, 0)[1] == 0
+
+
+def _signal_group(pid: int, signum: int) -> None:
+    with contextlib.suppress(OSError):
+        os.killpg(pid, signum)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry of the process; the gateway is its only caller."""
+    parser = argparse.ArgumentParser(prog="zygote")
+    parser.add_argument("--link-fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--preload", action="append", default=[])
+    parser.add_argument("--python-path", action="append", default=[])
+    options = parser.parse_args(arguments)
+    kernel.die_with_parent(options.parent, signal.SIGTERM)
+    sys.path.extend(options.python_path)
+    Zygote(socket.socket(fileno=options.link_fd)).run(options.preload)
+
+
+if __name__ == "__main__":
+    main()

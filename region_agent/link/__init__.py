@@ -1,0 +1,1 @@
+"""The session with the control plane: identity, commands in, reports and logs out."""

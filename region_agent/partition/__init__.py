@@ -1,0 +1,1 @@
+"""One job in this region: its state machine, and what carries out what that decides."""

@@ -1,0 +1,196 @@
+"""What a partition's processes are told: the worker in each invocation, the parameter server in its file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import region_name
+from geofed_pb.v1 import agent_pb2
+from region_agent.config import ServerConfig
+from region_agent.link.identity import Identity
+from region_agent.partition.batches import BatchPlan
+from region_agent.partition.events import Invoke, StartPs
+from region_agent.partition.server_process import free_ports
+from region_agent.state.store import PartitionRow
+from region_agent.worker.invocation import Invocation, Schedule, Stretch
+from sync.ps.config import PsConfig
+from sync.ps.tokens import WorkerIdentity, sign
+
+__all__ = [
+    "Told",
+    "batches_of",
+    "bundle_key",
+    "initial_model_file",
+    "invocation_of",
+    "server_config_of",
+    "stretches_json",
+    "whole_pipelines",
+]
+
+_STRETCHES = TypeAdapter(tuple[Stretch, ...])
+_TOKEN_GRACE = timedelta(seconds=300)
+_PART_ELEMENTS = 1 << 22
+"""Of a model that workers read in parts: 16 MiB each."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What of the region goes into an invocation."""
+
+    identity: Identity
+    server: ServerConfig
+    row: Any
+    """The partition's row in the agent's store."""
+    splits: Mapping[str, Any]
+    samples: int | None
+    """Of the training split, by the region's file."""
+    channel: str
+    """Kind."""
+    channel_address: str
+    channel_costs: Mapping[str, float]
+
+
+def bundle_key(start: agent_pb2.StartPartition) -> str:
+    """Channel key of the packed task folder."""
+    return f"bundle/{start.task.bundle_digest.removeprefix('sha256:')}"
+
+
+def initial_model_file(start: agent_pb2.StartPartition, folder: Path) -> Path | None:
+    """Where the model lies that the job begins with; None: it begins with what the task makes."""
+    digest = start.task.initial_model
+    return folder / f"initial-{digest.removeprefix('sha256:')}.safetensors" if digest else None
+
+
+def batches_of(plan: agent_pb2.PartitionPlan, row: PartitionRow) -> BatchPlan:
+    """Which batch each step has, as it was stored, and the one that was asked for last."""
+    replicas = plan.pipeline.degree if plan.HasField("pipeline") else plan.workers
+    wanted = None if row.batch is None else (row.batch, row.rate or 1.0)
+    return BatchPlan(plan.steps_per_round, plan.batch * replicas, _STRETCHES.validate_json(row.stretches), wanted)
+
+
+def stretches_json(stretches: tuple[Stretch, ...]) -> str:
+    """As the store keeps them."""
+    return _STRETCHES.dump_json(stretches).decode()
+
+
+def whole_pipelines(plan: agent_pb2.PartitionPlan, workers: int) -> int:
+    """How many of these workers can work: of a pipeline, as many for each stage. 0: it is paused."""
+    stages = len(plan.pipeline.stages) or 1
+    return max(stages, workers - workers % stages) if workers else 0
+
+
+def _schedule(told: agent_pb2.LearningRate) -> Schedule:
+    way = {"shape": told.schedule, "warmup": told.warmup, "floor": told.floor, "begin": told.begin}
+    try:
+        return Schedule.model_validate(way)
+    except ValidationError:
+        text = f"a learning rate that goes {told.schedule!r} is not known here"
+        raise GeofedError("CONFIG_INVALID", text, hint="the control plane is newer: update this agent") from None
+
+
+def invocation_of(start: agent_pb2.StartPartition, action: Invoke, told: Told) -> Invocation:
+    """One bounded call of a worker."""
+    plan, task = start.plan, start.task
+    who = WorkerIdentity(start.job, start.region, action.worker, action.attempt, action.workers)
+    life = timedelta(seconds=plan.slice_seconds) + _TOKEN_GRACE
+    pipeline = plan.pipeline
+    replicas = pipeline.degree if plan.HasField("pipeline") else plan.workers
+    return Invocation(
+        job=start.job,
+        region=start.region,
+        worker=action.worker,
+        workers=action.workers,
+        attempt=action.attempt,
+        token=sign(who, told.row.token_key, life),
+        ps_address=f"{told.server.worker_host}:{told.row.worker_port}",
+        ps_name=region_name(start.region),
+        ca_pem=told.identity.ca_file.read_text(),
+        channel=told.channel,
+        channel_address=told.channel_address,
+        bundle_key=bundle_key(start),
+        module=task.module,
+        config=json.loads(task.config_json or "{}"),
+        splits=dict(told.splits),
+        declared_samples=told.samples,
+        region_batch=plan.batch * replicas,
+        stretches=action.stretches,
+        batch=plan.batch,
+        evaluation_batch=plan.evaluation_batch,
+        steps_per_round=plan.steps_per_round,
+        rounds=plan.rounds,
+        seed=plan.seed,
+        schedule=_schedule(task.learning_rate) if task.HasField("learning_rate") else None,
+        slice_seconds=plan.slice_seconds,
+        resume_key=action.resume_key,
+        collective=plan.collective or "server-reduce",
+        merging=dict(plan.merging),
+        merging_codec=plan.merging_codec or "fp32",
+        channel_costs=dict(told.channel_costs),
+        stages=tuple((stage.first_layer, stage.last_layer) for stage in pipeline.stages),
+        degree=action.workers // len(pipeline.stages) if pipeline.stages else 1,
+        micro_batch=pipeline.micro_batch or 1,
+        order="gpipe" if pipeline.order == "gpipe" else "1f1b",
+        rematerialise=tuple(stage.rematerialise for stage in pipeline.stages),
+        activation_codec="bf16" if pipeline.activation_codec == "bf16" else "fp32",
+    )
+
+
+def server_config_of(
+    start: agent_pb2.StartPartition,
+    action: StartPs,
+    *,
+    workers: int,
+    identity: Identity,
+    server: ServerConfig,
+    row: Any,
+    channel: str,
+    channel_address: str,
+    folder: Path,
+    begun: bool = False,
+) -> PsConfig:
+    """What the parameter server is started with; its ports are those it had before, where they are free."""
+    plan = start.plan
+    worker_port, exchange_port, bulk_port = free_ports(
+        server.exchange_host,
+        server.ports,
+        (row.worker_port, row.exchange_port, row.bulk_port),
+        worker_host=server.worker_host,
+    )
+    return PsConfig(
+        job=start.job,
+        region=start.region,
+        regions=tuple(start.regions),
+        epoch=action.epoch,
+        attempt=action.attempt,
+        workers=workers,
+        rounds=plan.rounds,
+        steps_per_round=plan.steps_per_round,
+        evaluate_every=plan.evaluate_every,
+        wan_policy=plan.wan_policy,
+        wan_settings=dict(plan.wan_settings),
+        shares=dict(plan.shares),
+        neighbours=tuple((pair.a, pair.b) for pair in plan.neighbours),
+        codec=plan.codec,
+        part_elements=_PART_ELEMENTS if plan.HasField("pipeline") else 0,
+        channel=channel,
+        channel_address=channel_address,
+        state_dir=folder / "ps",
+        initial_model=initial_model_file(start, folder),
+        begun=begun or start.resumed,
+        worker_listen=f"{server.worker_host}:{worker_port}",
+        exchange_listen=f"{server.exchange_host}:{exchange_port}",
+        bulk_port=bulk_port,
+        ready_file=folder / "ps-ready.json",
+        token_key=row.token_key,
+        ca_file=identity.ca_file,
+        certificate_file=identity.certificate_file,
+        key_file=identity.key_file,
+    )

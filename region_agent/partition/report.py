@@ -1,0 +1,172 @@
+"""A partition's meters, and what the control plane is told of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import error_of, to_proto
+from geofed_pb.v1 import agent_pb2, common_pb2, sync_pb2
+from region_agent.config import ChannelPricesConfig, PricesConfig
+from region_agent.partition.billing import bill, invocation_amounts
+from region_agent.partition.channel import usage_meters
+from region_agent.partition.events import PsView
+from region_agent.partition.machine import PartitionMachine
+from region_agent.state.store import AgentStore
+from region_agent.worker.invocation import Outcome
+from sync.channel import Usage
+
+__all__ = ["PartitionMeter", "report_of", "view_of"]
+
+
+class PartitionMeter:
+    """Sums that survive restarts of the parameter server and of the agent.
+
+    A parameter server counts from zero at each start; what it has counted is added as it grows.
+    """
+
+    def __init__(self, store: AgentStore, job: str) -> None:
+        self._store, self._job = store, job
+        self._counted: dict[str, float] = {}
+        self._server_since: float | None = None
+        self._open: dict[int, tuple[float, int, bool]] = {}
+        """Invocations that run: begun when (Unix), memory, preemptible."""
+
+    def values(self, now: float | None = None) -> dict[str, float]:
+        """``now`` (Unix seconds): with what open invocations have taken until then; None: of those that have ended."""
+        sums = self._store.meters(self._job)
+        for begun, memory_mb, preemptible in self._open.values() if now is not None else ():
+            for name, amount in _amounts(begun, now or 0.0, memory_mb, preemptible).items():
+                sums[name] = sums.get(name, 0.0) + amount
+        return sums
+
+    @property
+    def identity(self) -> int:
+        """Sums of another identity do not continue from these."""
+        return self._store.meter_id
+
+    def server_started(self, now: float) -> None:
+        self._counted, self._server_since = {}, now
+
+    def server_ended(self, now: float) -> None:
+        self._add_server_time(now)
+        self._server_since = None
+
+    def server_said(self, status: sync_pb2.PsStatus, now: float) -> None:
+        """Take over what the server's own counters have grown by."""
+        counters = {f"sent_bytes:{region}": float(count) for region, count in status.sent_bytes.items()}
+        counters |= {f"received_bytes:{region}": float(count) for region, count in status.received_bytes.items()}
+        counters |= {f"refused:{region}": float(count) for region, count in status.refused.items()}
+        counters |= usage_meters(status.channel)
+        counters["wait_seconds"] = status.wait_seconds
+        grown = {name: value - self._counted.get(name, 0.0) for name, value in counters.items()}
+        self._counted = counters
+        self._store.add_to_meters(self._job, {name: value for name, value in grown.items() if value})
+        self._add_server_time(now)
+
+    def server_runs(self, now: float) -> None:
+        """It takes time whether or not it says anything."""
+        self._add_server_time(now)
+
+    def invocation_begun(self, number: int, now: float, memory_mb: int, *, preemptible: bool) -> None:
+        """It is in the store under this number, and counts from now on (Unix seconds)."""
+        self._open[number] = now, memory_mb, preemptible
+
+    def invocation_ended(self, number: int, now: float) -> None:
+        """However it ended: it is charged until now."""
+        begun, memory_mb, preemptible = self._open.pop(number)
+        self._store.invocation_ended(number, self._job, _amounts(begun, now, memory_mb, preemptible))
+
+    def invocation_said(self, outcome: Outcome) -> None:
+        self._store.add_to_meters(
+            self._job,
+            {
+                "compute_seconds": outcome.compute_seconds,
+                "computed_samples": outcome.samples,
+                "merge_seconds": outcome.merge_seconds,
+                "computed_steps": outcome.steps,
+                "steady_steps": outcome.steady_steps,
+                "steady_seconds": outcome.steady_seconds,
+                **usage_meters(outcome.channel),
+            },
+        )
+
+    def channel_used(self, usage: Usage) -> None:
+        """By the agent itself."""
+        self._store.add_to_meters(self._job, usage_meters(asdict(usage)))
+
+    def _add_server_time(self, now: float) -> None:
+        if self._server_since is not None:
+            self._store.add_to_meters(self._job, {"ps_seconds": now - self._server_since})
+            self._server_since = now
+
+
+def _amounts(begun: float, now: float, memory_mb: int, preemptible: bool) -> dict[str, float]:
+    # The clock may have been set back.
+    return invocation_amounts(max(0.0, now - begun), memory_mb, preemptible=preemptible)
+
+
+def view_of(status: sync_pb2.PsStatus) -> PsView:
+    """The part of a status that the partition's life depends on."""
+    error: GeofedError | None = error_of(status.error) if status.HasField("error") else None
+    return PsView(status.phase, status.condition, status.round, error)
+
+
+def report_of(
+    machine: PartitionMachine,
+    job: str,
+    status: sync_pb2.PsStatus,
+    meter: PartitionMeter,
+    prices: PricesConfig | None,
+    channel: ChannelPricesConfig | None = None,
+) -> agent_pb2.PartitionReport:
+    """How the partition stands; sums are cumulative, so a lost report is made good by the next."""
+    meters = meter.values(time.time())
+    compute = meters.get("compute_seconds", 0.0)
+    return agent_pb2.PartitionReport(
+        job=job,
+        epoch=machine.epoch,
+        state=machine.state,
+        condition=machine.condition,
+        ps_address=machine.ps_address,
+        round=status.round,
+        step=status.step,
+        samples=status.samples,
+        loss=status.loss,
+        metrics=status.metrics,
+        metrics_samples=status.metrics_samples,
+        metrics_round=status.metrics_round,
+        metrics_error=status.metrics_error,
+        sent_bytes=_by_region(meters, "sent_bytes:"),
+        received_bytes=_by_region(meters, "received_bytes:"),
+        money=[
+            common_pb2.Money(item=i.item, quantity=i.quantity, unit=i.unit, usd=i.usd, source=i.source)
+            for i in (bill(meters, prices, channel) if prices else [])
+        ],
+        model_digest=status.model_digest,
+        error=to_proto(machine.error) if machine.error else None,
+        attempt=machine.attempt,
+        samples_per_second=meters.get("computed_samples", 0.0) / compute if compute else status.samples_per_second,
+        round_samples_per_second=status.samples_per_second,
+        compute_seconds=compute,
+        merge_seconds=meters.get("merge_seconds", 0.0) / max(1.0, meters.get("computed_steps", 0.0)),
+        step_seconds=meters.get("steady_seconds", 0.0) / max(1.0, meters.get("steady_steps", 0.0)),
+        wait_seconds=meters.get("wait_seconds", 0.0),
+        applied_updates=status.applied_updates,
+        link_rtt_ms=status.link_rtt_ms,
+        link_mbps=status.link_mbps,
+        link_streams=status.link_streams,
+        links_down=status.links_down,
+        staleness=status.staleness,
+        refused=_by_region(meters, "refused:"),
+        interval=status.interval,
+        codec=status.codec,
+        routes=status.routes,
+        update_bytes=status.update_bytes,
+        meter=meter.identity,
+    )
+
+
+def _by_region(meters: dict[str, float], prefix: str) -> dict[str, int]:
+    return {name.removeprefix(prefix): int(value) for name, value in meters.items() if name.startswith(prefix)}

@@ -1,0 +1,1 @@
+"""Datasets of this region, and shards on their way between regions."""

@@ -1,0 +1,265 @@
+"""What a shard consists of: the list of its files with their digests, which stands for the whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from geofed_pb.errors import GeofedError
+from region_agent.config import DatasetConfig, StoreConfig
+from region_agent.shards.reading import shard_files
+from region_agent.worker.data.fetching import fetch_split
+from region_agent.worker.invocation import ShardFile
+from sync.durable import disk_full_is_told
+from sync.framing import digest_of
+
+__all__ = [
+    "LARGEST_LIST_BYTES",
+    "FileContent",
+    "Listed",
+    "ListedFile",
+    "ShardList",
+    "list_bytes",
+    "listed",
+    "read_list",
+    "shard_bytes",
+]
+
+_log = logging.getLogger("geofed.shard")
+LARGEST_LIST_BYTES = 32 << 20
+"""About 190,000 files: each is a journey of its own, and both agents hold the list in memory."""
+_one_at_a_time = threading.Lock()
+"""A thread that nobody waits for any more may still bring objects to where the next one looks for them."""
+_READ_BYTES = 1 << 20
+_ENTRY_BYTES = 140
+"""At most, of an entry of the list without its names."""
+_SPLIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+class ListedFile(BaseModel):
+    """One file of a shard."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    split: str
+    name: str
+    """Relative to the split."""
+    folder: bool
+    """Whether the split is a folder, and this one of its files."""
+    size: int = Field(ge=0)
+    digest: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
+
+    @field_validator("split")
+    @classmethod
+    def _is_a_name(cls, value: str) -> str:
+        if not _SPLIT.fullmatch(value):
+            raise ValueError("no name for a split")
+        return value
+
+    @field_validator("name")
+    @classmethod
+    def _stays_inside(cls, value: str) -> str:
+        path = PurePosixPath(value)
+        if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in value or str(path) != value:
+            raise ValueError("no name for a file of a shard")
+        return value
+
+
+class ShardList(BaseModel):
+    """All files of a shard, in the order in which they travel."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dataset: str
+    files: tuple[ListedFile, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _each_once(self) -> ShardList:
+        if len({(file.split, file.name) for file in self.files}) < len(self.files):
+            raise ValueError("a file stands twice")
+        alone = [file.split for file in self.files if not file.folder]
+        if len(set(alone)) < len(alone) or any(file.folder and file.split in alone for file in self.files):
+            raise ValueError("a split is one file or one folder")
+        for split in {file.split for file in self.files}:
+            if clash := _clash(file.name for file in self.files if file.split == split):
+                raise ValueError(f"{clash} is a file and a folder")
+        return self
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def to_bytes(self) -> bytes:
+        return self.model_dump_json().encode()
+
+    @property
+    def digest(self) -> str:
+        """Of the list, and by it of the shard."""
+        return digest_of([self.to_bytes()])
+
+
+def read_list(data: bytes) -> ShardList:
+    """Raises ``GeofedError("FRAME_INVALID")``."""
+    try:
+        return ShardList.model_validate_json(data)
+    except ValidationError as error:
+        told = error.errors(include_url=False)[0]["msg"]
+        raise GeofedError("FRAME_INVALID", f"what came is no list of a shard's files: {told}") from None
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A shard of this region with where its files lie."""
+
+    shard: ShardList
+    paths: tuple[Path, ...]
+    """In the order of its files."""
+    marks: tuple[tuple[int, int], ...]
+    """Size and time of the last change of each, when it was read."""
+
+    def content(self, index: int) -> FileContent:
+        """Raises ``GeofedError("SHARD_UNREADABLE")`` where the file is not as it was read."""
+        path, mark = self.paths[index], self.marks[index]
+        if _mark(path) != mark:
+            raise _changed(path)
+        return FileContent(path, mark[0])
+
+
+class FileContent:
+    """A file's bytes, read piece by piece; closed when nobody holds it any more.
+
+    Its owner may change it at any time. One that is mapped ends the process that reads where it has been cut off.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path, self._size, self._file = path, size, -1
+        try:
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise GeofedError("SHARD_UNREADABLE", f"{path}: {error.strerror}") from None
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, piece: slice, /) -> memoryview:
+        """Raises ``GeofedError("SHARD_UNREADABLE")`` where it has become shorter."""
+        begin, end, _ = piece.indices(self._size)
+        whole = memoryview(bytearray(max(0, end - begin)))
+        at = 0
+        try:
+            while at < len(whole):
+                if not (count := os.preadv(self._file, [whole[at:]], begin + at)):
+                    raise _changed(self._path)
+                at += count
+        except OSError as error:
+            raise GeofedError("SHARD_UNREADABLE", f"{self._path}: {error.strerror}") from None
+        return whole
+
+    def __del__(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+
+
+def _changed(path: Path) -> GeofedError:
+    return GeofedError("SHARD_UNREADABLE", f"{path} has changed while it was being handed over")
+
+
+def listed(name: str, dataset: DatasetConfig, stores: Mapping[str, StoreConfig], stage: Path) -> Listed:
+    """Read a shard through and list it; one in an object store is brought into the folder ``stage`` first.
+
+    Blocking; raises ``GeofedError``: SHARD_UNREADABLE, LIMIT_EXCEEDED, DISK_FULL.
+    """
+    files, paths, marks = [], [], []
+    with _one_at_a_time:
+        splits = shard_files(dataset, dict(stores))
+        _check_travels(splits)
+        for split, found in sorted(splits.items()):
+            for file, path in zip(found, _local(found, stage / split), strict=True):
+                mark = _mark(path)
+                entry = ListedFile(split=split, name=file.name, folder=file.folder, size=mark[0], digest=_digest(path))
+                files.append(entry)
+                paths.append(path)
+                marks.append(mark)
+    return Listed(ShardList(dataset=name, files=tuple(files)), tuple(paths), tuple(marks))
+
+
+def list_bytes(splits: Mapping[str, tuple[ShardFile, ...]]) -> int:
+    """How long the list of these files is at most."""
+    names = ((split, json.dumps(file.name, ensure_ascii=False)) for split, files in splits.items() for file in files)
+    return sum(_ENTRY_BYTES + len(split) + len(name.encode(errors="replace")) for split, name in names)
+
+
+def _clash(names: Iterable[str]) -> str:
+    """A name that is a file's and a folder's, as keys of an object store may be; empty: there is none."""
+    files = set(names)
+    folders = (name[: found.start()] for name in files for found in re.finditer("/", name))
+    return next((folder for folder in folders if folder in files), "")
+
+
+def _check_travels(splits: Mapping[str, tuple[ShardFile, ...]]) -> None:
+    """Raises ``GeofedError``, before files are read: LIMIT_EXCEEDED where the list would be too long to be taken,
+    SHARD_UNREADABLE where the files cannot be laid out."""
+    for split, files in splits.items():
+        if clash := _clash(file.name for file in files):
+            text = f"split {split}: {clash} is an object's key and the beginning of another's, which no folder can hold"
+            raise GeofedError("SHARD_UNREADABLE", text, hint="rename one of them")
+    if (length := list_bytes(splits)) > LARGEST_LIST_BYTES:
+        count = sum(len(files) for files in splits.values())
+        raise GeofedError(
+            "LIMIT_EXCEEDED",
+            f"a shard of {count:,} files cannot be handed over: their list has {length:,} bytes, "
+            f"{LARGEST_LIST_BYTES:,} at most are taken",
+            hint="pack the samples into fewer, larger files",
+        )
+
+
+def _local(files: tuple[ShardFile, ...], stage: Path) -> list[Path]:
+    """Where the files of a split lie. What an earlier try has brought is not asked for again."""
+    if all(file.path for file in files):
+        return [Path(file.path) for file in files]
+    with disk_full_is_told(stage):
+        stage.mkdir(parents=True, exist_ok=True)
+        fetch_split(files, stage)
+    return [stage / file.name for file in files]
+
+
+def shard_bytes(splits: Mapping[str, tuple[ShardFile, ...]]) -> dict[str, int]:
+    """Bytes of each split; empty where the shard cannot be handed over. Blocking; raises OSError."""
+    try:
+        _check_travels(splits)
+    except GeofedError as error:
+        _log.warning("a shard is processed here only: %s", error)
+        return {}
+    return {split: sum(_size(file) for file in files) for split, files in splits.items()}
+
+
+def _size(file: ShardFile) -> int:
+    return os.stat(file.path).st_size if file.path else file.size or 0
+
+
+def _mark(path: Path) -> tuple[int, int]:
+    try:
+        told = path.stat()
+    except OSError as error:
+        raise GeofedError("SHARD_UNREADABLE", f"{path}: {error.strerror}") from None
+    return told.st_size, told.st_mtime_ns
+
+
+def _digest(path: Path) -> str:
+    found = hashlib.sha256()
+    try:
+        with path.open("rb", buffering=0) as file:
+            while piece := file.read(_READ_BYTES):
+                found.update(piece)
+    except OSError as error:
+        raise GeofedError("SHARD_UNREADABLE", f"{path}: {error.strerror}") from None
+    return "sha256:" + found.hexdigest()

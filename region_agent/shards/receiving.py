@@ -1,0 +1,261 @@
+"""Other regions' shards on their way in: kept by digest, verified, and then laid out as they were at home."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import answering, peer_common_name, server_options
+from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
+from region_agent.config import RegionConfig
+from region_agent.partition.server_process import free_ports
+from region_agent.shards.listing import LARGEST_LIST_BYTES, ShardList, read_list
+from region_agent.worker.invocation import ShardFile
+from sync.durable import disk_full_is_told, write_durably
+from sync.transfer.arrival import Tickets
+from sync.transfer.intake import LARGEST_UPDATE_BYTES, Intake
+from sync.transfer.listening import credentials, listen
+from sync.transfer.manifest import Manifest, Verdict
+from sync.transfer.wire import manifest_of
+from sync.transport.sockets import Tls
+
+__all__ = ["LIST_SEQUENCE", "ShardStore", "ShelfPort", "forget_shards", "open_port"]
+
+LIST_SEQUENCE = 1
+"""Of the list; file n of it, counted from 0, comes as n + 2."""
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_GROWN = 1.5
+"""A shard may have grown by so much since its region told its size."""
+_SMALL_BYTES = 64 << 20
+_STOP_GRACE_SECONDS = 1.0
+
+
+class ShardStore:
+    """One region's shard of one job in a folder: whole files by digest, the list, and at the end the splits."""
+
+    def __init__(self, folder: Path, source: str, dataset: str, planned_bytes: int) -> None:
+        self.source, self._dataset = source, dataset
+        self._most_bytes = max(int(planned_bytes * _GROWN), planned_bytes + _SMALL_BYTES)
+        self._folder = folder
+        self._blobs, self._splits, self._list_file = folder / "blobs", folder / "splits", folder / "list"
+        self._blobs.mkdir(parents=True, exist_ok=True)
+        self.list: ShardList | None = None
+        self._through = LIST_SEQUENCE
+        self.failed: GeofedError | None = None
+        """What came cannot be used, whoever sends it again."""
+        with contextlib.suppress(FileNotFoundError, GeofedError):
+            self._know(read_list(self._list_file.read_bytes()))
+
+    def _know(self, shard: ShardList) -> None:
+        if shard.dataset != self._dataset:
+            raise GeofedError("FRAME_INVALID", f"a shard of {shard.dataset} came, one of {self._dataset} is wanted")
+        if shard.total_bytes > self._most_bytes:
+            text = (
+                f"the shard of {self.source} has {shard.total_bytes} bytes, {self._most_bytes} at most were planned for"
+            )
+            raise GeofedError(
+                "LIMIT_EXCEEDED", text, hint="start its agent anew, so that it tells the size, and submit"
+            )
+        self.list, self._through = shard, LIST_SEQUENCE
+
+    # What comes
+
+    def verdict(self, manifest: Manifest) -> Verdict:
+        if manifest.sequence == LIST_SEQUENCE:
+            known = self.list is not None and self.list.digest == manifest.digest
+            return Verdict.HAVE if known else Verdict.WANT
+        files, number = () if self.list is None else self.list.files, manifest.sequence - LIST_SEQUENCE - 1
+        if number >= len(files) or (files[number].digest, files[number].size) != (
+            manifest.digest,
+            manifest.total_bytes,
+        ):
+            # Nor may the same file come under many numbers, each of which takes room.
+            return Verdict.LATER
+        return Verdict.HAVE if self._blob(manifest.digest).exists() else Verdict.WANT
+
+    def place_of(self, manifest: Manifest) -> Path:
+        if manifest.sequence == LIST_SEQUENCE:
+            return self._folder / f"list-{manifest.digest.removeprefix('sha256:')}"
+        return self._blob(manifest.digest)
+
+    def stored(self, manifest: Manifest) -> None:
+        if manifest.sequence != LIST_SEQUENCE:
+            return
+        place = self.place_of(manifest)
+        try:
+            told = place.read_bytes()
+            self._know(read_list(told))
+            write_durably(self._list_file, [told])
+        except GeofedError as error:
+            self.list, self.failed = None, error
+        for file in (place, place.with_suffix(".json")):
+            file.unlink(missing_ok=True)
+
+    def _blob(self, digest: str) -> Path:
+        return self._blobs / digest.removeprefix("sha256:")
+
+    # How it stands
+
+    @property
+    def have_bytes(self) -> int:
+        """In files that are here whole."""
+        files = () if self.list is None else self.list.files
+        return sum(file.size for file in files[: self.through - LIST_SEQUENCE])
+
+    @property
+    def through(self) -> int:
+        """All up to this sequence is here."""
+        if self.list is None:
+            return 0
+        files = self.list.files
+        while (at := self._through - LIST_SEQUENCE) < len(files):
+            if files[at].size and not self._blob(files[at].digest).exists():
+                break
+            self._through += 1
+        return self._through
+
+    @property
+    def complete(self) -> bool:
+        return self.list is not None and self.through == LIST_SEQUENCE + len(self.list.files)
+
+    def laid_out(self) -> dict[str, tuple[ShardFile, ...]]:
+        """The splits as a worker reads them; files that are complete only. Blocking."""
+        assert self.list is not None
+        found: dict[str, list[ShardFile]] = {}
+        with disk_full_is_told(self._splits):
+            for file in self.list.files:
+                path = self._splits / file.split / file.name
+                if not path.exists():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    if file.size:
+                        os.link(self._blob(file.digest), path)
+                    else:
+                        path.touch()
+                told = ShardFile(name=file.name, folder=file.folder, path=str(path), shard=self.source)
+                found.setdefault(file.split, []).append(told)
+        return {split: tuple(files) for split, files in found.items()}
+
+
+class ShelfPort(Intake, sync_pb2_grpc.ShardPortServicer):
+    """Takes the shards that a job's plan has processed here, from the regions that hold them and from nobody else."""
+
+    def __init__(self, job: str, region: str, cloud: str, stores: Iterable[ShardStore]) -> None:
+        super().__init__(job, Tickets())
+        self._region, self._cloud = region, cloud
+        self.stores = {shard_store.source: shard_store for shard_store in stores}
+        self.changed = asyncio.Event()
+        """Something has come."""
+
+    def admit(self, caller: str | None, job: str | None = None) -> str:
+        if caller is None or caller not in self.stores:
+            raise GeofedError("FORBIDDEN", f"no shard of {caller} is wanted in {self._region}")
+        if job is not None and job != self._job:
+            raise GeofedError("FORBIDDEN", f"no shard is wanted here for {job}")
+        return caller
+
+    def check(self, proto: sync_pb2.UpdateManifest, caller: str | None) -> Manifest:
+        """A region hands over its own shard only."""
+        if self.admit(caller, proto.job) != proto.region:
+            raise GeofedError("FORBIDDEN", f"{caller} may not hand over a shard of {proto.region}")
+        most = LARGEST_LIST_BYTES if proto.sequence == LIST_SEQUENCE else LARGEST_UPDATE_BYTES
+        if not 0 < proto.total_bytes <= most:
+            raise GeofedError("LIMIT_EXCEEDED", f"a file of {proto.total_bytes} bytes, {most} at most are taken")
+        if proto.sequence < LIST_SEQUENCE or not _DIGEST.fullmatch(proto.digest):
+            raise GeofedError("FRAME_INVALID", "a file without a number or a digest")
+        return manifest_of(proto)
+
+    def judge(self, job: str, manifest: Manifest, via: str = "") -> Verdict:
+        return self.stores[manifest.region].verdict(manifest)
+
+    def place_of(self, manifest: Manifest) -> Path:
+        return self.stores[manifest.region].place_of(manifest)
+
+    def stored(self, manifest: Manifest) -> None:
+        self.stores[manifest.region].stored(manifest)
+        self.changed.set()
+
+    def count_received(self, caller: str, count: int) -> None:
+        """The one who sends pays, and counts."""
+
+    @answering
+    async def Introduce(
+        self, request: sync_pb2.IntroduceRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> sync_pb2.Introduction:
+        shard_store = self.stores[self.admit(peer_common_name(context), request.job)]
+        return sync_pb2.Introduction(
+            region=self._region,
+            cloud=self._cloud,
+            list_digest=shard_store.list.digest if shard_store.list is not None else "",
+            have_through=shard_store.through,
+        )
+
+    def progress(self, source: str) -> str:
+        """How far a region's shard is, in words."""
+        shard_store = self.stores[source]
+        if shard_store.list is None:
+            return "nothing has come yet"
+        arriving = (arrival.landing.have for (region, _), arrival in self._incoming.items() if region == source)
+        here = shard_store.have_bytes + sum(end - begin for have in arriving for begin, end in have)
+        return f"{min(here, shard_store.list.total_bytes):,} of {shard_store.list.total_bytes:,} bytes are here"
+
+    async def complete(self) -> None:
+        """Wait until all shards are here; raises ``GeofedError`` where what came is of no use."""
+        while True:
+            self.changed.clear()
+            for shard_store in self.stores.values():
+                if shard_store.failed is not None:
+                    raise shard_store.failed
+            if all(shard_store.complete for shard_store in self.stores.values()):
+                return
+            await self.changed.wait()
+
+
+@contextlib.asynccontextmanager
+async def open_port(port: ShelfPort, config: RegionConfig, identity: Callable[[], Tls]) -> AsyncIterator[str]:
+    """Listen for other regions' agents; gives the address that they are to dial.
+
+    Raises ``GeofedError("PORT_IN_USE")``.
+    """
+    host = config.server.exchange_host
+    _, exchange, bulk = free_ports(host, _upper(config.server.ports), (0, 0, 0))
+    server = grpc.aio.server(options=server_options())
+    sync_pb2_grpc.add_ExchangeServicer_to_server(port, server)
+    sync_pb2_grpc.add_ShardPortServicer_to_server(port, server)
+    try:
+        listens = listen(server, f"{host}:{exchange}", credentials(identity, mutual=True))
+        if bulk is not None:
+            try:
+                port.open_bulk(host, bulk, identity)
+            except OSError:
+                raise GeofedError("PORT_IN_USE", f"cannot listen on {host}:{bulk}") from None
+        await server.start()
+        yield f"{config.advertise}:{listens}"
+    finally:
+        try:
+            await server.stop(_STOP_GRACE_SECONDS)
+        finally:
+            if port.bulk is not None:
+                await asyncio.to_thread(port.bulk.close)
+
+
+def _upper(ports: tuple[int, int] | None) -> tuple[int, int] | None:
+    """The parameter server of the same partition looks for its ports from below, at the same time."""
+    return None if ports is None else (min(ports[1] - 1, max(ports[0], (ports[0] + ports[1]) // 2)), ports[1])
+
+
+def forget_shards(folder: Path, keep: Callable[[str], bool]) -> None:
+    """Remove what jobs have left that are no more. Blocking."""
+    if folder.is_dir():
+        for job in folder.iterdir():
+            if not keep(job.name):
+                shutil.rmtree(job, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""The worker's shard, and the batches that it is cut into."""

@@ -1,0 +1,229 @@
+"""A region's shard: fetched, indexed and cut into batches that depend on nothing but the seed and the step."""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import itertools
+import zlib
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import TensorDataset, default_collate
+
+from geofed_pb.errors import GeofedError
+from region_agent.worker.data.batches import Batches
+from region_agent.worker.data.fetching import fetch_split
+
+__all__ = ["BatchStream", "evaluation_batches", "fetch_split", "joined", "move", "share_of"]
+
+
+def joined(shards: Sequence[Any]) -> Any:
+    """Several shards as one dataset, one after the other; a single one as it is."""
+    return shards[0] if len(shards) == 1 else _Joined(shards)
+
+
+class _Joined:
+    """Like `torch.utils.data.ConcatDataset`, but takes a whole batch of a shard at once where that can."""
+
+    def __init__(self, shards: Sequence[Any]) -> None:
+        self._shards = shards
+        self._ends = list(itertools.accumulate(len(shard) for shard in shards))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        shard = bisect.bisect_right(self._ends, index)
+        return self._shards[shard][index - (self._ends[shard - 1] if shard else 0)]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        items: list[Any] = [None] * len(indices)
+        for shard, places, inside in self._by_shard(indices):
+            for place, item in zip(places, _items(shard, inside), strict=True):
+                items[place] = item
+        return items
+
+    def stacked(self, indices: list[int]) -> list[torch.Tensor] | None:
+        """See `_stacked`."""
+        order: list[int] = []
+        parts: list[list[torch.Tensor]] = []
+        for shard, places, inside in self._by_shard(indices):
+            part = _stacked(shard, inside)
+            if part is None or (parts and [_kind(one) for one in part] != [_kind(one) for one in parts[0]]):
+                return None
+            order += places
+            parts.append(part)
+        back = torch.tensor(order).argsort()
+        return [torch.cat(column)[back] for column in zip(*parts, strict=True)]
+
+    def _by_shard(self, indices: list[int]) -> Iterator[tuple[Any, list[int], list[int]]]:
+        """Each shard that some of the samples are of, their places among those asked for, and in the shard."""
+        places: dict[int, list[int]] = {}
+        for place, index in enumerate(indices):
+            places.setdefault(bisect.bisect_right(self._ends, index), []).append(place)
+        for number, mine in places.items():
+            first = self._ends[number - 1] if number else 0
+            yield self._shards[number], mine, [indices[place] - first for place in mine]
+
+
+def _items(data: Any, indices: list[int]) -> Any:
+    return data.__getitems__(indices) if hasattr(data, "__getitems__") else [data[index] for index in indices]
+
+
+class BatchStream:
+    """Batches of one worker. The shard is permuted anew for each epoch; the samples of a step follow from the step
+    alone, so that any invocation, also one that takes over, draws the same ones. All workers of a region draw
+    ``region_batch`` samples in a step: which ones does not depend on how many workers share them out.
+
+    Raises ``GeofedError``: SHARD_UNREADABLE, where there are no samples; CONFIG_INVALID, where a worker gets none.
+    """
+
+    def __init__(
+        self, data: Any, seed: int, region: str, worker: int, workers: int, region_batch: int | Batches
+    ) -> None:
+        self._data, self._size = data, len(data)
+        if self._size == 0:
+            raise GeofedError("SHARD_UNREADABLE", "the training split is empty")
+        self._seed = [seed, zlib.crc32(region.encode())]
+        self._worker, self._workers = worker, workers
+        self._batches = region_batch if isinstance(region_batch, Batches) else Batches(region_batch)
+        if self._batches.least < workers:
+            text = f"{self._batches.least} samples a step are too few for {workers} workers"
+            raise GeofedError("CONFIG_INVALID", text)
+        self._orders: dict[int, npt.NDArray[np.int64]] = {}
+
+    def indices(self, step: int) -> list[int]:
+        """Of the samples of one step, counted from 1."""
+        before, share = self._batches.before(step), self._share(step)
+        at, stop, drawn = before + share.start, before + share.stop, list[int]()
+        while at < stop:
+            epoch, place = divmod(at, self._size)
+            more = self._order(epoch)[place : place + stop - at].tolist()
+            drawn += more
+            at += len(more)
+        return drawn
+
+    def count(self, step: int) -> int:
+        """This worker's samples in a step."""
+        return len(self._share(step))
+
+    def _share(self, step: int) -> range:
+        return share_of(self._worker, self._workers, self._batches.of(step))
+
+    def batch(self, step: int) -> Any:
+        """The collated samples of one step."""
+        return _collate(self._data, self.indices(step))
+
+    def micro_batches(self, step: int, sizes: Sequence[int]) -> list[Any]:
+        """The same samples in several batches, of so many each."""
+        indices, cut = self.indices(step), list(itertools.accumulate(sizes, initial=0))
+        return [_collate(self._data, indices[start:stop]) for start, stop in itertools.pairwise(cut)]
+
+    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
+        if epoch not in self._orders:
+            if len(self._orders) > 1:
+                self._orders.clear()
+            self._orders[epoch] = np.random.default_rng([*self._seed, epoch]).permutation(self._size)
+        return self._orders[epoch]
+
+
+def share_of(worker: int, workers: int, region_batch: int) -> range:
+    """Which of a step's samples are a worker's."""
+    return range(worker * region_batch // workers, (worker + 1) * region_batch // workers)
+
+
+def evaluation_batches(data: Any, worker: int, workers: int, batch: int) -> tuple[list[int], Iterator[Any]]:
+    """This worker's samples of the test split in batches of so many: how many each has, and what."""
+    mine = range(worker, len(data), workers)
+    parts = [mine[start : start + batch] for start in range(0, len(mine), batch)]
+    return [len(part) for part in parts], (_collate(data, list(part)) for part in parts)
+
+
+def _collate(data: Any, indices: list[int]) -> Any:
+    stacked = _stacked(data, indices)
+    return default_collate(_items(data, indices)) if stacked is None else stacked
+
+
+def _stacked(data: Any, indices: list[int]) -> list[torch.Tensor] | None:
+    """What samples of a `TensorDataset` are collated to, without taking them one by one; None for other datasets."""
+    if isinstance(data, _Joined):
+        return data.stacked(indices)
+    # A class of its own may give something else for an item; what is not dense is not collated at all.
+    if type(data) is not TensorDataset or any(tensor.layout != torch.strided for tensor in data.tensors):
+        return None
+    rows = torch.tensor(indices)
+    return [tensor[rows] for tensor in data.tensors]
+
+
+def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Tensors of one kind can be put behind each other; others are for `default_collate` to judge."""
+    return tensor.dtype, tensor.device, tensor.shape[1:]
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """A batch on a device, whatever it is made of: containers keep their types where they can be made anew, as
+    ``DataLoader`` does it for pinned memory. What holds no tensor is given back as it is.
+
+    Raises ``GeofedError("TASK_FAILED")`` where an object cannot be moved.
+    """
+    if device.type == "cpu":
+        return batch
+    try:
+        return _moved(batch, device)
+    except Exception as error:
+        if isinstance(error, GeofedError | MemoryError | torch.OutOfMemoryError):
+            raise
+        text = f"moving a batch to {device} raised {type(error).__name__}: {error}"
+        raise GeofedError("TASK_FAILED", text) from error
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, str | bytes | type):
+        return batch
+    if callable(getattr(batch, "to", None)):
+        # In place, and then without a result, or as another object.
+        return batch if (moved := batch.to(device)) is None else moved
+    if isinstance(batch, Mapping):
+        return _with_values(batch, {key: _moved(value, device) for key, value in batch.items()})
+    if isinstance(batch, Sequence):
+        return _with_items(batch, [_moved(value, device) for value in batch])
+    if is_dataclass(batch):
+        clone = copy.copy(batch)
+        for field in fields(batch):
+            if hasattr(batch, field.name):
+                # Also where it is frozen.
+                object.__setattr__(clone, field.name, _moved(getattr(batch, field.name), device))
+        return clone
+    return batch
+
+
+def _with_values(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
+    if all(batch[key] is value for key, value in moved.items()):
+        return batch
+    if isinstance(batch, MutableMapping):
+        # Else what it has beside its items, a default factory for one, would be lost.
+        clone = copy.copy(batch)
+        clone.update(moved)
+        return clone
+    try:
+        return type(batch)(moved)  # type: ignore[call-arg]
+    except TypeError:
+        return moved
+
+
+def _with_items(batch: Sequence[Any], moved: list[Any]) -> Any:
+    if all(one is other for one, other in zip(batch, moved, strict=True)):
+        return batch
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*moved)
+    try:
+        return type(batch)(moved)  # type: ignore[call-arg]
+    except TypeError:
+        return tuple(moved) if isinstance(batch, tuple) else moved
