@@ -138,7 +138,7 @@ class ControlClient:
                     return found
 
     async def cancel(self, job: str, reason: str = "") -> control_pb2.Job:
-        """Have a job end."""
+        """Cancel a job."""
         with _mapped():
             reply: control_pb2.Job = await self._stub.Cancel(
                 control_pb2.CancelRequest(job=job, reason=reason), **self._options()
@@ -146,7 +146,7 @@ class ControlClient:
         return reply
 
     async def finish(self, job: str, reason: str = "") -> control_pb2.Job:
-        """Have a job end with the model that it has."""
+        """End a job with its current model."""
         with _mapped():
             reply: control_pb2.Job = await self._stub.Finish(
                 control_pb2.FinishRequest(job=job, reason=reason), **self._options()
@@ -154,7 +154,7 @@ class ControlClient:
         return reply
 
     async def replan(self, job: str, reason: str = "") -> control_pb2.Job:
-        """Have a job end, and another one continue with its model over the regions that are there now."""
+        """Replan a job: end it, and continue its model in a new job over the regions that are available now."""
         with _mapped():
             reply: control_pb2.Job = await self._stub.Replan(
                 control_pb2.ReplanRequest(job=job, reason=reason), **self._options()
@@ -188,7 +188,7 @@ class ControlClient:
         return reply
 
     async def add_user(self, name: str, promised_workers: int | None = None) -> control_pb2.UserReply:
-        """Let a user in; the token is in the answer."""
+        """Create a user; the token is in the answer."""
         with _mapped():
             request = control_pb2.AddUserRequest(name=name, promised_workers=promised_workers)
             reply: control_pb2.UserReply = await self._stub.AddUser(request, **self._options())
@@ -206,7 +206,7 @@ class ControlClient:
         return reply
 
     async def remove_user(self, name: str) -> control_pb2.User:
-        """Let a user in no more."""
+        """Remove a user."""
         with _mapped():
             reply: control_pb2.User = await self._stub.RemoveUser(
                 control_pb2.RemoveUserRequest(name=name), **self._options()

@@ -66,7 +66,7 @@ def run(
     state_dir: StateDir = DEFAULT_STATE,
     log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
 ) -> None:
-    """Run the agent until it is told to stop (SIGTERM)."""
+    """Run the agent until SIGTERM."""
     logging.basicConfig(
         level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -90,7 +90,7 @@ def status(
     state_dir: StateDir = DEFAULT_STATE,
     output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
 ) -> None:
-    """Say how the agent stands."""
+    """Show the state of the agent."""
     path = state_dir / "status.json"
     try:
         told: dict[str, Any] = json.loads(path.read_text())
@@ -110,7 +110,7 @@ def preemptible(
     workers: Annotated[int, typer.Argument(help="How many are left, or there again.", min=0, show_default=False)],
     state_dir: StateDir = DEFAULT_STATE,
 ) -> None:
-    """Say how many preemptible workers there are: for whoever takes them away, or brings them back."""
+    """Set how many preemptible workers there are: for hooks of the cloud that takes them away or brings them back."""
     from region_agent.capacity import say_preemptible_left
 
     if not state_dir.is_dir():

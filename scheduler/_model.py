@@ -238,7 +238,7 @@ class Partition:
     samples_per_second: float
     """Of one worker, of a pipeline on the mean; the figure the estimate was made with."""
     merge_seconds: float | None = None
-    """Of one step, as a profile of the task foretells it; None: a prior is used."""
+    """Of one step, as a profile of the task predicts it; None: a prior is used."""
     pipeline: PipelineShape | None = None
     """None: every worker holds the whole model."""
     shards: tuple[str, ...] = ()

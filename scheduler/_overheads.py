@@ -53,7 +53,7 @@ class Overheads:
 
 
 def overheads(part: Partition, profile: Profile | None) -> Overheads:
-    """Of a partition in stages; nothing is foretold for others, nor where a profile has not measured what it takes."""
+    """Of a partition in stages; nothing is predicted for others, nor where a profile has not measured what it takes."""
     if part.pipeline is None or profile is None:
         return Overheads()
     if min(profile.stored_bytes_per_second, profile.fresh_bytes_per_second) <= 0.0:

@@ -250,7 +250,7 @@ class JobState:
     routes: int = 0
     """Number of these ways: each change of `neighbours` or `former` has the next one."""
     deadline_at: float | None = None
-    """Unix seconds; promised when the job was taken in."""
+    """Unix seconds; promised when the job was admitted."""
     goal: Goal | None = None
     budget_usd: float | None = None
     """What it may cost."""

@@ -137,13 +137,13 @@ class RunRow:
     profile_json: str = ""
     """`scheduler.tuning.Profile`, where this was no job but a profile."""
     merge_json: str = ""
-    """`scheduler.tuning.MergePoint`, where the workers of the region merged in a way that a model foretells."""
+    """`scheduler.tuning.MergePoint`, where the workers of the region merged in a way that a model predicts."""
     kin_key: str = ""
     """Of tasks that it says something about, where nothing is known of their own code."""
     batch: int = 0
     """Samples of one worker in a step; 0: not known."""
     stage_pace: float = 0.0
-    """A step's seconds over those that the profile alone foretold, where the model ran in stages; 0: it did not."""
+    """A step's seconds over those that the profile alone predicted, where the model ran in stages; 0: it did not."""
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ class PartitionMachine:
         self._ways = PsWays()
         self._finish = False
         self._view = PsView()
-        self._crew = _Workers()
+        self._worker_group = _Workers()
         self._broken = _Broken()
         self._setbacks = 0
         self._setback_round = 0
@@ -314,7 +314,7 @@ class PartitionMachine:
 
     def _progress(self, event: Progress) -> list[Action]:
         """Task code that hangs says nothing itself. What is noted goes with the next report; there is one soon."""
-        if self.state != "training" or not self._crew.running or self.condition not in ("", self._noted):
+        if self.state != "training" or not self._worker_group.running or self.condition not in ("", self._noted):
             return []
         idle = event.idle_seconds >= _IDLE_SECONDS
         text = f"no step for {event.idle_seconds:.0f} s (a call without an answer is ended after"
@@ -343,7 +343,7 @@ class PartitionMachine:
         if self.state == "preparing":
             actions += self._enter("ready")
             actions += self._enter("training")
-        if self.state == "training" and not self._crew.running and not self._crew.done:
+        if self.state == "training" and not self._worker_group.running and not self._worker_group.done:
             actions += self._invoke_all()
         return actions
 
@@ -362,7 +362,7 @@ class PartitionMachine:
             return []
         if self._batches.pending:
             stated = self._state_batch()
-        self._crew, self._begun = _Workers(running=set(range(self.workers))), True
+        self._worker_group, self._begun = _Workers(running=set(range(self.workers))), True
         left, self._broken = self._broken, _Broken()
         actions: list[Action] = [self._invoke(worker, left.resume_key) for worker in range(self.workers)]
         if left.resume_key:
@@ -389,13 +389,13 @@ class PartitionMachine:
             self._broken.running.discard(event.worker)
             self._take_up(event)
             return []
-        if event.attempt != self.attempt or event.worker not in self._crew.running:
+        if event.attempt != self.attempt or event.worker not in self._worker_group.running:
             return []
         if event.status == "continue":
             return [self._invoke(event.worker, event.resume_key)]
-        self._crew.running.discard(event.worker)
+        self._worker_group.running.discard(event.worker)
         if event.status == "done":
-            self._crew.done.add(event.worker)
+            self._worker_group.done.add(event.worker)
             return self._maybe_finish()
         error = event.error or GeofedError("FUNCTION_FAILED", f"worker {event.worker} ended without a reason")
         actions = self._after_setback(error, "worker-failed", f"worker {event.worker} failed")
@@ -409,7 +409,7 @@ class PartitionMachine:
 
     def _maybe_finish(self) -> list[Action]:
         """The end is told once the last invocation has returned, so that the account it goes with is whole."""
-        over = self._view.phase == "finished" and 0 < self.workers == len(self._crew.done)
+        over = self._view.phase == "finished" and 0 < self.workers == len(self._worker_group.done)
         return self._enter("finished") if over and self.state == "training" else []
 
     # More workers, or fewer
@@ -431,10 +431,10 @@ class PartitionMachine:
         data["preemptible"] = self.preemptible
         actions: list[Action] = [Happened("partition.scaled", f"{self.region}: {words}", data)]
         if self.state == "training":
-            if self._crew.running:
-                self._broken = _Broken(self.attempt, set(self._crew.running), well=True)
+            if self._worker_group.running:
+                self._broken = _Broken(self.attempt, set(self._worker_group.running), well=True)
             self.attempt += 1
-            self._crew, self._awaits_fence = _Workers(), False
+            self._worker_group, self._awaits_fence = _Workers(), False
             actions += [*self._configure(), Restart(self.attempt, _FIRST_PAUSE_SECONDS)]
         return [*actions, self._report()]
 
@@ -465,7 +465,7 @@ class PartitionMachine:
     @property
     def _ends(self) -> bool:
         """Its workers change no more; where some are done the others are about to be."""
-        return self.state in (*_OVER, "finished") or bool(self._crew.done)
+        return self.state in (*_OVER, "finished") or bool(self._worker_group.done)
 
     # Setbacks
 
@@ -488,9 +488,9 @@ class PartitionMachine:
         self._last_setback = f"{error.code}: {error.message}"
         if kind == "worker-failed":
             # The workers that still run belong to the old attempt; they are fenced as soon as the new one begins.
-            self._broken = _Broken(self.attempt, set(self._crew.running))
+            self._broken = _Broken(self.attempt, set(self._worker_group.running))
             self.attempt += 1
-            self._crew = _Workers()
+            self._worker_group = _Workers()
         # The parameter server must know at once, so that those who wait there hear that their attempt is over.
         fenced = self._configure() if kind == "worker-failed" else []
         return [told, self._report(), *fenced, Restart(self.attempt, pause)]

@@ -13,7 +13,7 @@ from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from region_agent.partition.events import Happened
 from region_agent.shards.reading import shard_files
-from region_agent.shards.receiving import ShardStore, ShelfPort, open_port
+from region_agent.shards.receiving import ShardPort, ShardStore, open_port
 from region_agent.worker.invocation import ShardFile
 from sync.transport.sockets import Tls
 
@@ -52,7 +52,7 @@ class PartitionShards:
         self.foreign = [ref for ref in shards if ref.region != config.name]
         """Those of other regions."""
         self._stores: list[ShardStore] = []
-        self._port: ShelfPort | None = None
+        self._port: ShardPort | None = None
         """While shards are waited for."""
 
     @property
@@ -86,7 +86,7 @@ class PartitionShards:
         if await asyncio.to_thread(look):
             self.here = True
             return
-        port = self._port = ShelfPort(self._start.job, self._config.name, self._config.cloud, self._stores)
+        port = self._port = ShardPort(self._start.job, self._config.name, self._config.cloud, self._stores)
         opened, whole = contextlib.AsyncExitStack(), False
         try:
             self.address = await opened.enter_async_context(open_port(port, self._config, self._identity))
@@ -103,7 +103,7 @@ class PartitionShards:
         for shard_store in self._stores:
             self._happened(_received(self._config.name, shard_store))
 
-    async def _complete(self, port: ShelfPort) -> None:
+    async def _complete(self, port: ShardPort) -> None:
         waiting = asyncio.create_task(port.complete())
         try:
             while not (await asyncio.wait({waiting}, timeout=_TOLD_SECONDS))[0]:

@@ -29,7 +29,7 @@ from sync.transfer.manifest import Manifest, Verdict
 from sync.transfer.wire import manifest_of
 from sync.transport.sockets import Tls
 
-__all__ = ["LIST_SEQUENCE", "ShardStore", "ShelfPort", "forget_shards", "open_port"]
+__all__ = ["LIST_SEQUENCE", "ShardPort", "ShardStore", "forget_shards", "open_port"]
 
 LIST_SEQUENCE = 1
 """Of the list; file n of it, counted from 0, comes as n + 2."""
@@ -146,7 +146,7 @@ class ShardStore:
         return {split: tuple(files) for split, files in found.items()}
 
 
-class ShelfPort(Intake, sync_pb2_grpc.ShardPortServicer):
+class ShardPort(Intake, sync_pb2_grpc.ShardPortServicer):
     """Takes the shards that a job's plan has processed here, from the regions that hold them and from nobody else."""
 
     def __init__(self, job: str, region: str, cloud: str, stores: Iterable[ShardStore]) -> None:
@@ -221,7 +221,7 @@ class ShelfPort(Intake, sync_pb2_grpc.ShardPortServicer):
 
 
 @contextlib.asynccontextmanager
-async def open_port(port: ShelfPort, config: RegionConfig, identity: Callable[[], Tls]) -> AsyncIterator[str]:
+async def open_port(port: ShardPort, config: RegionConfig, identity: Callable[[], Tls]) -> AsyncIterator[str]:
     """Listen for other regions' agents; gives the address that they are to dial.
 
     Raises ``GeofedError("PORT_IN_USE")``.

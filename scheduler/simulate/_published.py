@@ -59,7 +59,7 @@ class _Published:
             self._advance(before, now)
             wake_s = self._decide(now, self._arrivals(now))
             if wake_s >= min(self._events(), default=math.inf):
-                wake_s = math.inf  # told before pauses put ends off, and not told again
+                wake_s = math.inf  # told before pauses put ends off, and not reported again
             self._pause()
             before, now = now, self._next(now, {wake_s, *self._events()} - {math.inf})
         for job in self.active:

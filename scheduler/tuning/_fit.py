@@ -129,7 +129,7 @@ def fit_memory(points: Sequence[StepPoint]) -> Memory:
     told = [point for point in points if point.peak_mb > 0]
     features = [[1.0, float(point.batch)] for point in told]
     base, each = least_squares(np.reshape(features, (-1, 2)), [point.peak_mb for point in told])
-    # No point may need more than is foretold: who has too little memory fails.
+    # No point may need more than is predicted: who has too little memory fails.
     missing = max(max(0.0, point.peak_mb - base - each * point.batch) for point in told)
     return Memory(float(base) + missing, float(each))
 

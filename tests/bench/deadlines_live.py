@@ -58,7 +58,7 @@ DECLINED = 9
 
 
 class Declined(Exception):
-    """A job is not taken in."""
+    """A job is not admitted."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ The planner's part computes alone. Exactness: an independent mixed-integer progr
 both ends and in the middle of the front of random problems, of up to 4 layers and 2 sizes, each fourth one of up to 5
 and 3. Speed: models of made-up layers, 8 memory sizes, degrees 1 to 8, every divisor as micro-batch, both orders; exact
 and within proven shares, with what these miss; the time that passes, and beside it the processor's: the planner has one
-thread. Medians of three runs, taken in turn, or one run with --quick. A plan of a job has one function size and one
+thread. Medians of three runs, in turn, or one run with --quick. A plan of a job has one function size and one
 number of replicas: 60 layers of that are measured apart. Gain: the planner against equal cuts and equal memory in GPipe
 order, FuncPipe's set-up, by its own model of time; with one mechanism switched off at a time.
 """

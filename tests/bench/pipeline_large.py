@@ -297,7 +297,7 @@ def _alone(folder: Path, text: Path, size: Size) -> list[float]:
 
 def _tell(report: Report, size: Size, made: Trained, alone: list[float]) -> None:
     pipeline, iteration = made.planned["pipeline"], statistics.median(made.iterations)
-    foretold, stages = pipeline["step_seconds"], len(pipeline["stages"])
+    predicted, stages = pipeline["step_seconds"], len(pipeline["stages"])
     apart = max(abs(mine / his - 1) for mine, his in zip(made.losses, alone, strict=True))
     update = sum(made.updates.values())
     print(f"\n{size.parameters / 1e6:.0f} million parameters; they and their gradients take {size.times:.2f} times the")
@@ -308,14 +308,14 @@ def _tell(report: Report, size: Size, made: Trained, alone: list[float]) -> None
     for step, (mine, his) in enumerate(zip(made.losses, alone, strict=True), 1):
         took = f"{made.iterations[step - 2]:7.2f}" if step > 1 else ""
         print(f"  {step:>4} {mine:9.5f} {his:9.5f} {took}")
-    print(f"  an iteration: foretold {foretold:.2f} s, measured {iteration:.2f} s (median);", end=" ")
+    print(f"  an iteration: predicted {predicted:.2f} s, measured {iteration:.2f} s (median);", end=" ")
     print(f"{update:.2f} s of a core are the optimisers'")
-    work = foretold * len(os.sched_getaffinity(0))
-    print(f"  of the cores: foretold {work:.2f} s at most, measured {made.core_seconds:.2f} s;", end=" ")
+    work = predicted * len(os.sched_getaffinity(0))
+    print(f"  of the cores: predicted {work:.2f} s at most, measured {made.core_seconds:.2f} s;", end=" ")
     print(f"all else kept {made.others:.2f} cores busy meanwhile")
-    print(f"  the job: foretold {made.estimate['seconds']['expected']:.0f} s, measured {made.result['seconds']:.0f} s;")
+    print(f"  job: predicted {made.estimate['seconds']['expected']:.0f} s, measured {made.result['seconds']:.0f} s;")
     for phase in made.estimate["phases"]:
-        print(f"    {phase['name']:<36}{phase['times']:>4} {phase['seconds']:>8.2f} s foretold")
+        print(f"    {phase['name']:<36}{phase['times']:>4} {phase['seconds']:>8.2f} s predicted")
     print(f"    {made.begun_seconds:.0f} s of it before the first loss, {made.ended_seconds:.0f} s after the last step")
     print(f"  functions that failed: {made.failures}; load {os.getloadavg()[0]:.1f}")
     report.runs.append({"part": "large", "size": asdict(size), **asdict(made), "alone": alone})
@@ -324,7 +324,7 @@ def _tell(report: Report, size: Size, made: Trained, alone: list[float]) -> None
         Bar.at_least("large: parameters and gradients, in sizes of a function's memory", size.times, "x", 3.0),
         Bar.at_most("large: functions that failed", made.failures, "", 0),
         Bar.at_most("large: losses apart from one process's, worst step", 100 * apart, "%", 0.1),
-        Bar.at_most("large: iteration predicted by the profile, error", 100 * abs(foretold / iteration - 1), "%", 10),
+        Bar.at_most("large: iteration predicted by the profile, error", 100 * abs(predicted / iteration - 1), "%", 10),
         Bar.at_most(
             "large: predicted job, error",
             100 * abs(made.estimate["seconds"]["expected"] / made.result["seconds"] - 1),
@@ -342,11 +342,11 @@ def _tell(report: Report, size: Size, made: Trained, alone: list[float]) -> None
 
 def _tell_again(report: Report, size: Size, made: Trained) -> None:
     """Of a run whose plan rests on one before it, too."""
-    foretold, iteration = made.planned["pipeline"]["step_seconds"], statistics.median(made.iterations)
-    print(f"\n  another run: an iteration: foretold {foretold:.2f} s, measured {iteration:.2f} s (median);", end=" ")
+    predicted, iteration = made.planned["pipeline"]["step_seconds"], statistics.median(made.iterations)
+    print(f"\n  another run: an iteration: predicted {predicted:.2f} s, measured {iteration:.2f} s (median);", end=" ")
     print(f"reckoned {made.planned['pipeline']['pace']:.2f} times as long as by the profile")
-    print(f"  the job: foretold {made.estimate['seconds']['expected']:.0f} s, measured {made.result['seconds']:.0f} s")
+    print(f"  job: predicted {made.estimate['seconds']['expected']:.0f} s, measured {made.result['seconds']:.0f} s")
     report.runs.append({"part": "large, again", "size": asdict(size), **asdict(made)})
     report.bars.append(
-        Bar.at_most("large: iteration predicted after a run, error", 100 * abs(foretold / iteration - 1), "%", 10)
+        Bar.at_most("large: iteration predicted after a run, error", 100 * abs(predicted / iteration - 1), "%", 10)
     )

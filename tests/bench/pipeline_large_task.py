@@ -1,4 +1,4 @@
-"""The task of `pipeline_large.py`: a chain of residual blocks that foretells the next letter.
+"""The task of `pipeline_large.py`: a chain of residual blocks that predicts the next letter.
 
 It notes what it does, in a file that its config names: each optimiser's step, and each micro-batch's loss.
 """

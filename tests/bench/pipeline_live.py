@@ -308,8 +308,8 @@ class Bench:
             codec=contender.activations,
             overlap=contender.overlap,
             timeout_seconds=TIMEOUT_SECONDS,
-        ) as crew:
-            made = [crew.step(step, samples) for step in range(1, count + 2)]
+        ) as group:
+            made = [group.step(step, samples) for step in range(1, count + 2)]
         shutil.rmtree(folder, ignore_errors=True)
         return made[1:]
 

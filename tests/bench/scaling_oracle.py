@@ -38,7 +38,7 @@ class Schedule:
 def schedules(
     runs: Mapping[int, Run], times: PoolTime, target: float, most_seconds: float, count: int
 ) -> list[Schedule]:
-    """The cheapest that are foretold to keep the time; ``runs``: by their number of workers, all to the target."""
+    """The cheapest that are predicted to keep the time; ``runs``: by their number of workers, all to the target."""
     pool = runs[max(runs)]
     begun, low = pool.quality[0], np.minimum.accumulate(pool.quality)
     # As many steps of the pool in each stretch.

@@ -1,10 +1,10 @@
-"""How well a configuration's time is foretold, how exactly and how fast the best one is found, and what that is worth.
+"""How well a configuration's time is predicted, how exactly and how fast the best one is found, and what that is worth.
 
     .venv/bin/python tests/bench/tuning.py [--quick] [--json PATH] [--only predicted|searched|chosen]
 
 Predicted: live iterations over a real redis-server and an S3 server that is as slow as S3 (`tuning_live.py`). Compute
 is a sleep of calibrated length, the tensors and requests are real. Coefficients are fitted to a few configurations, and
-all others, which the fit has not seen, are foretold. Searched: the search against trying everything, on random
+all others, which the fit has not seen, are predicted. Searched: the search against trying everything, on random
 instances. Chosen: what is taken for a deadline, run live beside LambdaML's set-up and FasDL's choice, in turn. Steps to
 the target follow from a gradient noise scale that was measured of a real task (`docs/tuning.md`); they are modelled.
 Quick leaves out what is chosen, unless that is asked for.
@@ -113,7 +113,7 @@ def _ways(workers: int) -> Iterator[tuple[str, int]]:
 
 def learned_from(one: Setting) -> bool:
     """The few that coefficients are fitted to: the smallest and the largest vector of four workers, and between the
-    fewest workers and the most there are, so that what is foretold lies between what was seen."""
+    fewest workers and the most there are, so that what is predicted lies between what was seen."""
     if one.workers == 2:
         return one.size_mb == 1 and one.pattern == "all-reduce"
     if one.workers == 4:
@@ -133,7 +133,7 @@ def taken_from(path: Path) -> Iterator[tuple[Setting, Measured, ChannelCosts]]:
 
 
 def predicted(report: Report, measurements: Iterable[tuple[Setting, Measured, ChannelCosts]]) -> Learned:
-    """Measure all settings, learn from a few, and judge what is foretold of the others."""
+    """Measure all settings, learn from a few, and judge what is predicted of the others."""
     rows: list[tuple[Setting, Measured, ChannelCosts]] = []
     print(
         f"{'':<7}{'MB':>6}{'W':>4}{'':<2}{'pattern':<25}{'K':>3}{'seconds':>9}{'min':>8}{'max':>8}{'merge':>8}{'load':>6}"
@@ -187,7 +187,7 @@ def _point(one: Setting, took: Measured) -> MergePoint:
     )
 
 
-def foretold(one: Setting, known: Learned) -> tuple[float, float]:
+def prediction(one: Setting, known: Learned) -> tuple[float, float]:
     """Seconds of an iteration, and of its merge."""
     row = Merges.of([(one.pattern, one.workers, one.chunks, 1.0)])
     told = merged(row, one.size_mb * MB, known.channels[one.kind])
@@ -202,7 +202,7 @@ def judge(report: Report, rows: Sequence[tuple[Setting, Measured, ChannelCosts]]
     plain = replace(known, corrections={kind: Correction() for kind in known.channels})
     worst: list[tuple[float, Setting]] = []
     for one, took, costs in rows:
-        seconds, merge = foretold(one, known)
+        seconds, merge = prediction(one, known)
         fitted = learned_from(one) if not report.quick else one.size_mb not in (1, 4)
         report.runs.append(
             {
@@ -219,7 +219,7 @@ def judge(report: Report, rows: Sequence[tuple[Setting, Measured, ChannelCosts]]
         error = abs(seconds / took.seconds - 1)
         errors.setdefault(one.kind, []).append(error)
         merges.append(abs(merge / took.merge_seconds - 1))
-        raw.append(abs(foretold(one, plain)[0] / took.seconds - 1))
+        raw.append(abs(prediction(one, plain)[0] / took.seconds - 1))
         worst.append((error, one))
     every = [error for found in errors.values() for error in found]
     report.details["corrections"] = {kind: asdict(one) for kind, one in known.corrections.items()}
@@ -233,7 +233,7 @@ def judge(report: Report, rows: Sequence[tuple[Setting, Measured, ChannelCosts]]
     report.details["uncorrected_errors"] = {"median": statistics.median(raw), "worst": max(raw)}
     median, worst_of_all = report.target(3, quick=10), report.target(6, quick=30)
     bars = [
-        Bar.at_least("configurations that were foretold and not fitted", len(every), "", report.target(60, quick=8)),
+        Bar.at_least("configurations that were predicted and not fitted", len(every), "", report.target(60, quick=8)),
         Bar.at_most("iteration time, median error", 100 * statistics.median(every), "%", median),
         Bar.at_most("iteration time, worst error", 100 * max(every), "%", worst_of_all),
     ]

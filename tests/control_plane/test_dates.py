@@ -46,7 +46,7 @@ def live(name: str, samples: int, workers: int, speed: float | None) -> RegionEn
 
 
 class Stand:
-    """A federation at one moment, with the jobs that were taken in so far."""
+    """A federation at one moment, with the jobs that were admitted so far."""
 
     def __init__(self, regions: list[RegionEntry]) -> None:
         self.allocation, self.regions = Allocation(), {entry.row.name: entry for entry in regions}

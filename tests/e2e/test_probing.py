@@ -26,7 +26,7 @@ def times_probed(running: Running) -> int:
     return (running.federation.folder / "control-plane.log").read_text().count("was probed in")
 
 
-def test_a_task_is_probed_before_its_first_plan_and_the_run_sends_what_was_foretold(tmp_path: Path) -> None:
+def test_a_task_is_probed_before_its_first_plan_and_the_run_sends_what_was_predicted(tmp_path: Path) -> None:
     sites = digits_sites(tmp_path, REGIONS, workers=2)
     with Federation(tmp_path / "federation", sites) as federation:
         running = Running(federation, tmp_path)

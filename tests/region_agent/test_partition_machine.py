@@ -1,4 +1,4 @@
-"""A partition's life: any order of what can happen to it leads to its end, and never to two crews at once."""
+"""A partition's life: any order of what can happen to it leads to its end, and never to two worker_groups at once."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ from geofed_pb.rpc import channel, error_of, region_name
 from geofed_pb.v1 import agent_pb2, sync_pb2, sync_pb2_grpc
 from region_agent.config import DatasetConfig, RegionConfig, SplitConfig, StoreConfig, load_config
 from region_agent.partition.events import Happened
-from region_agent.shards import listing
+from region_agent.shards import listing, receiving
 from region_agent.shards.listing import FileContent, Listed, ListedFile, ShardList, read_list, shard_bytes
 from region_agent.shards.reading import shard_files
-from region_agent.shards.receiving import ShardStore, ShelfPort, forget_shards, open_port
+from region_agent.shards.receiving import ShardPort, ShardStore, forget_shards, open_port
 from region_agent.shards.sending import Hands, Sending
 from region_agent.state.store import AgentStore
 from region_agent.worker.invocation import ShardFile
@@ -117,7 +117,7 @@ class Taker:
     """The region that processes it."""
 
     shard_store: ShardStore
-    port: ShelfPort
+    port: ShardPort
     address: str
 
 
@@ -126,7 +126,7 @@ async def taking(folder: Path, *, cloud: str = "one", planned: int = 13 * MIB) -
     folder.mkdir(exist_ok=True)
     config = _config(folder, "west", cloud)
     shard_store = ShardStore(folder / "shards" / JOB / "east", "east", "digits", planned)
-    port = ShelfPort(JOB, "west", cloud, [shard_store])
+    port = ShardPort(JOB, "west", cloud, [shard_store])
     async with open_port(port, config, lambda: IDENTITIES["west"]) as address:
         yield Taker(shard_store, port, address)
 
@@ -146,7 +146,7 @@ def runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     return call
 
 
-def lead_through(relay: Relay, port: ShelfPort) -> Callable[[], None]:
+def lead_through(relay: Relay, port: ShardPort) -> Callable[[], None]:
     """Have files come over a relay; returns what has them come straight again."""
     bulk = port.bulk
     assert bulk is not None
@@ -395,7 +395,7 @@ def test_what_is_not_there_to_be_read_is_told(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before - 1
 
 
-@pytest.mark.parametrize("side", [listing, shard_taking])
+@pytest.mark.parametrize("side", [listing, receiving])
 def test_a_list_that_is_too_long_is_told_and_not_sent_for_ever(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: ModuleType
 ) -> None:
@@ -410,7 +410,7 @@ def test_a_list_that_is_too_long_is_told_and_not_sent_for_ever(
 
     asyncio.run(within())
     assert source.reports[-1].error.code == "LIMIT_EXCEEDED"
-    if side is shard_list:
+    if side is listing:
         assert source.sent_bytes == 0
         assert shard_bytes(shard_files(source.config.datasets["digits"], {})) == {}, "no plan may count on it"
 

@@ -44,7 +44,7 @@ def told(part: Partition, profile: Profile) -> tuple[float, ...]:
     return tuple(float(getattr(found, name)) for name in SECONDS)
 
 
-def test_nothing_is_foretold_of_what_was_not_measured() -> None:
+def test_nothing_is_predicted_of_what_was_not_measured() -> None:
     part = staged()
     assert overheads(part, None) == Overheads()
     assert overheads(part, deep("a")) == Overheads()

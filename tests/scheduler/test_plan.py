@@ -426,7 +426,7 @@ def test_the_codec_is_in_the_bytes() -> None:
     assert sizes[0] / sizes[3] > 30
 
 
-def test_bytes_are_foretold_as_they_are_metered() -> None:
+def test_bytes_are_predicted_as_they_are_metered() -> None:
     # Metered over three regions on one machine: 452 numbers in float32, 157 rounds.
     regions = tuple(replace(region(name, 500), capacity=Capacity(1, 2048, 1e6)) for name in "abc")
     wanted = demand(codec="fp32", interval=1, epochs=None, steps=157)

@@ -112,7 +112,7 @@ def test_in_shared_memory_the_server_merges() -> None:
     assert planned(held, demand(workers=2)).collective == "server-reduce"
 
 
-def test_merges_of_earlier_runs_mend_what_is_foretold() -> None:
+def test_merges_of_earlier_runs_mend_what_is_predicted() -> None:
     before = snapshot(profile("a"), profile("b"))
     told = planned(before, demand(workers=4)).partitions[0].merge_seconds
     assert told is not None

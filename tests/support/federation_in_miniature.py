@@ -174,7 +174,7 @@ class Site:
         self.calls = 0
         self.ghosts: set[int] = set()
         """Calls of attempts that are over; each of them must be answered."""
-        self.new_crew()
+        self.new_worker_group()
         self.start()
 
     # The process
@@ -416,13 +416,13 @@ class Site:
 
     # The agent
 
-    def new_crew(self) -> None:
+    def new_worker_group(self) -> None:
         self.workers = [Worker(self.attempt) for _ in range(self.setup.workers)]
 
     def next_attempt(self) -> None:
         self.attempt += 1
         self.ghosts |= {worker.call for worker in self.workers if worker.call}
-        self.new_crew()
+        self.new_worker_group()
 
     def configure(self, peers: tuple[Peer, ...], ways: Ways) -> None:
         if self.machine is not None:

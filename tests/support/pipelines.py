@@ -15,7 +15,7 @@ from sync.collective import Member, Settings
 from sync.flat import FlatModel
 from sync.pipeline import GroupMerge, Layers, Pipeline, StageRunner, StepDone
 
-__all__ = ["Crew", "Worker", "cut", "in_threads", "mse", "shares"]
+__all__ = ["Worker", "WorkerGroup", "cut", "in_threads", "mse", "shares"]
 
 
 def mse(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -89,7 +89,7 @@ class Worker:
         self.channel.close()
 
 
-class Crew:
+class WorkerGroup:
     """A pipeline's workers. Use as a context manager."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Crew:
             Worker.of(shape, number, layers, open_channel(), loss, **settings) for number in range(shape.workers)
         ]
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerGroup:
         return self
 
     def __exit__(self, *_: object) -> None:

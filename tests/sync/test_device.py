@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.memory_channel import MemoryChannel
-from support.pipelines import Crew, mse
+from support.pipelines import WorkerGroup, mse
 from torch import nn
 
 from sync import device as devices
@@ -130,11 +130,11 @@ def test_a_stage_computes_where_it_is_told_also_one_without_parameters(where: st
     x, y = torch.randn(8, 3, generator=draw), torch.randn(8, 2, generator=draw)
     store = MemoryChannel()
     shape = Pipeline(((0, 0), (1, 2), (3, 3)), degree, 2)
-    with Crew(
+    with WorkerGroup(
         shape, layers, lambda: MemoryChannel(store.values, changed=store.changed), mse, device=where
-    ) as crew:  # fmt: skip
-        losses = [crew.step(step, (x, y)) for step in (1, 2)]
-        found = crew.gradients()
+    ) as worker_group:  # fmt: skip
+        losses = [worker_group.step(step, (x, y)) for step in (1, 2)]
+        found = worker_group.gradients()
     whole = layers.stage(0, 3)
     loss = mse(whole, (x, y))
     loss.backward()

@@ -33,7 +33,7 @@ def events(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Show what happened to a job."""
+    """Show the events of a job."""
 
     async def stream(client: ControlClient, outage: Outage) -> AsyncIterator[Data]:
         async for event in client.watch(job, cursor=after, follow=follow, on_break=outage.broke):
@@ -52,7 +52,7 @@ def logs(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Show what a job's workers, parameter servers and agents wrote."""
+    """Show the logs of a job's workers, parameter servers and agents."""
 
     async def stream(client: ControlClient, outage: Outage) -> AsyncIterator[Data]:
         async for line in client.logs(

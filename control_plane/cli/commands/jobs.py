@@ -28,7 +28,7 @@ def status(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Say how a job stands, or the federation."""
+    """Show the state of a job, or of the federation."""
     if job is None:
         if watch:
             raise GeofedError("USAGE", "say which job to watch", hint="`control-plane list` shows the jobs")
@@ -46,7 +46,7 @@ def list_jobs(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """List the jobs, newest first."""
+    """List jobs, newest first."""
 
     async def ask(client: ControlClient) -> list[Data]:
         return [job_summary(job_view(job)) for job in await client.jobs(ended=ended, limit=limit)]
@@ -58,7 +58,7 @@ def list_jobs(
 
 
 def describe(job: JobArgument, context: ContextFile = None, output: Output = Format.TABLE) -> None:
-    """Tell all about a job: plan, residency, regions, links, money, result."""
+    """Show everything about a job: plan, residency, regions, links, costs, result."""
     from control_plane.cli._report import description_text
 
     emit(ask_control_plane(context, _look_at(job)), table=description_text, name=_id_of)
@@ -71,7 +71,7 @@ def wait(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Wait until a job has ended; the exit status tells how."""
+    """Wait until a job has ended; the exit status says how."""
     if until not in ("ended", "running"):
         raise GeofedError("USAGE", f"--for is ended or running, not {until}")
     see_to_the_end(context, job, shown=False, running=until == "running", seconds=_seconds(timeout))
@@ -84,7 +84,7 @@ def cancel(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Have a job end without a model."""
+    """Cancel a job and discard its model."""
     confirm(f"Cancel job {job}? What it has trained is lost.", yes=yes)
 
     async def ask(client: ControlClient) -> Data:
@@ -101,7 +101,7 @@ def finish(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Have a running job end now, with the model that it has."""
+    """End a running job now and keep its current model."""
 
     async def ask(client: ControlClient) -> Data:
         return job_summary(job_view(await client.finish(job, reason)))
@@ -117,7 +117,7 @@ def replan(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Have a running job end, and another one continue with its model over the regions that are there now."""
+    """Replan a running job: end it, and continue its model in a new job over the regions that are available now."""
 
     async def ask(client: ControlClient) -> Data:
         return job_summary(job_view(await client.replan(job, reason)))
@@ -137,7 +137,7 @@ def scale(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Have regions of a running job continue with more workers, or fewer; what the job computes stays the same."""
+    """Scale the workers of regions of a running job in or out; what the job computes stays the same."""
     wanted = {}
     for told in workers:
         region, equals, count = told.partition("=")
@@ -165,7 +165,7 @@ def see_to_the_end(
             async with asyncio.timeout(seconds):
                 return await (follow_job(client, job) if shown else wait_for_job(client, job, running=running))
         except TimeoutError:
-            raise GeofedError("WAIT_TIMEOUT", f"job {job} has not got there within {seconds:g} s") from None
+            raise GeofedError("WAIT_TIMEOUT", f"timed out after {seconds:g} s; job {job} is still running") from None
 
     again = f"detached; the job continues. Watch it again: control-plane status {job} --watch"
     view = ask_control_plane(context, stay, detach=again)

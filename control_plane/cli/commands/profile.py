@@ -41,7 +41,7 @@ def profile(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Measure a task for a minute in every region that holds its data, and say what configurations would take.
+    """Profile a task for a minute in every region that holds its data, and predict what configurations would take.
 
     Later plans of the task rest on it. Nothing of the data leaves a region.
     """

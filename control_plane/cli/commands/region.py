@@ -31,7 +31,7 @@ def list_regions(context: ContextFile = None, output: Output = Format.TABLE) -> 
 
 @app.command()
 def describe(region: RegionName, context: ContextFile = None, output: Output = Format.TABLE) -> None:
-    """Tell all about a region: datasets, capacity, prices, links."""
+    """Show everything about a region: datasets, capacity, prices, links."""
     views = [view for view in ask_control_plane(context, _regions) if view["name"] == region]
     if not views:
         raise GeofedError("REGION_NOT_FOUND", f"there is no region {region}")
@@ -45,7 +45,7 @@ def invite(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Print a token with which one region agent can join, once."""
+    """Print a one-time token with which a region agent can join."""
     from control_plane._durations import parse_duration
 
     try:

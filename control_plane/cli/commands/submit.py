@@ -43,7 +43,7 @@ def submit(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Run a job, or with --dry-run show what it would take."""
+    """Submit a job, or with --dry-run show what it would take."""
     loaded, bundle = read_job(job_file, overrides, name)
     if profile:
         _measure_unless_known(context, loaded, bundle, request_id)
@@ -91,7 +91,7 @@ def explain(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Say where a job would run, what it would take and cost, and why so; run nothing."""
+    """Show where a job would run, what it would take and cost, and why; run nothing."""
     loaded, bundle = read_job(job_file, overrides, name)
     plan = _show_plan(ask_control_plane(context, lambda client: _planned(client, loaded, bundle)))
     if plot is not None:

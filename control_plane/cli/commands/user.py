@@ -31,7 +31,7 @@ Quota = Annotated[
 def add(
     user: UserName, promised_workers: Quota = None, context: ContextFile = None, output: Output = Format.TABLE
 ) -> None:
-    """Let a user in, and print the token; it is not told again."""
+    """Create a user and print the token (shown once)."""
     reply = ask_control_plane(context, lambda client: client.add_user(user, promised_workers))
     _show_token(reply)
 
@@ -60,7 +60,7 @@ def change(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Give a user another quota, or another token; promises that were given stay."""
+    """Change a user's quota or token; promises already given stay."""
     if no_quota and promised_workers is not None:
         raise GeofedError("USAGE", "--promised-workers and --no-quota contradict each other")
     if not (no_quota or new_token or promised_workers is not None):
@@ -78,7 +78,7 @@ def change(
 
 @app.command()
 def remove(user: UserName, yes: Yes = False, context: ContextFile = None, output: Output = Format.TABLE) -> None:
-    """Let a user in no more; the user's jobs continue."""
+    """Remove a user; the user's jobs continue."""
     confirm(f"Remove user {user}?", yes=yes)
 
     async def ask(client: ControlClient) -> Data:
@@ -96,9 +96,7 @@ def _show_token(reply: control_pb2.UserReply) -> None:
     data = _user_view(reply.user) | {"token": reply.token}
     # It is what there is to be passed on, in every form of output.
     emit(data, table=lambda shown: str(shown["token"]), name=lambda shown: str(shown["token"]))
-    say(
-        f"The token is not told again. {data['name']} needs it in a file, the control plane's pki/ca.crt, and a copy of"
-    )
+    say(f"The token is shown once. {data['name']} needs it in a file, the control plane's pki/ca.crt, and a copy of")
     say("its context.json in which `token_file` and `ca_file` name these two.")
 
 

@@ -153,7 +153,7 @@ def _region(part: Partition, planned: Planned | None, training_seconds: float) -
     own_seconds = max(0.0, training_seconds - report.wait_seconds)
     took = own_seconds / report.step if report.step else None
     if planned is not None and planned.pipeline is not None and report.step_seconds > 0:
-        # Ends of rounds of a large model take as long as many steps; they are foretold by themselves.
+        # Ends of rounds of a large model take as long as many steps; they are predicted by themselves.
         took = report.step_seconds
     return {
         "name": part.region,

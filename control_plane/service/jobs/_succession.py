@@ -64,7 +64,7 @@ class Succession:
         self._since = federation.clock()
 
     async def replan(self, job: str, reason: str) -> None:
-        """Have a job end, and another one continue with its model; once, however often it is asked for.
+        """Replan a job: end it, and continue its model in a new job; once, however often it is asked for.
 
         Raises ``GeofedError``: ILLEGAL_STATE where it does not run, or is about to end, INADMISSIBLE or the code of the
         reason where what is left of it could not be run, or would be run in the same regions. It continues then.
@@ -80,9 +80,9 @@ class Succession:
         if away := [part.region for part in entry.state.partitions if part.link == "lost"]:
             text = f"region {', '.join(away)} is lost: all regions of {job} must be there to end together"
             raise GeofedError("ILLEGAL_STATE", text)
-        await self._ask(entry, await self._foretold(entry), reason)
+        await self._ask(entry, await self._predicted(entry), reason)
 
-    async def _foretold(self, entry: JobEntry) -> Plan:
+    async def _predicted(self, entry: JobEntry) -> Plan:
         """How what is left of a job would be run; raises ``GeofedError`` where not at all, or in the same regions."""
         job, rest = entry.row.id, rest_of(entry)
         learnt = await self._learnt(entry, rest)
@@ -159,7 +159,7 @@ class Succession:
         return True
 
     async def _take_up(self, entry: JobEntry) -> None:
-        then, pace = await self._foretold(entry), self._paces[entry.row.id].round_seconds
+        then, pace = await self._predicted(entry), self._paces[entry.row.id].round_seconds
         if pace is not None and (reason := pays(entry, then, pace)):
             await self._ask(entry, then, reason, by_itself=True)
 

@@ -16,7 +16,7 @@ _ROUNDS_RECENT = 15
 _LEAST_LEFT = 10.0
 """Times as long as the change must what is left take."""
 _SAVES = 0.1
-"""Of what is left, at least; what is foretold may be off by as much."""
+"""Of what is left, at least; what is predicted may be off by as much."""
 
 
 class Pace:
@@ -69,12 +69,12 @@ def pays(entry: JobEntry, then: Plan, round_seconds: float) -> str:
         # A guess is worth no change.
         return ""
     if entry.spec.objective.minimise == "time":
-        foretold = round_seconds + then.estimate.seconds.expected
-        return f"it ends {1 - foretold / left_seconds:.0%} sooner" if foretold < (1 - _SAVES) * left_seconds else ""
+        predicted = round_seconds + then.estimate.seconds.expected
+        return f"it ends {1 - predicted / left_seconds:.0%} sooner" if predicted < (1 - _SAVES) * left_seconds else ""
     handed = [copy.report for copy in state.copies if copy.report is not None]
     round_usd = sum(charge.usd for report in (*reports, *handed) for charge in report.money) / done
-    left_usd, foretold = rounds * round_usd, round_usd + then.estimate.usd.expected
-    return f"it costs {1 - foretold / left_usd:.0%} less" if foretold < (1 - _SAVES) * left_usd else ""
+    left_usd, predicted = rounds * round_usd, round_usd + then.estimate.usd.expected
+    return f"it costs {1 - predicted / left_usd:.0%} less" if predicted < (1 - _SAVES) * left_usd else ""
 
 
 def _sources(plan: Plan) -> set[str]:

@@ -165,7 +165,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @answering
     async def Cancel(self, request: control_pb2.CancelRequest, context: Context) -> control_pb2.Job:
-        """Have a job end. A job that is being cancelled, or was, stays so; one that ended otherwise cannot be."""
+        """Cancel a job. One that is being cancelled, or was, stays so; one that ended otherwise cannot be."""
         caller = self._admit(context)
         federation = self._federation
         entry = await federation.find_job(request.job)
@@ -178,7 +178,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @answering
     async def Finish(self, request: control_pb2.FinishRequest, context: Context) -> control_pb2.Job:
-        """Have a job end with the model that it has, and no other one continue with that. One that is about to end in
+        """End a job with its current model, and no other one continues with that. One that is about to end in
         any case continues to that."""
         caller = self._admit(context)
         federation = self._federation
@@ -200,7 +200,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @answering
     async def Replan(self, request: control_pb2.ReplanRequest, context: Context) -> control_pb2.Job:
-        """Have a job end, and another one continue with its model over the regions that are there now."""
+        """Replan a job: end it, and continue its model in a new job over the regions that are available now."""
         caller = self._admit(context)
         entry = await self._federation.find_job(request.job)
         caller.require_own(entry)
@@ -255,7 +255,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @answering
     async def AddUser(self, request: control_pb2.AddUserRequest, context: Context) -> control_pb2.UserReply:
-        """Let a user in; the token is told here only."""
+        """Create a user; the token is in this answer only."""
         self._admit(context).require_operator()
         return await add_user(self._federation, request)
 
@@ -267,7 +267,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @answering
     async def RemoveUser(self, request: control_pb2.RemoveUserRequest, context: Context) -> control_pb2.User:
-        """Let a user in no more."""
+        """Remove a user."""
         self._admit(context).require_operator()
         return await remove_user(self._federation, request.name)
 

@@ -150,12 +150,12 @@ def test_workers_that_come_when_all_rounds_are_merged_only_measure(tmp_path: Pat
     data = write_samples(tmp_path / "data.npz", 50)
     # With a quorum of itself east merges its own last round before west's are there.
     alone = {"background": 1.0, "quorum": 1.0}
-    with _pair(tmp_path, wan_settings=alone) as (east, west), ExitStack() as crew:
+    with _pair(tmp_path, wan_settings=alone) as (east, west), ExitStack() as group:
 
         def east_works(attempt: int) -> WorkerProcess:
             body = invocation(east, RESTLESS_TASK, data, attempt=attempt, token=east.token(0, attempt))
             process = warm.live([body], tmp_path / "scratch")
-            crew.callback(process.close)
+            group.callback(process.close)
             return process
 
         first = east_works(1)

@@ -30,7 +30,7 @@ MOST = 16
 
 
 class Job:
-    """Losses that follow the law which our tuner supposes, with the time and the money that its terms foretell."""
+    """Losses that follow the law which our tuner supposes, with the time and the money that its terms predict."""
 
     def __init__(self, noise: float, compute: float, each: float, length: float, join: float = 2.0) -> None:
         self.noise, self.length = noise, length
@@ -148,7 +148,7 @@ def test_the_published_one_removes_after_the_knee_and_not_before() -> None:
     slope = job.loss(first * gain) - job.loss((first - 1) * gain)
     assert -2.4e-3 < slope < 0
     assert job.loss(20 * gain) - job.loss(19 * gain) < -1.2e-3
-    # One in every interval, as long as the loss is foretold to be no more than 15 % worse.
+    # One in every interval, as long as the loss is predicted to be no more than 15 % worse.
     assert min(made) == 5
     changes = [step for step in range(1, len(made)) if made[step] < made[step - 1]]
     # Of 20 s: 19 steps of a second, and the last merge of who leaves.
@@ -295,7 +295,7 @@ def test_it_stays_while_it_cannot_tell() -> None:
 
 def test_the_forecast_holds_what_comes() -> None:
     job = Job(noise=8.0, compute=1.0, each=0.05, length=300.0)
-    # Of one number of workers: it is foretold for those that it has chosen.
+    # Of one number of workers: it is predicted for those that it has chosen.
     tuner, told = ScalingTuner(replace(job.terms, least=MOST), Goal(job.target)), []
 
     def observe(one: Observation) -> Decision:

@@ -68,7 +68,7 @@ def test_no_points_teach_nothing() -> None:
         least_squares([[1.0]], [math.nan])
 
 
-def test_memory_is_never_foretold_below_a_point() -> None:
+def test_memory_is_never_predicted_below_a_point() -> None:
     points = [StepPoint(b, 1024, 1.0, 200 + 2.0 * b + (30 if b == 32 else 0)) for b in (8, 16, 32, 64)]
     found = fit_memory(points)
     for point in points:

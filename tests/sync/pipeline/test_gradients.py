@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.budget import budget
 from support.memory_channel import MemoryChannel
-from support.pipelines import Crew, mse
+from support.pipelines import WorkerGroup, mse
 from support.stores import RedisServer, S3Server, s3_server, start_redis
 from torch import nn
 
@@ -92,14 +92,14 @@ def _check(case: dict[str, Any], dtype: torch.dtype, open_one: Callable[[], Chan
     with (
         # These models are small; with 1 what the first layers give is merged apart all the same.
         patch("sync.pipeline._merge._LEAST_CHUNK", case["least_chunk"]),
-        Crew(case["shape"], layers, open_one, settings=chosen, dtype=dtype, overlap=case["overlap"]) as crew,
+        WorkerGroup(case["shape"], layers, open_one, settings=chosen, dtype=dtype, overlap=case["overlap"]) as group,
     ):
         for step, batch in enumerate(batches, 1):
-            loss = crew.step(step, batch, then=step == 1)
+            loss = group.step(step, batch, then=step == 1)
             expected_loss, expected = _alone(layers, batch, dtype)
             assert loss == pytest.approx(expected_loss, rel=1e-5)
             for replica in range(case["shape"].degree):
-                found = crew.gradients(replica)
+                found = group.gradients(replica)
                 for name, gradient in expected.items():
                     torch.testing.assert_close(found[name], gradient, rtol=tolerance, atol=tolerance)
 
@@ -165,10 +165,10 @@ def test_bf16_halves_what_stages_send_and_comes_near() -> None:
     sent = {}
     for codec in ("fp32", "bf16"):
         channel = _CountingBytes()
-        with Crew(shape, layers, lambda channel=channel: channel, codec=codec) as crew:
-            crew.step(1, batch)
+        with WorkerGroup(shape, layers, lambda channel=channel: channel, codec=codec) as group:
+            group.step(1, batch)
             for name, gradient in expected.items():
-                torch.testing.assert_close(crew.gradients()[name], gradient, rtol=0.1, atol=5e-3)
+                torch.testing.assert_close(group.gradients()[name], gradient, rtol=0.1, atol=5e-3)
         sent[codec] = channel.bytes
     assert sent["bf16"] < 0.65 * sent["fp32"]
 
@@ -207,12 +207,12 @@ def test_what_layers_draw_at_random_does_not_depend_on_cut_order_or_rematerialis
     batch = _batch(8, 4, torch.float32)
     found = []
     for stages, order, again in cases:
-        with Crew(Pipeline(stages, 1, micro_batch, order, again), _dropping(), MemoryChannel().another) as crew:
-            crew.step(1, batch)
+        with WorkerGroup(Pipeline(stages, 1, micro_batch, order, again), _dropping(), MemoryChannel().another) as group:
+            group.step(1, batch)
             state = {}
-            for worker in crew.workers:
+            for worker in group.workers:
                 state |= {name: buffer.clone() for name, buffer in worker.layers.named_buffers()}
-            found.append((crew.gradients(), state))
+            found.append((group.gradients(), state))
     first, buffers = found[0]
     for gradients, state in found[1:]:
         for name, gradient in first.items():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.memory_channel import MemoryChannel
-from support.pipelines import Crew
+from support.pipelines import WorkerGroup
 from torch import nn
 
 from sync.channel import Channel
@@ -30,11 +30,11 @@ def _merged_apart(settings: Settings, *, first: int = 128, overlap: bool = True)
     store.before = lambda what, key: told.append(key) if what == "put" and "/m/" in key else None
     batch = torch.randn(8, 64), torch.randn(8, 64)
     shape = Pipeline(((0, 2),), DEGREE, 2, "gpipe")
-    with Crew(shape, _layers(first), store.another, settings=settings, overlap=overlap) as crew:
+    with WorkerGroup(shape, _layers(first), store.another, settings=settings, overlap=overlap) as group:
         # The first step shows what the module does.
-        crew.step(1, batch)
+        group.step(1, batch)
         told.clear()
-        crew.step(2, batch)
+        group.step(2, batch)
     starts = sorted(int(key.split("/")[3]) for key in told)
     return [starts.count(start) for start in sorted(set(starts))]
 
@@ -64,9 +64,9 @@ def test_what_is_held_back_is_taken_up_by_the_next_invocation() -> None:
     batch = torch.randn(8, 64), torch.randn(8, 64)
     shape = Pipeline(((0, 2),), DEGREE, 2, "gpipe")
     settings = replace(SETTINGS, codec="bf16")
-    with Crew(shape, _layers(), store.another, settings=settings) as crew:
-        crew.step(1, batch)
-        held = crew.workers[1].merge.state()
+    with WorkerGroup(shape, _layers(), store.another, settings=settings) as group:
+        group.step(1, batch)
+        held = group.workers[1].merge.state()
         again: Channel = store.another()  # type: ignore[assignment]
         other = GroupMerge(FlatModel(_layers().stage(0, 2)), settings, Member(1, DEGREE, 1), again, "p/1/c0")
         other.restore(held)

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.budget import budget
 from support.memory_channel import MemoryChannel
-from support.pipelines import Crew, cut, mse, shares
+from support.pipelines import WorkerGroup, cut, mse, shares
 from torch import nn
 
 from sync.channel import Channel
@@ -21,7 +21,7 @@ LAYERS = 4
 
 def _layers() -> Layers:
     # Running statistics: what must come out the same is more than a function of the inputs. Nothing random, since
-    # the crew's threads share one generator, which workers in processes of their own do not.
+    # the group's threads share one generator, which workers in processes of their own do not.
     def layer(at: int) -> nn.Module:
         return nn.Sequential(nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6))
 
@@ -45,11 +45,13 @@ def test_a_step_made_anew_is_the_step_that_was_made(shape: Pipeline, seed: int, 
     channel, layers = MemoryChannel(), _layers()
     samples = tuple(shares(12, shape.degree))
     settings_ = Settings(pattern="pipelined-scatter-reduce", timeout_seconds=10)
-    with Crew(shape, layers, channel.another, settings=settings_, codec=codec, timeout_seconds=10, logs=True) as crew:
-        loss = crew.step(1, batch)
+    with WorkerGroup(
+        shape, layers, channel.another, settings=settings_, codec=codec, timeout_seconds=10, logs=True
+    ) as group:
+        loss = group.step(1, batch)
         made = [
             (worker.flat.gradient(), {name: value.clone() for name, value in worker.layers.named_buffers()})
-            for worker in crew.workers
+            for worker in group.workers
         ]
     logged = Logged("p/1", shape, samples)
     starts = [sum(samples[:replica]) for replica in range(shape.degree)]
@@ -86,8 +88,8 @@ def test_what_nobody_logs_is_deleted() -> None:
     channel = MemoryChannel()
     shape = Pipeline(((0, 1), (2, 3)), 1, 4, "1f1b")
     batch = torch.randn(12, 6), torch.randn(12, 6)
-    with Crew(shape, _layers(), channel.another) as crew:
-        crew.step(1, batch)
+    with WorkerGroup(shape, _layers(), channel.another) as group:
+        group.step(1, batch)
     logged = Logged("p/1", shape, (12,))
     assert not [key for stage in range(2) for key in logged_keys(logged, stage, 1) if channel.has(key)]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.memory_channel import MemoryChannel
-from support.pipelines import Crew, in_threads, mse
+from support.pipelines import WorkerGroup, in_threads, mse
 from torch import nn
 
 from geofed_pb.errors import GeofedError
@@ -47,13 +47,13 @@ def test_evaluation_through_stages_is_that_of_the_whole_model(stages: tuple[tupl
             super().put(key, pieces)
             most = max(most, len(self.values))
 
-    with Crew(Pipeline(stages, 1, 4), _layers(), lambda: Watched(store.values, changed=store.changed)) as crew:
+    with WorkerGroup(Pipeline(stages, 1, 4), _layers(), lambda: Watched(store.values, changed=store.changed)) as group:
         found = in_threads(
             [
                 lambda worker=worker: worker.runner.evaluate(
                     "e1", batches if worker.runner.reads_data else (), count, _metrics
                 )
-                for worker in crew.workers
+                for worker in group.workers
             ]
         )
     whole = _layers().stage(0, 3).eval()
@@ -83,8 +83,8 @@ def test_metrics_that_fail_leave_no_stage_waiting_and_nothing_behind(count: int)
         return ""
 
     batches, store = [_batch(4) for _ in range(count)], MemoryChannel()
-    with Crew(Pipeline(STAGES, 1, 4), _layers(), store.another, timeout_seconds=5.0) as crew:
-        found = in_threads([lambda worker=worker: evaluated(worker) for worker in crew.workers])
+    with WorkerGroup(Pipeline(STAGES, 1, 4), _layers(), store.another, timeout_seconds=5.0) as group:
+        found = in_threads([lambda worker=worker: evaluated(worker) for worker in group.workers])
     assert found == ["", "", "TASK_FAILED"]
     assert store.values == {}
 
@@ -101,9 +101,9 @@ def _never(model: nn.Module, batch: Any) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize(("loss", "says"), [(_twice, "calls the model 2 times"), (_never, "does not call the model")])
 def test_a_loss_that_does_not_fit_is_told(loss: Any, says: str) -> None:
-    with Crew(Pipeline(STAGES, 1, 8), _layers(), MemoryChannel().another, loss, timeout_seconds=3.0) as crew:
+    with WorkerGroup(Pipeline(STAGES, 1, 8), _layers(), MemoryChannel().another, loss, timeout_seconds=3.0) as group:
         with pytest.raises(GeofedError) as raised:
-            crew.step(1, _batch())
+            group.step(1, _batch())
         # Those that wait for the stage that failed hear of it by their own patience.
         assert raised.value.code in ("TASK_INVALID", "CHANNEL_TIMEOUT")
         assert says in str(raised.value) or raised.value.code == "CHANNEL_TIMEOUT"
@@ -134,18 +134,18 @@ def test_layers_that_pass_on_something_else_are_told() -> None:
             return {"x": x * self.weight}
 
     layers = Layers.declared([Dict, lambda: nn.Linear(3, 2)], 1)
-    with Crew(Pipeline(((0, 0), (1, 1)), 1, 8), layers, MemoryChannel().another, timeout_seconds=2.0) as crew:
-        runner = crew.workers[0].runner
+    with WorkerGroup(Pipeline(((0, 0), (1, 1)), 1, 8), layers, MemoryChannel().another, timeout_seconds=2.0) as group:
+        runner = group.workers[0].runner
         with pytest.raises(GeofedError, match="stages pass on a tensor or a tuple of tensors"):
             runner.step(1, 8, [_batch()])
 
 
 def test_a_stage_that_gives_nothing_is_waited_for_so_long_and_no_longer() -> None:
     with (
-        Crew(Pipeline(STAGES, 1, 8), _layers(), MemoryChannel().another, timeout_seconds=0.3) as crew,
+        WorkerGroup(Pipeline(STAGES, 1, 8), _layers(), MemoryChannel().another, timeout_seconds=0.3) as group,
         pytest.raises(GeofedError, match="CHANNEL_TIMEOUT"),
     ):
-        crew.workers[1].runner.step(1, 8, [])
+        group.workers[1].runner.step(1, 8, [])
 
 
 def test_what_the_channel_raises_in_a_lane_reaches_the_step() -> None:
@@ -155,10 +155,10 @@ def test_what_the_channel_raises_in_a_lane_reaches_the_step() -> None:
 
     store = MemoryChannel(before=broken)
     with (
-        Crew(Pipeline(STAGES, 1, 4), _layers(), lambda: store, timeout_seconds=5.0) as crew,
+        WorkerGroup(Pipeline(STAGES, 1, 4), _layers(), lambda: store, timeout_seconds=5.0) as group,
         pytest.raises(GeofedError, match="DISK_FULL"),
     ):
-        crew.workers[0].runner.step(1, 8, [_batch(4), _batch(4)])
+        group.workers[0].runner.step(1, 8, [_batch(4), _batch(4)])
 
 
 class _Counting(nn.Linear):
@@ -185,8 +185,8 @@ def test_a_stage_keeps_no_more_micro_batches_than_its_order_says(order: str, aga
     _Counting.alive = _Counting.most = 0
     layers = Layers.declared([lambda: _Counting(3, 4), lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 2)], 1)
     shape = Pipeline(((0, 0), (1, 1), (2, 2)), 1, 1, order, (again, False, False))
-    with Crew(shape, layers, MemoryChannel().another) as crew:
-        crew.step(1, _batch(10))
+    with WorkerGroup(shape, layers, MemoryChannel().another) as group:
+        group.step(1, _batch(10))
     assert _Counting.most == (1 if again else live_micro_batches(order, 0, 3, 10))
     assert _Counting.alive == 0
 
@@ -210,10 +210,10 @@ def test_a_pipeline_learns_what_one_process_learns() -> None:
     layers, batch = _layers(), _batch(12)
     whole = layers.stage(0, 3)
     alone = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
-    with Crew(Pipeline(STAGES, 2, 2), layers, MemoryChannel().another) as crew:
-        optimizers = [torch.optim.SGD(worker.layers.parameters(), lr=0.1, momentum=0.9) for worker in crew.workers]
+    with WorkerGroup(Pipeline(STAGES, 2, 2), layers, MemoryChannel().another) as group:
+        optimizers = [torch.optim.SGD(worker.layers.parameters(), lr=0.1, momentum=0.9) for worker in group.workers]
         for step in range(1, 9):
-            loss = crew.step(step, batch, then=step < 8)
+            loss = group.step(step, batch, then=step < 8)
             for optimizer in optimizers:
                 optimizer.step()
             alone.zero_grad()

@@ -25,8 +25,8 @@ def _settings(**more: float) -> dict[str, Any]:
     return {"rounds": ROUNDS, "wan_settings": {"background": 1.0, "guard": 0.0, **more}}
 
 
-def _end(servers: list[Server], crew: list[NumpyWorker], expected: float) -> None:
-    for worker in crew:
+def _end(servers: list[Server], worker_group: list[NumpyWorker], expected: float) -> None:
+    for worker in worker_group:
         worker.join(60)
         assert not worker.is_alive(), f"{worker.server.region} hangs: {worker.server.status().condition}"
         assert worker.failure is None, worker.failure
@@ -35,7 +35,7 @@ def _end(servers: list[Server], crew: list[NumpyWorker], expected: float) -> Non
         assert status.phase == "finished"
         assert status.applied_updates == ROUNDS * (len(servers) - 1) + (place > 0)
         assert not status.refused
-    for worker in crew:
+    for worker in worker_group:
         assert worker.finals[0] == pytest.approx(expected, rel=1e-5), worker.server.region
 
 
@@ -73,7 +73,7 @@ def test_updates_travel_over_a_relay(servers: Servers, workers: Workers) -> None
 
 def test_a_region_that_is_away_is_waited_for_in_the_last_quarter_only(servers: Servers, workers: Workers) -> None:
     east, north, west = servers(*PUSHES, **_settings())
-    crew = [workers(east, PUSHES["east"]), workers(north, PUSHES["north"])]
+    worker_group = [workers(east, PUSHES["east"]), workers(north, PUSHES["north"])]
     wait_until(lambda: east.status().round >= 1, "the first round")
     west.kill()
     wait_until(lambda: "continuing without west" in east.status().condition, "the others to continue")
@@ -83,13 +83,13 @@ def test_a_region_that_is_away_is_waited_for_in_the_last_quarter_only(servers: S
     west.await_ready()
     for server in (east, north, west):
         server.configure(*(other for other in (east, north, west) if other is not server))
-    _end([east, north, west], [*crew, workers(west, PUSHES["west"])], _mean())
+    _end([east, north, west], [*worker_group, workers(west, PUSHES["west"])], _mean())
 
 
 @pytest.mark.parametrize("codec", ["fp32", "topk"])
 def test_killed_again_and_again(servers: Servers, workers: Workers, codec: str) -> None:
     made = servers(*PUSHES, codec=codec, **_settings())
-    crew = [workers(server, PUSHES[server.region], pause=0.15) for server in made]
+    worker_group = [workers(server, PUSHES[server.region], pause=0.15) for server in made]
     for turn in range(6):
         time.sleep(0.1)
         victim = made[turn % 3]
@@ -98,7 +98,7 @@ def test_killed_again_and_again(servers: Servers, workers: Workers, codec: str) 
         victim.await_ready()
         for server in made:
             server.configure(*(other for other in made if other is not server))
-    _end(made, crew, _mean())
+    _end(made, worker_group, _mean())
 
 
 def test_a_quorum_waits_for_its_grace_window_only(servers: Servers, workers: Workers) -> None:
@@ -137,7 +137,7 @@ def test_a_new_attempt_begins_from_the_model(servers: Servers, workers: Workers)
 def test_a_server_that_comes_back_elsewhere_gets_all_that_it_missed(servers: Servers, workers: Workers) -> None:
     made = servers(*PUSHES, **_settings())
     east, north, west = made
-    crew = [workers(server, PUSHES[server.region], pause=0.1) for server in made]
+    worker_group = [workers(server, PUSHES[server.region], pause=0.1) for server in made]
     for turn in range(4):
         wait_until(lambda: east.status().round >= 1 + turn, "rounds")  # noqa: B023 - used at once
         west.kill()
@@ -148,4 +148,4 @@ def test_a_server_that_comes_back_elsewhere_gets_all_that_it_missed(servers: Ser
         time.sleep(0.2 * turn)
         for server in (east, north):
             server.configure(*(other for other in made if other is not server))
-    _end(made, crew, _mean())
+    _end(made, worker_group, _mean())

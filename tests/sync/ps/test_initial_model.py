@@ -99,8 +99,8 @@ def test_all_regions_begin_with_it_wherever_the_server_died(
     first.await_ready()
     for one, other in ((first, second), (second, first)):
         one.configure(other)
-    crew = [workers(server, 0.0) for server in (second, first)]
-    for worker in crew:
+    worker_group = [workers(server, 0.0) for server in (second, first)]
+    for worker in worker_group:
         worker.join(40)
         assert worker.failure is None, worker.failure
         assert np.array_equal(worker.finals[0], np.full(LAYOUT.size, 7.0, np.float32))

@@ -55,10 +55,10 @@ def test_a_server_whose_agent_is_gone_before_it_is_awake_ends() -> None:
 
 def test_three_regions_average_their_models(servers: Servers, workers: Workers) -> None:
     made = servers("east", "north", "west")
-    crew = [workers(made[0], 1.0, samples=10.0), workers(made[1], 2.0, samples=30.0), workers(made[2], 3.0)]
-    _end(made, crew)
+    worker_group = [workers(made[0], 1.0, samples=10.0), workers(made[1], 2.0, samples=30.0), workers(made[2], 3.0)]
+    _end(made, worker_group)
     # Round r moves a region by push * r: 1 + (1 + 2) * mean of the pushes, weighted 10 : 30 : 10.
-    assert crew[0].finals[0] == pytest.approx(1.0 + 3 * (1 * 10 + 2 * 30 + 3 * 10) / 50, rel=1e-6)
+    assert worker_group[0].finals[0] == pytest.approx(1.0 + 3 * (1 * 10 + 2 * 30 + 3 * 10) / 50, rel=1e-6)
     status = made[0].status()
     assert status.metrics == {"accuracy": 0.5}
     assert set(status.sent_bytes) == {"north", "west"}

@@ -43,8 +43,8 @@ def _lose(victim: Server, servers: list[Server], *, channel: bool = False) -> No
     _introduce(servers)
 
 
-def _end(servers: list[Server], crew: list[NumpyWorker]) -> None:
-    for worker in crew:
+def _end(servers: list[Server], worker_group: list[NumpyWorker]) -> None:
+    for worker in worker_group:
         worker.join(60)
         assert not worker.is_alive(), f"{worker.server.region} hangs: {worker.server.status().condition}"
         assert worker.failure is None, (worker.failure, worker.server.log.read_text()[-2000:])
@@ -54,7 +54,7 @@ def _end(servers: list[Server], crew: list[NumpyWorker]) -> None:
     for place, status in enumerate(statuses):
         assert status.applied_updates == ROUNDS * (len(servers) - 1) + (place > 0)
         assert (status.round, status.step, status.samples) == (ROUNDS, ROUNDS, 10 * ROUNDS)
-    for worker in crew:
+    for worker in worker_group:
         assert worker.finals[0] == pytest.approx(EXPECTED, rel=1e-5)
 
 
@@ -73,22 +73,22 @@ def test_the_job_ends_as_if_nothing_had_been_lost(
     servers: Servers, workers: Workers, lost: str, after: int, neighbours: Any
 ) -> None:
     made = servers(*PUSHES, rounds=ROUNDS, neighbours=neighbours)
-    crew = [workers(server, PUSHES[server.region], pause=0.1) for server in made]
+    worker_group = [workers(server, PUSHES[server.region], pause=0.1) for server in made]
     victim = next(server for server in made if server.region == lost)
     wait_until(lambda: made[0].status().round >= after and made[0].status().model_digest, "the round")
     _lose(victim, made)
-    _end(made, crew)
+    _end(made, worker_group)
     assert "the state was lost" in victim.log.read_text()
 
 
 def test_at_any_moment_again_and_again(servers: Servers, workers: Workers) -> None:
     made = servers(*PUSHES, rounds=ROUNDS, codec="int8", wan_policy="diloco", neighbours=STAR)
     # A round that only the lost region had the update of is made again.
-    crew = [workers(server, PUSHES[server.region], pause=0.15, begins_anew=True) for server in made]
+    worker_group = [workers(server, PUSHES[server.region], pause=0.15, begins_anew=True) for server in made]
     for turn in range(6):
         time.sleep(0.07 * turn)
         _lose(made[turn % 3], made)
-    for worker in crew:
+    for worker in worker_group:
         worker.join(60)
         assert worker.failure is None, worker.failure
     statuses = [server.status() for server in made]
@@ -99,7 +99,7 @@ def test_at_any_moment_again_and_again(servers: Servers, workers: Workers) -> No
 def test_nothing_is_begun_before_all_others_have_answered(servers: Servers, workers: Workers) -> None:
     """Any of them may be the only one that has an update of the lost region."""
     east, north, west = made = servers(*PUSHES, rounds=ROUNDS)
-    crew = [workers(server, PUSHES[server.region], pause=0.1) for server in made]
+    worker_group = [workers(server, PUSHES[server.region], pause=0.1) for server in made]
     wait_until(lambda: east.status().round >= 2, "some rounds")
     north.kill()
     _lose(west, [east, west])
@@ -109,7 +109,7 @@ def test_nothing_is_begun_before_all_others_have_answered(servers: Servers, work
     north.launch()
     north.await_ready()
     _introduce(made)
-    _end(made, crew)
+    _end(made, worker_group)
 
 
 @pytest.mark.parametrize("neighbours", [(), STAR], ids=["mesh", "star"])
@@ -117,10 +117,10 @@ def test_what_ended_before_its_plan_has_ended_for_a_region_that_comes_back(
     servers: Servers, workers: Workers, neighbours: Any
 ) -> None:
     east, _, west = made = servers(*PUSHES, rounds=200, neighbours=neighbours)
-    crew = [workers(server, PUSHES[server.region], pause=0.05) for server in made]
+    worker_group = [workers(server, PUSHES[server.region], pause=0.05) for server in made]
     wait_until(lambda: east.status().round >= 2, "some rounds")
     _introduce(made, finish=True)
-    for worker in crew:
+    for worker in worker_group:
         worker.join(30)
     ended = {server.status().round for server in made}
     assert len(ended) == 1
@@ -170,7 +170,7 @@ def test_a_loss_in_all_regions_is_told(servers: Servers, neighbours: Any) -> Non
 def test_in_a_chain_whoever_is_between_comes_back_first(servers: Servers, workers: Workers) -> None:
     chain = (("east", "north"), ("north", "west"))
     east, north, west = made = servers(*PUSHES, rounds=ROUNDS, neighbours=chain)
-    crew = [workers(server, PUSHES[server.region], pause=0.1) for server in made]
+    worker_group = [workers(server, PUSHES[server.region], pause=0.1) for server in made]
     wait_until(lambda: east.status().round >= 2, "some rounds")
     for server in (east, north):
         server.kill()
@@ -181,7 +181,7 @@ def test_in_a_chain_whoever_is_between_comes_back_first(servers: Servers, worker
     # Both have lost their state, and east asks none but north.
     for server in (east, west, north):
         server.configure(*(other for other in made if other is not server))
-    for worker in crew:
+    for worker in worker_group:
         worker.join(60)
         assert worker.failure is None, worker.failure
     statuses = [server.status() for server in made]
@@ -201,8 +201,8 @@ def test_a_region_alone_that_has_lost_its_state_says_so(servers: Servers) -> Non
 
 def test_a_fresh_partition_asks_nobody(servers: Servers, workers: Workers) -> None:
     east, north = servers("east", "north", rounds=ROUNDS)
-    crew = [workers(server, PUSHES[server.region]) for server in (east, north)]
-    for worker in crew:
+    worker_group = [workers(server, PUSHES[server.region]) for server in (east, north)]
+    for worker in worker_group:
         worker.join(60)
         assert worker.failure is None
     assert "lost" not in east.log.read_text() + north.log.read_text()
@@ -234,22 +234,22 @@ def test_in_the_background_whoever_has_lost_nothing_begins(servers: Servers, wor
     )
     for server in (north, west):
         server.kill()
-    crew = [workers(east, PUSHES["east"], pause=0.05)]
+    worker_group = [workers(east, PUSHES["east"], pause=0.05)]
     wait_until(lambda: east.status().round >= 2, "some rounds")
     shutil.rmtree(north.settings["state_dir"])
     for server in (north, west):
         server.launch(begun=server is north)
         server.await_ready()
     _introduce(made)
-    crew += [workers(server, PUSHES[server.region], pause=0.05) for server in (north, west)]
-    for worker in crew:
+    worker_group += [workers(server, PUSHES[server.region], pause=0.05) for server in (north, west)]
+    for worker in worker_group:
         worker.join(60)
         assert worker.failure is None, worker.failure
     statuses = [server.status() for server in made]
     assert {(status.phase, status.round) for status in statuses} == {("finished", ROUNDS)}
     assert {status.applied_updates for status in statuses[1:]} == {2 * ROUNDS + 1}
-    for worker in crew[1:]:
-        assert worker.finals[0] == pytest.approx(crew[0].finals[0], rel=1e-5)
+    for worker in worker_group[1:]:
+        assert worker.finals[0] == pytest.approx(worker_group[0].finals[0], rel=1e-5)
 
 
 def test_in_the_background_what_others_have_forgotten_is_lost(servers: Servers, workers: Workers) -> None:

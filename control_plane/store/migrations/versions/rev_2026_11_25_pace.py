@@ -1,4 +1,4 @@
-"""How long steps of models in stages took, beside what was foretold."""
+"""How long steps of models in stages took, beside what was predicted."""
 
 import sqlalchemy as sa
 from alembic import op
