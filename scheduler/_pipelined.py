@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from scheduler._model import Demand, PipelineShape, PipelineStage, Reason, Region, Snapshot
 
 if TYPE_CHECKING:
-    from scheduler.partition import Pipeline, Problem
+    from scheduler.pipeline import Pipeline, Problem
     from scheduler.tuning import Profile
 
 __all__ = ["Staged", "staged", "unstaged"]
@@ -70,7 +70,7 @@ class Staged:
 def _shape(cut: Staged, degree: int) -> PipelineShape:
     """The same cuts, with the micro-batch and order that suit so many replicas: the more there are, the less has to be
     under way at once to keep cores busy that they share."""
-    from scheduler.partition import cuts_of, evaluate, explain, played, ways_of
+    from scheduler.pipeline import cuts_of, evaluate, explain, played, ways_of
 
     one = cut.problem.batch // cut.plan.way.degree
     problem = replace(cut.problem, batch=one * degree, degrees=(degree,))
@@ -198,7 +198,7 @@ def _staged(
     Two replicas are planned for where there are workers for two: with their merging the stages are as small as they
     need to be for any number of replicas.
     """
-    from scheduler.partition import NothingFitsError, front
+    from scheduler.pipeline import NothingFitsError, front
 
     def worth(plan: Pipeline) -> float:
         return _worth(plan, minimise)
@@ -234,8 +234,8 @@ def _problem(
     degree: int,
     cores: float,
 ) -> Problem:
-    from scheduler.partition import Channel, FunctionSize, Layer, Line, Place, Problem
-    from scheduler.partition import Profile as Chain
+    from scheduler.pipeline import Channel, FunctionSize, Layer, Line, Place, Problem
+    from scheduler.pipeline import Profile as Chain
 
     numbers = [{name: value for name, value in layer.items() if not isinstance(value, str)} for layer in profile.layers]
     layers = tuple(

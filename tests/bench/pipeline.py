@@ -30,7 +30,7 @@ from report import Bar, Report, options
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scheduler.partition import (
+from scheduler.pipeline import (
     Channel,
     FunctionSize,
     Layer,
@@ -45,9 +45,9 @@ from scheduler.partition import (
     front,
     uniform,
 )
-from scheduler.partition._front import ways_of
-from tests.scheduler.partition.problems import problem as small_problem
-from tests.scheduler.partition.program import least_usd
+from scheduler.pipeline._front import ways_of
+from tests.scheduler.pipeline.problems import problem as small_problem
+from tests.scheduler.pipeline.program import least_usd
 
 MB = 1 << 20
 MEMORIES_MB = (512, 1024, 1536, 2048, 3072, 4096, 6144, 10240)

@@ -34,7 +34,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pipeline_processes import Made, Processes
 from report import Bar, Report
 
-from scheduler import partition
 from sync.channel import Channel, FileChannel
 from sync.channel._contract import Buffer
 from sync.collective import Settings

@@ -87,7 +87,7 @@ SURFACES = {
         "step_seconds",
         "evaluate_topologies",
     },
-    "scheduler.partition": {
+    "scheduler.pipeline": {
         "Channel",
         "Cut",
         "FunctionSize",

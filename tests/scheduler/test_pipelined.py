@@ -8,7 +8,7 @@ import pytest
 
 from scheduler import Capacity, Declined, Partition, Plan, Snapshot, plan
 from scheduler._pipelined import staged
-from scheduler.partition import cuts_of, evaluate, played, ways_of
+from scheduler.pipeline import cuts_of, evaluate, played, ways_of
 from scheduler.tuning import Profile, StepPoint
 from tests.scheduler.test_plan import demand, planned
 from tests.scheduler.test_tuned import profile, there

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.partition._labels import Mask
-from scheduler.partition._tables import Floats, Ints
+from scheduler.pipeline._labels import Mask
+from scheduler.pipeline._tables import Floats, Ints
 
 __all__ = ["SINGLE", "Front", "Singles"]
 

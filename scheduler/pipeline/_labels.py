@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.partition._tables import Floats, Ints
+from scheduler.pipeline._tables import Floats, Ints
 
 Mask = npt.NDArray[np.bool_]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from scheduler.partition._evaluate import evaluate, held_bytes
-from scheduler.partition._model import MIB, Cut, NothingFitsError, Pipeline, Problem, Way
-from scheduler.partition._search import search
+from scheduler.pipeline._evaluate import evaluate, held_bytes
+from scheduler.pipeline._model import MIB, Cut, NothingFitsError, Pipeline, Problem, Way
+from scheduler.pipeline._search import search
 
 __all__ = ["cheapest", "fastest", "front", "uniform", "ways_of"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scheduler.partition._evaluate import held_bytes
-from scheduler.partition._model import MIB, Cut, Pipeline, Problem, Stage
+from scheduler.pipeline._evaluate import held_bytes
+from scheduler.pipeline._model import MIB, Cut, Pipeline, Problem, Stage
 
 __all__ = ["cuts_of", "explain"]
 

@@ -3,7 +3,7 @@ in anything. For chains too long to try everything. What a stage takes is said i
 
 from __future__ import annotations
 
-from scheduler.partition import Problem, Way
+from scheduler.pipeline import Problem, Way
 
 from .program import Stage, stages_of
 

@@ -25,9 +25,9 @@ from itertools import combinations_with_replacement
 import highspy
 import numpy as np
 
-from scheduler.partition import Layer, Place, Problem, Way
-from scheduler.partition._evaluate import exposed_apart_seconds, exposed_seconds, held_bytes, merge_seconds
-from scheduler.partition._model import MIB, Cut
+from scheduler.pipeline import Layer, Place, Problem, Way
+from scheduler.pipeline._evaluate import exposed_apart_seconds, exposed_seconds, held_bytes, merge_seconds
+from scheduler.pipeline._model import MIB, Cut
 
 
 @dataclass

@@ -7,9 +7,9 @@ from functools import reduce
 
 import numpy as np
 
-from scheduler.partition._known import SINGLE, Front, Singles
-from scheduler.partition._labels import Mask, ranges
-from scheduler.partition._tables import Floats, Ints, Stages, Tables
+from scheduler.pipeline._known import SINGLE, Front, Singles
+from scheduler.pipeline._labels import Mask, ranges
+from scheduler.pipeline._tables import Floats, Ints, Stages, Tables
 
 __all__ = ["ALONE", "BEAT", "BEAT_F", "FILL", "FINISH", "FORWARD", "LEVELS", "NEVER", "OTHER", "Beginnings", "Begun"]
 

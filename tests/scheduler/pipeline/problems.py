@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
 
-from scheduler.partition import (
+from scheduler.pipeline import (
     Channel,
     Cut,
     FunctionSize,

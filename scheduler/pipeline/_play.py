@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from scheduler.partition._evaluate import merge_core_seconds, message_core_seconds, transfers
-from scheduler.partition._explain import cuts_of
-from scheduler.partition._model import Pipeline, Problem, Way
+from scheduler.pipeline._evaluate import merge_core_seconds, message_core_seconds, transfers
+from scheduler.pipeline._explain import cuts_of
+from scheduler.pipeline._model import Pipeline, Problem, Way
 
 __all__ = ["played"]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import budget
 
-from scheduler.partition import (
+from scheduler.pipeline import (
     FunctionSize,
     NothingFitsError,
     _search,
@@ -21,8 +21,8 @@ from scheduler.partition import (
     front,
     uniform,
 )
-from scheduler.partition._explain import cuts_of
-from scheduler.partition._front import ways_of
+from scheduler.pipeline._explain import cuts_of
+from scheduler.pipeline._front import ways_of
 
 from .plain import plain_front
 from .problems import MB, brute_force, problem

@@ -1,9 +1,9 @@
 """Pipelines of functions for models that one function cannot hold: where to cut, in what memory, with what replicas."""
 
-from scheduler.partition._evaluate import evaluate
-from scheduler.partition._explain import cuts_of, explain
-from scheduler.partition._front import cheapest, fastest, front, uniform, ways_of
-from scheduler.partition._model import (
+from scheduler.pipeline._evaluate import evaluate
+from scheduler.pipeline._explain import cuts_of, explain
+from scheduler.pipeline._front import cheapest, fastest, front, uniform, ways_of
+from scheduler.pipeline._model import (
     Channel,
     Cut,
     FunctionSize,
@@ -19,7 +19,7 @@ from scheduler.partition._model import (
     Stage,
     Way,
 )
-from scheduler.partition._play import played
+from scheduler.pipeline._play import played
 
 __all__ = [
     "Channel",

@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from scheduler.partition._model import MIB, Cut, Hop, Pipeline, Place, Problem, Stage, Way
+from scheduler.pipeline._model import MIB, Cut, Hop, Pipeline, Place, Problem, Stage, Way
 
 __all__ = [
     "Transfers",

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.partition._evaluate import hop_between
-from scheduler.partition._model import MIB, Line, Problem, Way
+from scheduler.pipeline._evaluate import hop_between
+from scheduler.pipeline._model import MIB, Line, Problem, Way
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

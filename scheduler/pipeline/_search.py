@@ -26,12 +26,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from scheduler.partition._bounds import Bounds
-from scheduler.partition._evaluate import evaluate
-from scheduler.partition._known import Front
-from scheduler.partition._labels import Labels, Mask, ends_of, groups, joined, seconds_of, undominated
-from scheduler.partition._model import Cut, Layer, Line, Problem, Way
-from scheduler.partition._tables import Floats, Ints, Stages, Tables
+from scheduler.pipeline._bounds import Bounds
+from scheduler.pipeline._evaluate import evaluate
+from scheduler.pipeline._known import Front
+from scheduler.pipeline._labels import Labels, Mask, ends_of, groups, joined, seconds_of, undominated
+from scheduler.pipeline._model import Cut, Layer, Line, Problem, Way
+from scheduler.pipeline._tables import Floats, Ints, Stages, Tables
 
 __all__ = ["search"]
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import budget
 
-from scheduler.partition import Cut, NothingFitsError, Problem, Way, evaluate, front, played
-from scheduler.partition._evaluate import _lanes, merge_seconds
-from scheduler.partition._explain import cuts_of
+from scheduler.pipeline import Cut, NothingFitsError, Problem, Way, evaluate, front, played
+from scheduler.pipeline._evaluate import _lanes, merge_seconds
+from scheduler.pipeline._explain import cuts_of
 from sync.collective import ChannelCosts, Merge, estimate
 
 from .problems import problem

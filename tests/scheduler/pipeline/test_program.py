@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.partition import NothingFitsError, front
-from scheduler.partition._front import ways_of
+from scheduler.pipeline import NothingFitsError, front
+from scheduler.pipeline._front import ways_of
 
 from .problems import problem
 from .program import least_usd

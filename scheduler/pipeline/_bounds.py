@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scheduler.partition._begun import (
+from scheduler.pipeline._begun import (
     ALONE,
     BEAT,
     BEAT_F,
@@ -18,9 +18,9 @@ from scheduler.partition._begun import (
     Beginnings,
     Begun,
 )
-from scheduler.partition._known import SINGLE, Front, Singles
-from scheduler.partition._labels import Labels, ranges
-from scheduler.partition._tables import Floats, Ints, Tables
+from scheduler.pipeline._known import SINGLE, Front, Singles
+from scheduler.pipeline._labels import Labels, ranges
+from scheduler.pipeline._tables import Floats, Ints, Tables
 
 __all__ = ["Bounds"]
 
