@@ -149,7 +149,7 @@ class _Work(torch.autograd.Function):
 class Timed(nn.Module):
     """A layer of a profile."""
 
-    def __init__(self, layer: partition.Layer, out: int, speed: float) -> None:
+    def __init__(self, layer: pipeline.Layer, out: int, speed: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(_elements(layer.parameter_bytes)))
         self.there, self.back, self.out, self.speed = layer.forward, layer.backward, out, speed
@@ -167,7 +167,7 @@ class Contender:
     """One way to run a plan."""
 
     name: str
-    plan: partition.Pipeline
+    plan: pipeline.Pipeline
     overlap: bool
     pattern: str = "pipelined-scatter-reduce"
     codec: str = "fp32"
@@ -180,14 +180,14 @@ class Contender:
 
 def _layer(
     name: str, megabytes: float, out_kib: float, act_kib: float, millis: float, back: float | None = None
-) -> partition.Layer:
+) -> pipeline.Layer:
     """``millis``: forward, for one sample; backward takes ``back``, or else twice as long."""
-    there = partition.Line(0.002, millis / 1e3)
-    back_line = partition.Line(0.004, (2 * millis if back is None else back) / 1e3)
-    return partition.Layer(name, int(megabytes * MIB), int(act_kib * 1024), int(out_kib * 1024), there, back_line)
+    there = pipeline.Line(0.002, millis / 1e3)
+    back_line = pipeline.Line(0.004, (2 * millis if back is None else back) / 1e3)
+    return pipeline.Layer(name, int(megabytes * MIB), int(act_kib * 1024), int(out_kib * 1024), there, back_line)
 
 
-def resnet() -> tuple[partition.Layer, ...]:
+def resnet() -> tuple[pipeline.Layer, ...]:
     """As a ResNet-18 at 224 pixels: large activations and few parameters first, the other way round at the end. Sizes
     are a tenth of its own, as the store's rate is; seconds are of the store's latency's order."""
     stem = [_layer("stem", 0.004, 80, 1000, 5.0)]
@@ -199,14 +199,14 @@ def resnet() -> tuple[partition.Layer, ...]:
     return (*stem, *blocks, _layer("head", 0.2, 0.4, 1.0, 0.5))
 
 
-def bert() -> tuple[partition.Layer, ...]:
+def bert() -> tuple[pipeline.Layer, ...]:
     """As a small BERT (8 blocks, width 512, 64 tokens): a large embedding that computes little, then blocks that are
     alike, and a head. Sizes are a tenth of its own."""
     blocks = [_layer(f"block {number}", 1.26, 13, 450, 6.0) for number in range(8)]
     return (_layer("embedding", 6.2, 13, 13, 0.5), *blocks, _layer("head", 0.2, 6, 40, 9.0))
 
 
-def amoebanet() -> tuple[partition.Layer, ...]:
+def amoebanet() -> tuple[pipeline.Layer, ...]:
     """As AmoebaNet-D with 18 cells of 256 filters at 224 pixels, the smaller one of FuncPipe's (467 MiB): its layers as
     made and measured by torchgpipe's benchmark model in PyTorch 2.13 on one core, two samples at a time. Sizes are a
     tenth of its own."""
@@ -227,18 +227,18 @@ def amoebanet() -> tuple[partition.Layer, ...]:
 
 
 def problem(
-    layers: tuple[partition.Layer, ...], batch: int, degrees: tuple[int, ...], hop_s: float = PUT_SECONDS + GET_SECONDS
-) -> partition.Problem:
+    layers: tuple[pipeline.Layer, ...], batch: int, degrees: tuple[int, ...], hop_s: float = PUT_SECONDS + GET_SECONDS
+) -> pipeline.Problem:
     """With momentum, and a tenth of the 200 MB that FuncPipe keeps free. ``hop_s``: measured, from the call that puts a
     short value until another worker has it."""
     more = (hop_s - PUT_SECONDS - GET_SECONDS) / 2
-    sizes = tuple(partition.FunctionSize(memory, speed, 1.66667e-5) for memory, speed in SPEEDS.items())
-    channel = partition.Channel(PUT_SECONDS + more, GET_SECONDS + more, RATE, RATE)
-    profile = partition.Profile(layers, input_bytes=16_000, state_factor=1.0, base_mb=20.0)
-    return partition.Problem(
+    sizes = tuple(pipeline.FunctionSize(memory, speed, 1.66667e-5) for memory, speed in SPEEDS.items())
+    channel = pipeline.Channel(PUT_SECONDS + more, GET_SECONDS + more, RATE, RATE)
+    profile = pipeline.Profile(layers, input_bytes=16_000, state_factor=1.0, base_mb=20.0)
+    return pipeline.Problem(
         profile,
         batch,
-        (partition.Place("here", sizes, channel),),
+        (pipeline.Place("here", sizes, channel),),
         degrees=degrees,
         micro_batches=(2, 4, 8),
         most_workers=12,
@@ -276,7 +276,7 @@ class Bench:
         return statistics.median(took)
 
     def iterations(
-        self, layers: tuple[partition.Layer, ...], batch: int, contender: Contender, count: int
+        self, layers: tuple[pipeline.Layer, ...], batch: int, contender: Contender, count: int
     ) -> list[Made]:
         """Each iteration but the first."""
         self._number += 1
@@ -329,7 +329,7 @@ def _merges(bench: Bench, report: Report, count: int) -> list[Bar]:
     """What of the merge of eight replicas is not hidden: plain, pipelined, and ours, with one mechanism at a time."""
     layers = tuple(_layer(f"layer {number}", 0.25, 0.4, 1.0, 10.0) for number in range(16))
     problem_ = problem(layers, 16, (8,))
-    plan = partition.evaluate(problem_, partition_way(8, 2, "gpipe"), (partition.Cut(0, 15, 0, 3),))
+    plan = pipeline.evaluate(problem_, pipeline_way(8, 2, "gpipe"), (pipeline.Cut(0, 15, 0, 3),))
     assert plan is not None
     contenders = [
         Contender("plain scatter-reduce", plan, False, "scatter-reduce"),
@@ -359,18 +359,18 @@ def _merges(bench: Bench, report: Report, count: int) -> list[Bar]:
     ]
 
 
-def partition_way(degree: int, micro_batch: int, order: str) -> Any:
+def pipeline_way(degree: int, micro_batch: int, order: str) -> Any:
     """What all stages of a pipeline have in common."""
-    return partition.Way(degree, micro_batch, order)  # type: ignore[arg-type]
+    return pipeline.Way(degree, micro_batch, order)  # type: ignore[arg-type]
 
 
-def _as_run(asked: partition.Problem) -> partition.Pipeline:
+def _as_run(asked: pipeline.Problem) -> pipeline.Pipeline:
     """FuncPipe's own experiments: four stages of the largest memory, micro-batches of 4 (its code's settings); here
     cut equally, with two replicas of each."""
     length, largest = len(asked.profile.layers), len(asked.places[0].sizes) - 1
     ends = [length * number // 4 for number in range(5)]
-    cuts = [partition.Cut(first, after - 1, 0, largest) for first, after in itertools.pairwise(ends)]
-    plan = partition.evaluate(asked, partition_way(2, 4, "gpipe"), cuts)
+    cuts = [pipeline.Cut(first, after - 1, 0, largest) for first, after in itertools.pairwise(ends)]
+    plan = pipeline.evaluate(asked, pipeline_way(2, 4, "gpipe"), cuts)
     assert plan is not None, "four stages of the largest memory hold both models"
     return plan
 
@@ -381,7 +381,7 @@ def _end_to_end(bench: Bench, report: Report, count: int, batch: int) -> list[Ba
     for name, layers in (("resnet", resnet()), ("bert", bert()), ("amoebanet", amoebanet())):
         asked = problem(layers, batch, DEGREES, bench.hop_seconds)
         # Both planners are asked for the fastest, ours within what theirs costs. Ours knows what it plans for.
-        theirs = partition.uniform(asked)[0]
+        theirs = pipeline.uniform(asked)[0]
         early = replace(asked, merges_early=True, merges_apart=True)
         contenders = [
             Contender("FuncPipe's set-up, searched", theirs, False),
@@ -431,8 +431,8 @@ def _end_to_end(bench: Bench, report: Report, count: int, batch: int) -> list[Ba
     return [*bars, *_prediction(bench, report, errors, count)]
 
 
-def _ours(asked: partition.Problem, theirs: partition.Pipeline) -> partition.Pipeline:
-    found = partition.fastest(partition.front(asked), theirs.usd)
+def _ours(asked: pipeline.Problem, theirs: pipeline.Pipeline) -> pipeline.Pipeline:
+    found = pipeline.fastest(pipeline.front(asked), theirs.usd)
     assert found is not None, "every plan of the baseline is among those that the search covers"
     return found
 
@@ -447,8 +447,8 @@ def _prediction(bench: Bench, report: Report, errors: list[float], count: int) -
         for way in ((1, 2, "gpipe"), (1, 4, "1f1b"), (2, 2, "1f1b"), (2, 4, "gpipe"), (4, 2, "gpipe"))
     ]
     for cuts, way in cases:
-        chosen = tuple(partition.Cut(first, last, 0, 3) for first, last in cuts)
-        plan = partition.evaluate(asked, partition_way(*way), chosen)
+        chosen = tuple(pipeline.Cut(first, last, 0, 3) for first, last in cuts)
+        plan = pipeline.evaluate(asked, pipeline_way(*way), chosen)
         if plan is None:
             continue
         made = bench.iterations(layers, batch, Contender("", plan, False), max(1, count // 2))
