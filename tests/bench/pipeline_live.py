@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pipeline_processes import Made, Processes
 from report import Bar, Report
 
+from scheduler import pipeline
 from sync.channel import Channel, FileChannel
 from sync.channel._contract import Buffer
 from sync.collective import Settings
