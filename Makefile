@@ -4,7 +4,7 @@ PYTHON := .venv/bin/python
 # Daemons start again and again: what they are compiled to is kept, also where the environment has Python write none of it.
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick soak coverage bench check setup proto clean
+.PHONY: help demo test quick soak coverage bench docs check setup proto clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -27,6 +27,9 @@ coverage: .venv/.ready-dev ## Run all tests and tell which branches none of them
 bench: .venv/.ready-dev ## List the benchmarks, or run one: make bench NAME (ARGS=--quick)
 	@$(PYTHON) tests/bench$(if $(BENCH),/$(BENCH).py) $(ARGS)
 
+docs: .venv/.ready-dev ## Build the documentation's site in .site; a dead link is an error
+	@.venv/bin/zensical build --strict --clean
+
 ifeq (bench,$(firstword $(MAKECMDGOALS)))
 # What follows `bench` is the name of one, not another goal.
 BENCH := $(wordlist 2,2,$(MAKECMDGOALS))
@@ -46,7 +49,7 @@ proto: .venv/.ready-dev ## Generate the wire code anew
 	@PYTHON="$(CURDIR)/$(PYTHON)" sh proto/generate.sh
 
 clean: ## Remove the virtual environment and all state
-	rm -rf .venv .geofed
+	rm -rf .venv .geofed .site .cache
 
 .venv/.ready-demo .venv/.ready-dev: .venv/.ready-%: pyproject.toml deploy/setup.sh deploy/constraints.txt
 	@sh deploy/setup.sh $*

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from functools import lru_cache, partial
@@ -54,6 +55,18 @@ def test_links_lead_to_files(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
     local = [target for target in targets if "://" not in target]
     assert not [target for target in local if not (page.parent / target).exists()]
+
+
+def test_the_site_is_built_and_every_page_is_in_its_navigation(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    command = [str(Path(sys.executable).with_name("zensical")), "build", "--strict"]
+    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert built.returncode == 0, built.stdout + built.stderr
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert not [page for page in pages if f" {page}\n" not in navigation]
+    assert (tmp_path / ".site" / "index.html").exists()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
