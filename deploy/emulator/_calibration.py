@@ -9,10 +9,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from deploy.emulator import _probe
-from deploy.emulator._emulator import Emulator
 from deploy.emulator._link import Link, Pair
 from geofed_pb.errors import GeofedError
 
@@ -21,6 +20,19 @@ TOLERANCE = 0.05
 RTT_FLOOR_MS = 1.0
 """Difference of round-trip time that is never an error: below it the machine's scheduler is what one measures."""
 _PINGS = 20
+
+
+class RunningSites(Protocol):
+    """What a calibration needs of an emulator."""
+
+    @property
+    def regions(self) -> tuple[str, ...]: ...
+
+    def address(self, site: str) -> str: ...
+
+    def popen(self, site: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]: ...
+
+    def status(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +96,7 @@ class Calibration:
         return self
 
 
-def calibrate(emulator: Emulator, *, seconds: float, links: Sequence[Pair] | None) -> Calibration:
+def calibrate(emulator: RunningSites, *, seconds: float, links: Sequence[Pair] | None) -> Calibration:
     """Measure links one after the other. Raises GeofedError where a probe cannot run."""
     status = emulator.status()
     shapes = {(row["src"], row["dst"]): row for row in status["links"]}
@@ -105,7 +117,7 @@ def calibrate(emulator: Emulator, *, seconds: float, links: Sequence[Pair] | Non
 
 
 def _one(
-    emulator: Emulator,
+    emulator: RunningSites,
     pair: Pair,
     link: Link,
     rtt_ms: float,
@@ -154,17 +166,17 @@ def _one(
     )
 
 
-def _round_trip(emulator: Emulator, pair: Pair, rtt_ms: float) -> float | None:
+def _round_trip(emulator: RunningSites, pair: Pair, rtt_ms: float) -> float | None:
     rtts = ping(emulator, pair, count=_PINGS, interval_s=min(0.1, max(0.02, rtt_ms / 4000)))["rtts_ms"]
     return _probe.spread(rtts)["median_ms"] if rtts else None
 
 
-def ping(emulator: Emulator, pair: Pair, *, count: int, interval_s: float) -> dict[str, Any]:
+def ping(emulator: RunningSites, pair: Pair, *, count: int, interval_s: float) -> dict[str, Any]:
     """Echo requests from the first site to the second: ``sent`` and ``rtts_ms``."""
     return _result(_start(emulator, pair[0], "ping", emulator.address(pair[1]), count, interval_s))
 
 
-def transfer_tcp(emulator: Emulator, pair: Pair, seconds: float, warm_s: float) -> dict[str, Any]:
+def transfer_tcp(emulator: RunningSites, pair: Pair, seconds: float, warm_s: float) -> dict[str, Any]:
     """One TCP connection from the first site to the second: ``mbps`` of payload after the warm-up."""
     receiver = _start(emulator, pair[1], "tcp-receive", seconds, warm_s)
     sender = _start(emulator, pair[0], "tcp-send", emulator.address(pair[1]), _port(receiver))
@@ -173,7 +185,7 @@ def transfer_tcp(emulator: Emulator, pair: Pair, seconds: float, warm_s: float) 
     return result
 
 
-def transfer_udp(emulator: Emulator, pair: Pair, mbps: float, seconds: float, warm_s: float) -> dict[str, Any]:
+def transfer_udp(emulator: RunningSites, pair: Pair, mbps: float, seconds: float, warm_s: float) -> dict[str, Any]:
     """Datagrams at a rate of IP bytes: ``mbps`` received after the warm-up, and ``loss``."""
     receiver = _start(emulator, pair[1], "udp-receive", seconds + warm_s, warm_s)
     address = emulator.address(pair[1])
@@ -182,7 +194,7 @@ def transfer_udp(emulator: Emulator, pair: Pair, mbps: float, seconds: float, wa
     return _result(receiver)
 
 
-def _start(emulator: Emulator, site: str, *arguments: object) -> subprocess.Popen[str]:
+def _start(emulator: RunningSites, site: str, *arguments: object) -> subprocess.Popen[str]:
     argv = [sys.executable, "-S", str(Path(_probe.__file__)), *map(str, arguments)]
     process: subprocess.Popen[str] = emulator.popen(
         site, argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -15,15 +15,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, Any, Self
 
 from deploy.emulator import _namespaces as ns
 from deploy.emulator import _state
+from deploy.emulator._calibration import Calibration, calibrate
 from deploy.emulator._link import Pair, Profile
 from geofed_pb.errors import CATALOGUE, GeofedError
-
-if TYPE_CHECKING:
-    from deploy.emulator._calibration import Calibration
 
 _START_S = 30.0
 _ANSWER_S = 30.0
@@ -203,8 +201,6 @@ class Emulator:
 
         The result tells whether each is within 5 % of its shape; ``Calibration.require`` raises where not.
         """
-        from deploy.emulator._calibration import calibrate
-
         return calibrate(self, seconds=seconds, links=links)
 
     def down(self) -> None:

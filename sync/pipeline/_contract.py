@@ -8,16 +8,30 @@ what the last layers make of the activations that have come. So the task need no
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from geofed_pb.errors import GeofedError
+from sync.pipeline._carried import Carried
+from sync.pipeline._shape import Position
 
-__all__ = ["Answering", "Loss", "Taken", "model_input"]
+__all__ = ["Answering", "Coding", "Loss", "Taken", "model_input"]
 
 Loss = Callable[[nn.Module, Any], Any]
 """``(model, batch)`` to a tensor of one element: the mean over the batch's samples."""
+
+
+class Coding(Protocol):
+    """A worker's place in the pipeline, and the form in which it sends and receives activations."""
+
+    position: Position
+    is_first: bool
+    is_last: bool
+
+    def encoded(self, value: Carried | None, facts: dict[str, float] | None = None) -> list[memoryview]: ...
+
+    def decoded(self, value: memoryview) -> tuple[Carried | None, dict[str, float]]: ...
 
 
 class Taken(BaseException):

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from geofed_pb.errors import GeofedError
 from sync.pipeline._carried import Carried
-from sync.pipeline._contract import Answering, model_input
+from sync.pipeline._contract import Answering, Coding, model_input
 from sync.pipeline._lanes import Lanes
 from sync.pipeline._stage import Stage
-
-if TYPE_CHECKING:
-    from sync.pipeline._runner import StageRunner
 
 __all__ = ["Metrics", "evaluate"]
 
@@ -31,7 +28,7 @@ _COUNT = "count"
 class _Hop:
     """What one stage receives from the one before it, and sends to the one after it."""
 
-    def __init__(self, runner: StageRunner, lanes: Lanes, place: str) -> None:
+    def __init__(self, runner: Coding, lanes: Lanes, place: str) -> None:
         self._runner, self._lanes, self._place = runner, lanes, place
 
     def receive(self, number: int) -> tuple[Carried | None, int]:
@@ -59,7 +56,7 @@ class _Hop:
 
 
 def evaluate(
-    runner: StageRunner,
+    runner: Coding,
     stage: Stage,
     lanes: Lanes,
     place: str,

@@ -11,19 +11,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from geofed_pb.errors import GeofedError
 from sync.pipeline._carried import as_tuple
+from sync.pipeline._contract import Coding
 from sync.pipeline._lanes import Lanes
 from sync.pipeline._order import Operation, operations
 from sync.pipeline._shape import Pipeline
 from sync.pipeline._stage import Stage
-
-if TYPE_CHECKING:
-    from sync.pipeline._runner import StageRunner
 
 __all__ = ["Logged", "logged_keys", "replay", "value_key"]
 
@@ -53,7 +51,7 @@ def logged_keys(logged: Logged, stage: int, step: int) -> list[str]:
 
 
 def replay(
-    runner: StageRunner,
+    runner: Coding,
     stage: Stage,
     lanes: Lanes,
     logged: Logged,
