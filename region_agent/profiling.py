@@ -287,7 +287,7 @@ class Profiler:
         rates: tuple[float, float],
         meters: _Meters,
     ) -> dict[str, Any]:
-        """The fields of `scheduler.tuning.Profile`."""
+        """The fields of `scheduler.tuning.TaskProfile`."""
         config, first = self._around.config, told[0].numbers
         prices = config.channel.prices
         channel = {"name": self._around.channel.kind, **costs}

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["MUCH_THE_SAME", "Evaluated", "Option", "Staffing", "options", "taken"]
+__all__ = ["MUCH_THE_SAME", "EvaluatedOption", "Option", "Staffing", "options", "taken"]
 
 MOST_PACES = 48
 """Beyond it paces are thinned out evenly, the fastest and the slowest kept."""
@@ -76,7 +76,7 @@ def _paced(workers: tuple[int, ...]) -> str:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluatedOption:
     """An option with what it is expected to take, and at most."""
 
     option: Option
@@ -87,8 +87,8 @@ class Evaluated:
 
 
 def taken(
-    evaluated: Iterable[Evaluated], *, minimise: str, deadline_seconds: float | None, budget_usd: float | None
-) -> Evaluated:
+    evaluated: Iterable[EvaluatedOption], *, minimise: str, deadline_seconds: float | None, budget_usd: float | None
+) -> EvaluatedOption:
     """The cheapest (or fastest) that can be promised; where none can, the one that comes closest.
 
     "Can be promised": it keeps deadline and budget even if it takes as much as it may.

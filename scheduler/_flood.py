@@ -18,7 +18,7 @@ from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from scheduler._link import LinkTable, Pace, pace
+from scheduler._link import LinkPace, LinkTable, pace
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,14 +30,14 @@ MISSING_SECONDS = 1e12
 """Stands for a link that is not there: finite, so that a search can walk away from it."""
 BLOCK = 1024
 """Orders of a ring that are evaluated at a time: small enough for the cache."""
-_MISSING = Pace(0.0, MISSING_SECONDS, MISSING_SECONDS, MISSING_SECONDS, 0.0, MISSING_SECONDS)
+_MISSING = LinkPace(0.0, MISSING_SECONDS, MISSING_SECONDS, MISSING_SECONDS, 0.0, MISSING_SECONDS)
 
 
 @dataclass(frozen=True)
 class Hops:
     """All links for one size of update, by the regions' numbers."""
 
-    paces: tuple[tuple[Pace, ...], ...]
+    paces: tuple[tuple[LinkPace, ...], ...]
     there: tuple[tuple[bool, ...], ...]
     """Symmetric: neighbours need both directions."""
 
@@ -102,7 +102,7 @@ def mesh_seconds(net: Hops, neighbours: Sequence[Sequence[int]]) -> float:
     return slowest
 
 
-def _arrivals(ready: Sequence[float], link: Pace) -> list[float]:
+def _arrivals(ready: Sequence[float], link: LinkPace) -> list[float]:
     """When updates that are ready at some times are over a link, in order."""
     offer, idle, way = link.offer_seconds, link.idle_seconds, link.way_seconds
     free, sent, out = -math.inf, 0, []

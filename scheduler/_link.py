@@ -11,8 +11,8 @@ from scheduler._model import Region
 __all__ = [
     "PRIOR_MBPS",
     "PRIOR_RTT_MS",
+    "LinkPace",
     "LinkTable",
-    "Pace",
     "Path",
     "line_bytes",
     "link_table",
@@ -83,7 +83,7 @@ def line_bytes(update_bytes: int) -> float:
 
 
 @dataclass(frozen=True)
-class Pace:
+class LinkPace:
     """How one link carries updates of one size, one after another."""
 
     offer_seconds: float
@@ -105,7 +105,7 @@ class Pace:
         return self.offer_seconds + self.first_seconds + self.way_seconds
 
 
-def pace(path: Path, update_bytes: int) -> Pace:
+def pace(path: Path, update_bytes: int) -> LinkPace:
     """TCP with slow start, over a link of its own.
 
     The congestion window w doubles with each of k round trips, until it fills the link (rate x RTT) or what is left of
@@ -119,7 +119,7 @@ def pace(path: Path, update_bytes: int) -> Pace:
         trips = max(0, math.ceil(min(full, fits)))
         busy.append(trips * rtt + max(0.0, line - window * (2**trips - 1)) / rate)
         window *= 2**trips
-    return Pace(
+    return LinkPace(
         offer_seconds=rtt if update_bytes > UNASKED_BYTES else 0.0,
         first_seconds=busy[0],
         second_seconds=busy[1],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scheduler.tuning import MergePoint, Profile
+    from scheduler.tuning import MergePoint, TaskProfile
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Snapshot:
     """Samples/s of one worker in a probe, a few steps of the task without any run, by region."""
     start_of_run: bool = True
     """Whether a run has told `start_seconds`, so that the first model's way is in it; in a profile's there is none."""
-    profiles: Mapping[str, Profile] = field(default_factory=dict)
+    profiles: Mapping[str, TaskProfile] = field(default_factory=dict)
     """What `control-plane profile` has measured of the task, by region."""
     merges: Mapping[str, tuple[MergePoint, ...]] = field(default_factory=dict)
     """What runs of it have measured of merges, by region."""

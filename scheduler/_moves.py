@@ -27,7 +27,7 @@ from scheduler._model import (
 )
 from scheduler._residency import may_be, rule_text
 
-__all__ = ["Placed", "best_moves", "train_samples"]
+__all__ = ["PlacedShards", "best_moves", "train_samples"]
 
 WORTH = 0.1
 """Share of the money, or of the time, that moving data must save: raw data are not sent around for less."""
@@ -45,7 +45,7 @@ all of them together."""
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedShards:
     """A federation in which every shard lies where it is processed."""
 
     snapshot: Snapshot
@@ -56,7 +56,7 @@ class Placed:
 
 _Moves = Mapping[str, str]
 """The region in which a shard is processed, by the region that holds it; those that stay are left out."""
-_Answer = Callable[[Placed, Demand], Plan | Declined]
+_Answer = Callable[[PlacedShards, Demand], Plan | Declined]
 _Asked = Callable[[_Moves], Plan | Declined]
 _Tried = Mapping[tuple[tuple[str, str], ...], Plan | Declined]
 
@@ -73,7 +73,7 @@ def best_moves(snapshot: Snapshot, demand: Demand, answer: _Answer) -> Plan | De
     From the best of some ways to begin with, one shard after the other is put where it is best, until that helps no
     more. Chains are no way: where shards go to, the own one stays.
     """
-    at_home = answer(Placed(snapshot), demand)
+    at_home = answer(PlacedShards(snapshot), demand)
     places = _places(snapshot, demand)
     if not places:
         return _told(at_home, {}, snapshot, demand) if isinstance(at_home, Plan) else _hinted(at_home, snapshot, demand)
@@ -259,7 +259,7 @@ def _copy(home: Region, other: Region, demand: Demand) -> Copy:
 # Shards where they are processed
 
 
-def _placed(snapshot: Snapshot, demand: Demand, moves: _Moves) -> Placed:
+def _placed(snapshot: Snapshot, demand: Demand, moves: _Moves) -> PlacedShards:
     """As if the shards lay there from the start."""
     known = {region.name: region for region in snapshot.regions}
     copies = tuple(_copy(known[source], known[to], demand) for source, to in sorted(moves.items()))
@@ -278,7 +278,7 @@ def _placed(snapshot: Snapshot, demand: Demand, moves: _Moves) -> Placed:
             regions.append(replace(region, datasets=others))
         else:
             regions.append(region)
-    return Placed(replace(snapshot, regions=tuple(regions)), copies, shards)
+    return PlacedShards(replace(snapshot, regions=tuple(regions)), copies, shards)
 
 
 def _capacity(region: Region, coming: Sequence[Region], snapshot: Snapshot) -> Capacity:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from scheduler._model import Partition
 
 if TYPE_CHECKING:
-    from scheduler.tuning import Profile
+    from scheduler.tuning import TaskProfile
 
 
 __all__ = ["Overheads", "overheads", "slice_ends"]
@@ -52,7 +52,7 @@ class Overheads:
         return self.leave + self.again + self.enter
 
 
-def overheads(part: Partition, profile: Profile | None) -> Overheads:
+def overheads(part: Partition, profile: TaskProfile | None) -> Overheads:
     """Of a partition in stages; nothing is predicted for others, nor where a profile has not measured what it takes."""
     if part.pipeline is None or profile is None:
         return Overheads()
@@ -113,7 +113,7 @@ class _Held:
     make_seconds: float
 
 
-def _held(profile: Profile, first: int, last: int) -> _Held:
+def _held(profile: TaskProfile, first: int, last: int) -> _Held:
     layers = profile.layers[first : last + 1]
 
     def total(name: str) -> float:

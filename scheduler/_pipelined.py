@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from scheduler._model import Demand, PipelineShape, PipelineStage, Reason, Region, Snapshot
 
 if TYPE_CHECKING:
-    from scheduler.pipeline import Pipeline, Problem
-    from scheduler.tuning import Profile
+    from scheduler.pipeline import PipelineProblem, PlannedPipeline
+    from scheduler.tuning import TaskProfile
 
 __all__ = ["Staged", "staged", "unstaged"]
 
@@ -40,15 +40,15 @@ class Staged:
     """The stages of one region's part, for any number of replicas."""
 
     memory_mb: int
-    plan: Pipeline
-    problem: Problem
+    plan: PlannedPipeline
+    problem: PipelineProblem
     """Which the plan solves; for another number of replicas the same cuts are evaluated."""
     minimise: str
     """What the job minimises, time or cost."""
     pace: float = 1.0
     """As of `PipelineShape`."""
 
-    def worth(self, plan: Pipeline) -> float:
+    def worth(self, plan: PlannedPipeline) -> float:
         """Of pipelines with these stages or others, the least is the best."""
         return _worth(plan, self.minimise)
 
@@ -141,7 +141,7 @@ def unstaged(region: Region, snapshot: Snapshot, demand: Demand) -> Reason | Non
     return Reason("INADMISSIBLE", f"region {region.name} {text}", remedy)
 
 
-def _worth(plan: Pipeline, minimise: str) -> float:
+def _worth(plan: PlannedPipeline, minimise: str) -> float:
     # With so many workers as there are, the fewer stages, the more replicas.
     return plan.seconds * len(plan.stages) if minimise == "time" else plan.usd
 
@@ -153,11 +153,11 @@ def _why_longer(pace: float) -> tuple[str, ...]:
     return (f"a step is reckoned {pace:.2f} times as long as by the profile: so it was in earlier runs",)
 
 
-def _measured(profile: Profile) -> bool:
+def _measured(profile: TaskProfile) -> bool:
     return bool(profile.layers) and all("backward_beta_seconds" in layer for layer in profile.layers)
 
 
-def _fits_whole(profile: Profile, batch: int, most_mb: int) -> bool:
+def _fits_whole(profile: TaskProfile, batch: int, most_mb: int) -> bool:
     from scheduler.tuning import fit_memory, needed_mb
 
     try:
@@ -167,7 +167,7 @@ def _fits_whole(profile: Profile, batch: int, most_mb: int) -> bool:
     return float(needed_mb(memory, float(batch), 0.0, 1.0)) <= most_mb
 
 
-def _base_mb(profile: Profile) -> float:
+def _base_mb(profile: TaskProfile) -> float:
     """Of a worker without a model: what steps need whatever the batch, less parameters and gradients."""
     from scheduler.tuning import fit_memory
 
@@ -180,7 +180,7 @@ def _base_mb(profile: Profile) -> float:
 
 @lru_cache(maxsize=1024)
 def _staged(
-    profile: Profile,
+    profile: TaskProfile,
     usd_per_gb_second: float,
     batch: int,
     sizes_mb: tuple[int, ...],
@@ -200,10 +200,10 @@ def _staged(
     """
     from scheduler.pipeline import NothingFitsError, front
 
-    def worth(plan: Pipeline) -> float:
+    def worth(plan: PlannedPipeline) -> float:
         return _worth(plan, minimise)
 
-    def solved(size_mb: int, problem: Problem) -> list[Staged]:
+    def solved(size_mb: int, problem: PipelineProblem) -> list[Staged]:
         try:
             return [Staged(size_mb, min(front(problem, WITHIN), key=worth), problem, minimise, pace)]
         except NothingFitsError:
@@ -225,7 +225,7 @@ def _staged(
 
 
 def _problem(
-    profile: Profile,
+    profile: TaskProfile,
     usd_per_gb_second: float,
     batch: int,
     size_mb: int,
@@ -233,9 +233,9 @@ def _problem(
     stages: int | None,
     degree: int,
     cores: float,
-) -> Problem:
-    from scheduler.pipeline import Channel, FunctionSize, Layer, Line, Place, Problem
-    from scheduler.pipeline import Profile as Chain
+) -> PipelineProblem:
+    from scheduler.pipeline import FunctionSize, Layer, LinearCost, PipelineProblem, Place, StageChannel
+    from scheduler.pipeline import LayerProfile as Chain
 
     numbers = [{name: value for name, value in layer.items() if not isinstance(value, str)} for layer in profile.layers]
     layers = tuple(
@@ -244,8 +244,8 @@ def _problem(
             round(n["parameter_bytes"] + n["state_bytes"]),
             round(n["activation_bytes"]),
             round(n["output_bytes"]),
-            Line(max(0.0, n["forward_alpha_seconds"]), max(0.0, n["forward_beta_seconds"])),
-            Line(max(0.0, n["backward_alpha_seconds"]), max(0.0, n["backward_beta_seconds"])),
+            LinearCost(max(0.0, n["forward_alpha_seconds"]), max(0.0, n["forward_beta_seconds"])),
+            LinearCost(max(0.0, n["backward_alpha_seconds"]), max(0.0, n["backward_beta_seconds"])),
             max(0.0, n.get("update_seconds", 0.0)),
         )
         for layer, n in zip(profile.layers, numbers, strict=True)
@@ -259,11 +259,11 @@ def _problem(
     # A message is a put and a get, and what it takes to hand it from thread to thread and to tell who waits for it.
     handing = max(0.0, profile.message_seconds - its.put_seconds - its.get_seconds) / 2
     request_core_s = max(its.request_cpu_seconds, profile.message_core_seconds / 2)
-    channel = Channel(
+    channel = StageChannel(
         its.put_seconds + handing, its.get_seconds + handing, its.up_bytes_per_second, its.down_bytes_per_second,
         its.parallel, its.put_usd, its.get_usd, request_core_s, copying,
     )  # fmt: skip
-    return Problem(
+    return PipelineProblem(
         chain, batch * degree, (Place(profile.region, (size,), channel, cores),), degrees=(degree,), stages=stages,
         most_workers=workers, merges_early=True, merges_apart=its.name not in ASKED,
     )  # fmt: skip

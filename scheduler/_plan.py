@@ -9,7 +9,7 @@ from dataclasses import replace
 from scheduler._elastic import Option, Staffing, options
 from scheduler._estimate import Routes, estimate, routes, step_seconds, worker_speed
 from scheduler._model import Declined, Demand, Estimate, Partition, Plan, Range, Reason, Region, Snapshot
-from scheduler._moves import Placed, best_moves, train_samples
+from scheduler._moves import PlacedShards, best_moves, train_samples
 from scheduler._pipelined import Staged, staged, unstaged
 from scheduler._topology import Topologies
 from scheduler._tuned import Tuned, merging_of, tuned
@@ -53,7 +53,7 @@ class Planner:
             self._demand, self._evaluated = unbounded, {}
         return best_moves(self._snapshot, demand, self._placed)
 
-    def _placed(self, placed: Placed, demand: Demand) -> Plan | Declined:
+    def _placed(self, placed: PlacedShards, demand: Demand) -> Plan | Declined:
         key = tuple((copy.source, copy.destination) for copy in placed.copies)
         if key not in self._evaluated:
             self._evaluated[key] = _ways_for(placed, demand)
@@ -62,7 +62,7 @@ class Planner:
         return ways if isinstance(ways, Declined) else ways.best(demand)
 
 
-def _ways_for(placed: Placed, demand: Demand) -> Ways | Declined:
+def _ways_for(placed: PlacedShards, demand: Demand) -> Ways | Declined:
     """All ways to staff the regions within what is free (`_elastic`), for shards that lie where they are processed.
 
     Steps per round follow from the workers, so that all regions pass over their data equally often. Neither deadline
@@ -152,7 +152,7 @@ def _unreachable_quorum(demand: Demand, candidates: list[Region]) -> list[Reason
 def _planned(
     candidates: list[Region],
     partitions: list[Partition],
-    placed: Placed,
+    placed: PlacedShards,
     demand: Demand,
     known: dict[str, Topologies],
 ) -> Plan | Declined:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from scheduler._elastic import Evaluated, Option, Staffing, options, taken
+from scheduler._elastic import EvaluatedOption, Option, Staffing, options, taken
 from scheduler._estimate import MERGE_SECONDS
 
 __all__ = ["Restaffing", "Staffed", "pace", "paces", "restaff"]
@@ -126,14 +126,14 @@ def restaff(
     if not regions or rounds_left < 1 or any(region.workers < 1 for region in regions):
         return None
 
-    def evaluated(option: Option) -> Evaluated:
+    def evaluated(option: Option) -> EvaluatedOption:
         compute = max(r.round_seconds(n) for r, n in zip(regions, option.workers, strict=True))
         seconds = rounds_left * (max(compute, exchange_seconds) if background else compute + exchange_seconds)
         changes = any(r.workers != n for r, n in zip(regions, option.workers, strict=True))
         seconds += CHANGE_SECONDS * changes
         rates = (n * r.worker_usd_per_second + r.usd_per_second for r, n in zip(regions, option.workers, strict=True))
         usd = seconds * sum(rates)
-        return Evaluated(option, seconds, usd, seconds * MARGIN, usd * MARGIN)
+        return EvaluatedOption(option, seconds, usd, seconds * MARGIN, usd * MARGIN)
 
     bounds = [_bounds(region) for region in regions]
     now = evaluated(Option("now", tuple(region.workers for region in regions)))
@@ -150,7 +150,9 @@ def restaff(
     return Restaffing(changed, reason)
 
 
-def _reason(now: Evaluated, best: Evaluated, minimise: str, deadline: float | None, budget: float | None) -> str | None:
+def _reason(
+    now: EvaluatedOption, best: EvaluatedOption, minimise: str, deadline: float | None, budget: float | None
+) -> str | None:
     """Why a change is worth it; None: it is not."""
     if deadline is not None and now.most_seconds > deadline:
         if best.seconds < now.seconds * (1 - WORTH):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from scheduler._model import Demand, Partition, Prices, Region, Snapshot
 
 if TYPE_CHECKING:
-    from scheduler.tuning import MergePoint, Profile
+    from scheduler.tuning import MergePoint, TaskProfile
 
 __all__ = ["Tuned", "merging_of", "tuned"]
 
@@ -76,7 +76,7 @@ class _Paid:
 
 @lru_cache(maxsize=4096)
 def _tuned(
-    profile: Profile,
+    profile: TaskProfile,
     paid: _Paid,
     workers: int,
     batch: int,

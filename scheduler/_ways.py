@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from scheduler._elastic import MUCH_THE_SAME, Evaluated, Option, taken
+from scheduler._elastic import MUCH_THE_SAME, EvaluatedOption, Option, taken
 from scheduler._model import Alternative, Declined, Demand, Estimate, Plan, Reason
 
 __all__ = ["Ways"]
 
 
 class Ways:
-    """Evaluated without a deadline and a budget, so that both may be asked for again and again."""
+    """EvaluatedOption without a deadline and a budget, so that both may be asked for again and again."""
 
     def __init__(self, alike: Mapping[Option, Plan], by_itself: Callable[[Option], Plan | Declined]) -> None:
         self._alike = alike
@@ -45,8 +45,8 @@ class Ways:
         return Declined(too_much) if too_much else chosen
 
 
-def _evaluated(way: Option, took: Estimate) -> Evaluated:
-    return Evaluated(way, took.seconds.expected, took.usd.expected, took.seconds.high, took.usd.high)
+def _evaluated(way: Option, took: Estimate) -> EvaluatedOption:
+    return EvaluatedOption(way, took.seconds.expected, took.usd.expected, took.seconds.high, took.usd.high)
 
 
 def _within(chosen: Plan, demand: Demand) -> bool:
@@ -54,7 +54,7 @@ def _within(chosen: Plan, demand: Demand) -> bool:
     return in_time and (demand.budget_usd is None or chosen.estimate.usd.high <= demand.budget_usd)
 
 
-def _other_staff(best: Evaluated, evaluated: list[Evaluated], demand: Demand) -> tuple[Alternative, ...]:
+def _other_staff(best: EvaluatedOption, evaluated: list[EvaluatedOption], demand: Demand) -> tuple[Alternative, ...]:
     """Why the ends of the line, and what takes everything, lost."""
     ends = [evaluated[0], *(w for w in evaluated if w.option.name in ("greedy", "one worker in each region"))]
     return tuple(
@@ -68,7 +68,7 @@ def _other_staff(best: Evaluated, evaluated: list[Evaluated], demand: Demand) ->
     )
 
 
-def _why_not(way: Evaluated, best: Evaluated, demand: Demand) -> str:
+def _why_not(way: EvaluatedOption, best: EvaluatedOption, demand: Demand) -> str:
     if demand.deadline_seconds is not None and way.most_seconds > demand.deadline_seconds:
         return f"may take {way.most_seconds:.0f} s, the deadline leaves {demand.deadline_seconds:.0f} s"
     if demand.budget_usd is not None and way.most_usd > demand.budget_usd:
@@ -78,7 +78,7 @@ def _why_not(way: Evaluated, best: Evaluated, demand: Demand) -> str:
     return " and ".join(words) or f"saves less than {MUCH_THE_SAME:.0%}"
 
 
-def _beyond_limits(chosen: Plan, evaluated: list[Evaluated], demand: Demand) -> tuple[Reason, ...]:
+def _beyond_limits(chosen: Plan, evaluated: list[EvaluatedOption], demand: Demand) -> tuple[Reason, ...]:
     """What the plan cannot promise, with what could be promised, each limit for itself."""
     reasons = []
     took = chosen.estimate

@@ -135,7 +135,7 @@ class RunRow:
     model_bytes: int
     start_seconds: float
     profile_json: str = ""
-    """`scheduler.tuning.Profile`, where this was no job but a profile."""
+    """`scheduler.tuning.TaskProfile`, where this was no job but a profile."""
     merge_json: str = ""
     """`scheduler.tuning.MergePoint`, where the workers of the region merged in a way that a model predicts."""
     kin_key: str = ""

@@ -3,43 +3,43 @@
 from scheduler.deadline._admit import Admission, admit
 from scheduler.deadline._allot import LIVE, Allotment, Offer, allot, offer, promised_at_once
 from scheduler.deadline._book import Book
-from scheduler.deadline._buddy import Buddy, Placed
+from scheduler.deadline._buddy import Buddy, BuddyPlacement
 from scheduler.deadline._course import Course, Ground
-from scheduler.deadline._curve import Curve, curve_from_table, fit_curve
+from scheduler.deadline._curve import SpeedCurve, curve_from_table, fit_curve
 from scheduler.deadline._experience import Experience
 from scheduler.deadline._fill import least_device_seconds
 from scheduler.deadline._kinds import Kinds, allot_kinds
-from scheduler.deadline._ledger import Gang, Held, Pace
-from scheduler.deadline._model import Capacity, Job, Overhead, Refusal, Reservation, Rules
+from scheduler.deadline._ledger import Gang, Held, StaffingPace
+from scheduler.deadline._model import DeadlineJob, DeadlineRefusal, DeviceCapacity, Overhead, Reservation, Rules
 from scheduler.deadline._proven import Proven, prove
 from scheduler.deadline._spot import Refuge, refuge, spot_share
-from scheduler.deadline._spread import Allocation, spread
+from scheduler.deadline._spread import WorkerShares, spread
 
 __all__ = [
     "LIVE",
     "Admission",
-    "Allocation",
     "Allotment",
     "Book",
     "Buddy",
-    "Capacity",
+    "BuddyPlacement",
     "Course",
-    "Curve",
+    "DeadlineJob",
+    "DeadlineRefusal",
+    "DeviceCapacity",
     "Experience",
     "Gang",
     "Ground",
     "Held",
-    "Job",
     "Kinds",
     "Offer",
     "Overhead",
-    "Pace",
-    "Placed",
     "Proven",
     "Refuge",
-    "Refusal",
     "Reservation",
     "Rules",
+    "SpeedCurve",
+    "StaffingPace",
+    "WorkerShares",
     "admit",
     "allot",
     "allot_kinds",

@@ -10,7 +10,7 @@ import numpy as np
 
 from scheduler.deadline._book import Book, Wish
 from scheduler.deadline._fill import fill, wish_of
-from scheduler.deadline._model import Capacity, Job, Refusal, Reservation, Rules
+from scheduler.deadline._model import DeadlineJob, DeadlineRefusal, DeviceCapacity, Reservation, Rules
 from scheduler.deadline._spread import still_until
 
 _FEW = 200
@@ -25,13 +25,13 @@ _STEEPNESS = 6.0
 class Admission:
     """The answer to a burst of requests."""
 
-    promised: tuple[Job, ...]
+    promised: tuple[DeadlineJob, ...]
     """The new jobs that have a promise: with their region, and the deadline that was promised."""
-    refused: tuple[Refusal, ...]
+    refused: tuple[DeadlineRefusal, ...]
     books: Mapping[str, Book]
     """By region: what everybody with a promise holds."""
 
-    def reservation(self, job: Job) -> Reservation:
+    def reservation(self, job: DeadlineJob) -> Reservation:
         """What a promised job holds. Raises ``KeyError`` where it has no promise."""
         book = self.books[job.region]
         return book.holdings[job.name].reservation(job, job.region, book.now)
@@ -39,9 +39,9 @@ class Admission:
 
 def admit(
     now: float,
-    capacities: Mapping[str, Capacity],
-    promised: Sequence[Job],
-    new: Sequence[Job] = (),
+    capacities: Mapping[str, DeviceCapacity],
+    promised: Sequence[DeadlineJob],
+    new: Sequence[DeadlineJob] = (),
     rules: Rules | None = None,
     books: Mapping[str, Book] | None = None,
     explained: bool = True,
@@ -72,9 +72,9 @@ def admit(
     return Admission(taken, tuple(refused), desk.books)
 
 
-def _groups(jobs: Iterable[Job]) -> list[list[Job]]:
+def _groups(jobs: Iterable[DeadlineJob]) -> list[list[DeadlineJob]]:
     """Jobs that stand or fall together, by their earliest deadline."""
-    groups: dict[str, list[Job]] = {}
+    groups: dict[str, list[DeadlineJob]] = {}
     for job in jobs:
         groups.setdefault(f"group {job.group}" if job.group else f"job {job.name}", []).append(job)
     return sorted(groups.values(), key=lambda members: min(job.deadline_s for job in members))
@@ -86,16 +86,16 @@ class _Desk:
     def __init__(
         self,
         now: float,
-        capacities: Mapping[str, Capacity],
-        promised: Sequence[Job],
+        capacities: Mapping[str, DeviceCapacity],
+        promised: Sequence[DeadlineJob],
         rules: Rules,
         books: Mapping[str, Book] | None,
     ) -> None:
         self.now, self.capacities, self.rules = now, capacities, rules
-        self.old: dict[str, list[Job]] = {region: [] for region in capacities}
+        self.old: dict[str, list[DeadlineJob]] = {region: [] for region in capacities}
         for job in sorted(promised, key=lambda job: job.deadline_s):
             self.old[job.region].append(job)
-        self.new: dict[str, list[Job]] = {region: [] for region in capacities}
+        self.new: dict[str, list[DeadlineJob]] = {region: [] for region in capacities}
         if books is not None:
             self.books = dict(books)
         else:
@@ -107,7 +107,7 @@ class _Desk:
             region: {name: book.holdings[name].late for name in book.uneasy} for region, book in self.books.items()
         }
 
-    def decide(self, members: list[Job]) -> list[Job]:
+    def decide(self, members: list[DeadlineJob]) -> list[DeadlineJob]:
         """Promise all of a group, or none; returns those without a promise, dropped ones included."""
         if len(members) == 1:
             return self._one(members[0])
@@ -119,14 +119,14 @@ class _Desk:
             self.books[region] = self._filled(region, self.new[region]) or self.books[region]
         return members
 
-    def _one(self, job: Job) -> list[Job]:
+    def _one(self, job: DeadlineJob) -> list[DeadlineJob]:
         for deadline_s, value in ((job.deadline_s, job.value), *job.later):
             if self._place(replace(job, deadline_s=deadline_s, value=value)):
                 return []
         dropped = self._exchange(job)
         return [job] if dropped is None else [dropped]
 
-    def _place(self, job: Job) -> bool:
+    def _place(self, job: DeadlineJob) -> bool:
         """Give a promise in the region where the job takes the least device time, if it fits in any."""
         tries = []
         for region, curve in job.curves.items():
@@ -171,13 +171,13 @@ class _Desk:
         left = max(0.0, free - seconds) / all_of_it
         return price > self.rules.usual_device_s * math.exp(_STEEPNESS * left)
 
-    def _repaired(self, region: str, job: Job, wish: Wish) -> Book | None:
+    def _repaired(self, region: str, job: DeadlineJob, wish: Wish) -> Book | None:
         """The job as if alone, and those with later deadlines that it pushes out filled again; None: not so."""
         book = self.books[region].copy()
         book.displace(job.name, wish)
         after = (other for other in [*self.old[region], *self.new[region]] if other.deadline_s > job.deadline_s)
         later = sorted(after, key=lambda other: other.deadline_s, reverse=True)
-        pushed: list[Job] = []
+        pushed: list[DeadlineJob] = []
         while True:
             short = np.flatnonzero(book.free < 0)
             if not len(short):
@@ -201,14 +201,14 @@ class _Desk:
         rules = self.rules
         return (rules.margin, rules.reserve_s) if is_new else (rules.kept_margin, rules.kept_reserve_s)
 
-    def _filled(self, region: str, new: list[Job]) -> Book | None:
+    def _filled(self, region: str, new: list[DeadlineJob]) -> Book | None:
         """Everybody of a region by deadline; None where somebody does not fit."""
         jobs = sorted([*self.old[region], *new], key=lambda job: job.deadline_s)
         names = {job.name for job in new}
         book, stopped = fill(self.now, self.capacities[region], region, jobs, self.rules, names, self.uneasy[region])
         return book if stopped is None else None
 
-    def _exchange(self, job: Job) -> Job | None:
+    def _exchange(self, job: DeadlineJob) -> DeadlineJob | None:
         """Let a job take the place of the dearest of the burst; returns that one, or None where nothing is gained."""
         for region, curve in job.curves.items():
             rivals = [rival for rival in self.new.get(region, ()) if not rival.group]
@@ -238,7 +238,7 @@ class _Desk:
             self.books[region] = before
         return None
 
-    def _within_quota(self, region: str, job: Job, new: list[Job]) -> bool:
+    def _within_quota(self, region: str, job: DeadlineJob, new: list[DeadlineJob]) -> bool:
         """Whether all promises of the job's user together, in all regions, stay within the quota at every instant."""
         limit = self.rules.quotas.get(job.user)
         if limit is None:
@@ -256,14 +256,14 @@ class _Desk:
             most = max(most, total)
         return most <= limit
 
-    def refusal(self, job: Job) -> Refusal:
+    def refusal(self, job: DeadlineJob) -> DeadlineRefusal:
         """What would make the job possible as things stand, in the region that comes nearest."""
         options = [self._refusal(job, region) for region in job.curves if region in self.books]
         if not options:
-            return Refusal(job.name, "", "none of its regions has capacity", math.inf, math.inf, 0.0)
+            return DeadlineRefusal(job.name, "", "none of its regions has capacity", math.inf, math.inf, 0.0)
         return min(options, key=lambda refusal: refusal.earliest_s)
 
-    def _proven(self, job: Job, region: str, extra: int, most: int) -> float:
+    def _proven(self, job: DeadlineJob, region: str, extra: int, most: int) -> float:
         """The first number of devices from `extra` on, by doubling, with which everybody fits; infinite: not shown."""
         if len(self.old[region]) + len(self.new[region]) > _FEW:
             return extra
@@ -271,7 +271,7 @@ class _Desk:
         names = {job.name, *(new.name for new in self.new[region])}
         capacity = self.capacities[region]
         while extra <= most:
-            larger = Capacity(
+            larger = DeviceCapacity(
                 capacity.devices + extra, tuple((at, devices + extra) for at, devices in capacity.changes)
             )
             if fill(self.now, larger, region, jobs, self.rules, names, self.uneasy[region])[1] is None:
@@ -279,7 +279,7 @@ class _Desk:
             extra *= 2
         return math.inf
 
-    def _refusal(self, job: Job, region: str) -> Refusal:
+    def _refusal(self, job: DeadlineJob, region: str) -> DeadlineRefusal:
         book, curve, margin = self.books[region], job.curves[region], self.rules.margin
         wish = wish_of(job, curve, self.now, self.rules, margin, self.rules.reserve_s)
         most = curve.levels[-1]
@@ -298,7 +298,7 @@ class _Desk:
             earliest_s = max(job.deadline_s, self.now + (end_s - self.now + self.rules.reserve_s) / (1.0 - margin))
         if wish.index >= len(curve.ladder[0]):
             reason = "too little time: even alone, at its fastest measured level, it would end after its deadline"
-            return Refusal(job.name, region, reason, earliest_s, math.inf, min(possible, job.work))
+            return DeadlineRefusal(job.name, region, reason, earliest_s, math.inf, min(possible, job.work))
         within = book.times < wish.deadline_s
         free = np.maximum(book.free[within], 0)
         few, many = 0, most
@@ -310,4 +310,4 @@ class _Desk:
         reason = f"too few devices are free before its deadline in {region}"
         if job.user in self.rules.quotas:
             reason += f", or the quota of {job.user} is used up"
-        return Refusal(job.name, region, reason, earliest_s, short, min(possible, job.work))
+        return DeadlineRefusal(job.name, region, reason, earliest_s, short, min(possible, job.work))

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from scheduler.deadline._course import Course, Ground
-from scheduler.deadline._ledger import Gang, Held, Ledger
-from scheduler.deadline._model import Capacity, Overhead, Rules
+from scheduler.deadline._ledger import Gang, Held, WorkerLedger
+from scheduler.deadline._model import DeviceCapacity, Overhead, Rules
 from scheduler.deadline._played import as_before, followed, levels_held, on_course
 
 __all__ = ["LIVE", "Allotment", "Offer", "allot", "offer", "promised_at_once"]
@@ -69,7 +69,7 @@ class Offer:
 
 def allot(
     now: float,
-    capacities: Mapping[str, Capacity],
+    capacities: Mapping[str, DeviceCapacity],
     gangs: Sequence[Gang],
     rules: Rules = LIVE,
     before: Mapping[str, Held] | None = None,
@@ -93,7 +93,7 @@ def allot(
 
 def _shared_out(
     now: float,
-    capacities: Mapping[str, Capacity],
+    capacities: Mapping[str, DeviceCapacity],
     gangs: Sequence[Gang],
     rules: Rules,
     before: Mapping[str, Held] | None,
@@ -144,7 +144,7 @@ def _sooner(gang: Gang, tight: Mapping[str, float]) -> Gang:
 
 def offer(
     now: float,
-    capacities: Mapping[str, Capacity],
+    capacities: Mapping[str, DeviceCapacity],
     gangs: Sequence[Gang],
     new: Gang,
     rules: Rules = LIVE,
@@ -178,11 +178,11 @@ def offer(
 
 def _with(
     now: float,
-    capacities: Mapping[str, Capacity],
+    capacities: Mapping[str, DeviceCapacity],
     gangs: Sequence[Gang],
     new: Gang,
     rules: Rules,
-    left: Ledger,
+    left: WorkerLedger,
     held: Mapping[str, Held],
 ) -> Mapping[str, Held] | None:
     """What all hold with the new one among them; None where it does not fit, or another would be late for it."""
@@ -231,19 +231,19 @@ def promised_at_once(gangs: Sequence[Gang], held: Mapping[str, Held], user: str)
 
 def _promises(
     now: float,
-    capacities: Mapping[str, Capacity],
+    capacities: Mapping[str, DeviceCapacity],
     gangs: Sequence[Gang],
     rules: Rules,
     before: Mapping[str, Held] | None,
     new: str = "",
-) -> tuple[Ledger, dict[str, Held]]:
+) -> tuple[WorkerLedger, dict[str, Held]]:
     """What everybody with a deadline holds, and what then is free; ``new`` needs the margin of a new promise."""
-    empty = Ledger(now, capacities)
+    empty = WorkerLedger(now, capacities)
     kept = {gang.name: empty.keep(gang) for gang in gangs if gang.fixed and gang.held >= 0}
     asking = [gang for gang in gangs if not gang.best_effort and gang.name not in kept]
     asking.sort(key=lambda gang: (gang.deadline_s, -gang.value, gang.since_s, gang.name))
     first: list[Gang] = []
-    best: tuple[int, Ledger, dict[str, Held]] | None = None
+    best: tuple[int, WorkerLedger, dict[str, Held]] | None = None
     for lean, careful in _TRIES:
         order = [*first, *(gang for gang in asking if gang not in first)]
         ledger, held, missing = empty.copy(), dict(kept), []
@@ -274,7 +274,7 @@ def _promises(
 
 
 def _again(
-    ledger: Ledger, gangs: Sequence[Gang], held: dict[str, Held], before: Mapping[str, Held], rules: Rules
+    ledger: WorkerLedger, gangs: Sequence[Gang], held: dict[str, Held], before: Mapping[str, Held], rules: Rules
 ) -> list[Gang]:
     """Hold what was held before, where that still does; returns those for which it does not."""
     others = []
@@ -311,9 +311,9 @@ def _begin(
     gangs: Sequence[Gang],
     paces: dict[str, int],
     free: dict[str, int],
-    ledger: Ledger,
+    ledger: WorkerLedger,
     rules: Rules,
-    capacities: Mapping[str, Capacity],
+    capacities: Mapping[str, DeviceCapacity],
 ) -> None:
     """Everybody at the slowest pace at least, as far as there is room.
 
@@ -341,7 +341,7 @@ def _begin(
             kept |= {region for region, count in more.items() if count}
 
 
-def _begins_now(gang: Gang, ledger: Ledger, rules: Rules) -> bool:
+def _begins_now(gang: Gang, ledger: WorkerLedger, rules: Rules) -> bool:
     tried = ledger.copy()
     found = tried.stretch(gang, rules)
     if found is None or found.now < 0:

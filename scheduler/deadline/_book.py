@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.deadline._curve import Curve
-from scheduler.deadline._model import Capacity, Job, Reservation
+from scheduler.deadline._curve import SpeedCurve
+from scheduler.deadline._model import DeadlineJob, DeviceCapacity, Reservation
 
 _EXACT_UP_TO = 4096
 """Points of a book's grid up to which a constrained fill may add its own; beyond, it is rounded up to the next."""
@@ -20,7 +20,7 @@ _EXACT_UP_TO = 4096
 class Wish:
     """What one job would take in an empty region: two neighbouring levels, and the instant between them."""
 
-    curve: Curve
+    curve: SpeedCurve
     deadline_s: float
     """The margin is taken off."""
     need: float
@@ -81,7 +81,7 @@ class Holding:
             return float(np.dot(np.diff(self.times), self.shares))
         return self.first * (self.switch_s - now) + self.second * (self.end_s - self.switch_s)
 
-    def reservation(self, job: Job, region: str, now: float) -> Reservation:
+    def reservation(self, job: DeadlineJob, region: str, now: float) -> Reservation:
         total = self.device_seconds(now)
         if self.shares is not None and self.times is not None:
             keep = np.flatnonzero(np.diff(self.shares, prepend=-1))
@@ -95,7 +95,7 @@ class Holding:
 class Book:
     """Free capacity of one region over time, and what is held of it. Times ascend; the last step has no end."""
 
-    def __init__(self, now: float, capacity: Capacity, points: Sequence[float] = ()) -> None:
+    def __init__(self, now: float, capacity: DeviceCapacity, points: Sequence[float] = ()) -> None:
         changes = [(at, devices) for at, devices in capacity.changes if at > now]
         past = [devices for at, devices in capacity.changes if at <= now]
         self.now = now

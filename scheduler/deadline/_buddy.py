@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Placed:
+class BuddyPlacement:
     """The answer to a request for devices."""
 
     begin: int
@@ -41,7 +41,7 @@ class Buddy:
     def release(self, job: str) -> None:
         del self.blocks[job]
 
-    def place(self, job: str, size: int) -> Placed:
+    def place(self, job: str, size: int) -> BuddyPlacement:
         """Give a job an aligned block, moving others where it must be."""
         if size < 1 or size & (size - 1) or job in self.blocks:
             raise ValueError(f"no block of {size} for {job}")
@@ -50,7 +50,7 @@ class Buddy:
         moved: dict[str, None] = {}
         begin = self._room(size, moved, ())
         self.blocks[job] = (begin, size)
-        return Placed(begin, tuple(moved))
+        return BuddyPlacement(begin, tuple(moved))
 
     def _room(self, size: int, moved: dict[str, None], barred: tuple[tuple[int, int], ...]) -> int:
         """First device of an empty block of `size` outside the `barred` ranges, made where there is none."""

@@ -17,7 +17,7 @@ _FIT_ROUNDS = 4
 
 
 @dataclass(frozen=True)
-class Curve:
+class SpeedCurve:
     """Measured speed by number of devices; only levels that are faster than every smaller one.
 
     Nothing is promised on a level that is not here: a curve is never read between or beyond its levels. Use
@@ -80,17 +80,17 @@ class Curve:
         """The largest level that fits, by number of free devices, up to the largest level."""
         return np.array([self.fitting(free) for free in range(self.levels[-1] + 1)])
 
-    def capped(self, most: int) -> Curve | None:
+    def capped(self, most: int) -> SpeedCurve | None:
         """The curve up to `most` devices; None: no level is that small."""
         count = bisect_right(self.levels, most)
-        return Curve(self.levels[:count], self.rates[:count]) if count else None
+        return SpeedCurve(self.levels[:count], self.rates[:count]) if count else None
 
-    def scaled(self, factor: float) -> Curve:
+    def scaled(self, factor: float) -> SpeedCurve:
         """The curve of a job that is `factor` times as fast everywhere."""
-        return Curve(self.levels, tuple(rate * factor for rate in self.rates))
+        return SpeedCurve(self.levels, tuple(rate * factor for rate in self.rates))
 
 
-def curve_from_table(rates: Mapping[int, float]) -> Curve | None:
+def curve_from_table(rates: Mapping[int, float]) -> SpeedCurve | None:
     """The Pareto levels of a table of steps a second by devices; None: nothing in it was measured.
 
     A level that is slower than a smaller one is left out, as are those that are blank (nan) or zero.
@@ -101,10 +101,10 @@ def curve_from_table(rates: Mapping[int, float]) -> Curve | None:
         if math.isfinite(rate) and rate > (kept[-1] if kept else 0.0):
             levels.append(level)
             kept.append(rate)
-    return Curve(tuple(levels), tuple(kept)) if levels else None
+    return SpeedCurve(tuple(levels), tuple(kept)) if levels else None
 
 
-def fit_curve(samples: Iterable[tuple[int, float]]) -> Curve | None:
+def fit_curve(samples: Iterable[tuple[int, float]]) -> SpeedCurve | None:
     """A curve from real step times: pairs of devices and seconds a step, several for a level where there are.
 
     The form is Pollux's (OSDI'21, §3.2), with the global batch fixed: a step takes

@@ -6,7 +6,7 @@ import math
 from bisect import insort
 from collections.abc import Mapping
 
-from scheduler.deadline._curve import Curve, curve_from_table
+from scheduler.deadline._curve import SpeedCurve, curve_from_table
 
 _QUANTILE = 0.95
 _ENOUGH = 10
@@ -47,7 +47,7 @@ class Experience:
         seen = self._errors[min(count - 1, int(_QUANTILE * count))]
         return max(seen, self._prior / (1 + count / _ENOUGH))
 
-    def cautious(self, curve: Curve, seen: Mapping[int, float]) -> Curve:
+    def cautious(self, curve: SpeedCurve, seen: Mapping[int, float]) -> SpeedCurve:
         """A curve to promise on: `seen` rates by level where there are any, told ones less the error elsewhere."""
         error = self.curve_error
         if not seen and not error:

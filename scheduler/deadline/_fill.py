@@ -14,8 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from scheduler.deadline._book import Book, Wish
-from scheduler.deadline._curve import Curve
-from scheduler.deadline._model import Capacity, Job, Rules
+from scheduler.deadline._curve import SpeedCurve
+from scheduler.deadline._model import DeadlineJob, DeviceCapacity, Rules
 
 _AS_CHEAP = 1.2
 """A running job keeps its share where that takes at most so many times the least device time: changes disturb."""
@@ -30,14 +30,20 @@ _SOON, _SOON_S = 0.02, 5.0
 otherwise put it off for ever, by less and less."""
 
 
-def _window(job: Job, now: float, rules: Rules, margin: float, reserve_s: float) -> float:
+def _window(job: DeadlineJob, now: float, rules: Rules, margin: float, reserve_s: float) -> float:
     """Time until a job's deadline, less what is kept free of it."""
     window = job.deadline_s - now
     return window - margin * max(0.0, window - rules.grace_s) - reserve_s
 
 
 def wish_of(
-    job: Job, curve: Curve, now: float, rules: Rules, margin: float, reserve_s: float = 0.0, soon: bool = False
+    job: DeadlineJob,
+    curve: SpeedCurve,
+    now: float,
+    rules: Rules,
+    margin: float,
+    reserve_s: float = 0.0,
+    soon: bool = False,
 ) -> Wish:
     """Levels that a job would take with nobody else there; what changes take is in its work.
 
@@ -81,7 +87,7 @@ def wish_of(
     return wish
 
 
-def least_device_seconds(job: Job, curve: Curve, now: float) -> float:
+def least_device_seconds(job: DeadlineJob, curve: SpeedCurve, now: float) -> float:
     """Device seconds with which a job meets its deadline in an empty region; infinite: it cannot."""
     wish = wish_of(job, curve, now, Rules(), 0.0)
     return wish.device_seconds(now) if wish.index < len(curve.ladder[0]) else math.inf
@@ -89,9 +95,9 @@ def least_device_seconds(job: Job, curve: Curve, now: float) -> float:
 
 def fill(
     now: float,
-    capacity: Capacity,
+    capacity: DeviceCapacity,
     region: str,
-    jobs: Sequence[Job],
+    jobs: Sequence[DeadlineJob],
     rules: Rules,
     new: Collection[str] = (),
     uneasy: Mapping[str, bool] | None = None,
@@ -141,7 +147,7 @@ def fill(
     return book, stopped
 
 
-def _wishes(now: float, region: str, jobs: Sequence[Job], rules: Rules, new: Collection[str]) -> list[Wish]:
+def _wishes(now: float, region: str, jobs: Sequence[DeadlineJob], rules: Rules, new: Collection[str]) -> list[Wish]:
     """What all would take; where any change pauses everybody, the pauses of the rises that are planned kept free."""
     cares = [
         (rules.margin, rules.reserve_s) if job.name in new else (rules.kept_margin, rules.kept_reserve_s)
@@ -162,7 +168,7 @@ def _wishes(now: float, region: str, jobs: Sequence[Job], rules: Rules, new: Col
 
 
 def _on_a_grid(
-    now: float, region: str, jobs: Sequence[Job], rules: Rules, cares: Sequence[tuple[float, float]]
+    now: float, region: str, jobs: Sequence[DeadlineJob], rules: Rules, cares: Sequence[tuple[float, float]]
 ) -> list[Wish]:
     """Wishes whose instants lie on a common grid, on the safe side: filling takes time by the number of instants.
 
@@ -192,9 +198,9 @@ def _on_a_grid(
 
 def _fill(
     now: float,
-    capacity: Capacity,
+    capacity: DeviceCapacity,
     region: str,
-    jobs: Sequence[Job],
+    jobs: Sequence[DeadlineJob],
     wishes: Sequence[Wish],
     rules: Rules,
     new: Collection[str],

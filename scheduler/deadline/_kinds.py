@@ -13,9 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from scheduler.deadline._allot import LIVE, _fits, _grow, _more, _take, allot
-from scheduler.deadline._curve import Curve
+from scheduler.deadline._curve import SpeedCurve
 from scheduler.deadline._ledger import Gang, Held
-from scheduler.deadline._model import Capacity, Job, Rules
+from scheduler.deadline._model import DeadlineJob, DeviceCapacity, Rules
 from scheduler.deadline._spot import refuge, spot_share
 
 __all__ = ["Kinds", "allot_kinds"]
@@ -47,8 +47,8 @@ class Kinds:
 
 def allot_kinds(
     now: float,
-    lasting: Mapping[str, Capacity],
-    preemptible: Mapping[str, Capacity],
+    lasting: Mapping[str, DeviceCapacity],
+    preemptible: Mapping[str, DeviceCapacity],
     gangs: Sequence[Gang],
     rules: Rules = LIVE,
     before: Mapping[str, Held] | None = None,
@@ -98,7 +98,7 @@ def _as_seen_there(gang: Gang, there: Mapping[str, int]) -> Gang:
 
 
 def _places(
-    now: float, preemptible: Mapping[str, Capacity], gangs: Sequence[Gang], rules: Rules, barred: set[str]
+    now: float, preemptible: Mapping[str, DeviceCapacity], gangs: Sequence[Gang], rules: Rules, barred: set[str]
 ) -> dict[str, int]:
     """Paces on preemptible workers, before anybody grows."""
     free = {region: capacity.devices for region, capacity in preemptible.items()}
@@ -148,13 +148,13 @@ def _begins_s(held: Held) -> float:
     return next((at for at, pace in zip(held.times, held.paces, strict=False) if pace >= 0), math.inf)
 
 
-def _job(gang: Gang) -> Job:
-    return Job(gang.name, {}, gang.work, gang.deadline_s)
+def _job(gang: Gang) -> DeadlineJob:
+    return DeadlineJob(gang.name, {}, gang.work, gang.deadline_s)
 
 
-def _curve(gang: Gang) -> Curve:
+def _curve(gang: Gang) -> SpeedCurve:
     """By workers in all regions; by number of the pace where two paces take equally many."""
     rates = tuple(pace.rate for pace in gang.paces)
     totals = tuple(sum(pace.workers.values()) for pace in gang.paces)
     ascends = all(a < b for a, b in zip((0, *totals), totals, strict=False))
-    return Curve(totals if ascends else tuple(range(1, len(rates) + 1)), rates)
+    return SpeedCurve(totals if ascends else tuple(range(1, len(rates) + 1)), rates)

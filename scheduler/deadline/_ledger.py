@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.deadline._model import Capacity, Rules
+from scheduler.deadline._model import DeviceCapacity, Rules
 
-__all__ = ["Gang", "Held", "Ledger", "Pace"]
+__all__ = ["Gang", "Held", "StaffingPace", "WorkerLedger"]
 
 _AS_CHEAP = 1.1
 """A running job keeps its pace to its end where that takes at most so many times the least device time."""
@@ -23,7 +23,7 @@ _WORTH_SLOWING = 4.0
 
 
 @dataclass(frozen=True)
-class Pace:
+class StaffingPace:
     """One way to staff all regions of a job, and how fast it is then."""
 
     workers: Mapping[str, int]
@@ -40,7 +40,7 @@ class Gang:
     """
 
     name: str
-    paces: tuple[Pace, ...]
+    paces: tuple[StaffingPace, ...]
     """Ascending in rate, and in no region descending in workers."""
     work: float
     """Rounds left."""
@@ -109,7 +109,7 @@ class Held:
     course: tuple[tuple[float, int], ...] = ()
     """(instant, pace from then on): what it will really have if nothing unforeseen happens, spare workers included.
     Together with those of all others it was played to the end with all pauses, and nobody was late."""
-    ladder: tuple[Pace, ...] = ()
+    ladder: tuple[StaffingPace, ...] = ()
     """What paces and course are indices of: the gang's paces when it was answered. They may be others by now."""
 
     def on(self, gang: Gang) -> Held | None:
@@ -142,10 +142,10 @@ class Held:
         return self.times[-1]
 
 
-class Ledger:
+class WorkerLedger:
     """Free workers by region (rows) over one grid of instants (columns); the last step has no end."""
 
-    def __init__(self, now: float, capacities: Mapping[str, Capacity], points: Sequence[float] = ()) -> None:
+    def __init__(self, now: float, capacities: Mapping[str, DeviceCapacity], points: Sequence[float] = ()) -> None:
         changes = [at for capacity in capacities.values() for at, _ in capacity.changes]
         grid = np.unique(np.array([now, *changes, *(at for at in points if math.isfinite(at))], dtype=float))
         self.now = now
@@ -158,9 +158,9 @@ class Ledger:
             for at, devices in capacity.changes:
                 steps[self.times.searchsorted(at) :] = devices
 
-    def copy(self) -> Ledger:
+    def copy(self) -> WorkerLedger:
         """A ledger to try something in."""
-        other = Ledger.__new__(Ledger)
+        other = WorkerLedger.__new__(WorkerLedger)
         other.now, other.times, other.rows, other.free = self.now, self.times, self.rows, self.free.copy()
         return other
 

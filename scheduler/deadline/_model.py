@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from scheduler.deadline._curve import Curve
+from scheduler.deadline._curve import SpeedCurve
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Overhead:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class DeadlineJob:
     """One job, or the part of one that runs in one region at a time, as it stands now."""
 
     name: str
-    curves: Mapping[str, Curve]
+    curves: Mapping[str, SpeedCurve]
     """By admissible region: where the data may be read, and how fast it runs there."""
     work: float
     """Steps left."""
@@ -54,7 +54,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Capacity:
+class DeviceCapacity:
     """Devices of one region over time, as steps."""
 
     devices: int
@@ -113,7 +113,7 @@ class Reservation:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class DeadlineRefusal:
     """Why a job is not promised its deadline, and what would make a promise possible as things stand."""
 
     job: str

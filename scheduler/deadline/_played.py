@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from scheduler.deadline._course import Course, Going, Ground, Plan, follow
 from scheduler.deadline._ledger import Gang, Held
-from scheduler.deadline._model import Capacity, Rules
+from scheduler.deadline._model import DeviceCapacity, Rules
 
 __all__ = ["as_before", "followed", "levels_held", "on_course"]
 
@@ -36,7 +36,7 @@ def as_before(
 
 def followed(
     now: float,
-    capacities: Mapping[str, Capacity],
+    capacities: Mapping[str, DeviceCapacity],
     gangs: Sequence[Gang],
     paces: Mapping[str, int],
     plans: Mapping[str, Plan],
@@ -63,7 +63,7 @@ def followed(
     return follow(now, room, going, chosen, rules.overhead, ground)
 
 
-def _devices_at(capacity: Capacity, at: float) -> int:
+def _devices_at(capacity: DeviceCapacity, at: float) -> int:
     return [capacity.devices, *(devices for since_s, devices in capacity.changes if since_s <= at)][-1]
 
 

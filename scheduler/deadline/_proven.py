@@ -18,7 +18,7 @@ from scheduler.deadline._admit import admit
 from scheduler.deadline._book import Book, Holding
 from scheduler.deadline._course import Course, Going, Ground, Plan, follow
 from scheduler.deadline._fill import wish_of
-from scheduler.deadline._model import Capacity, Job, Rules
+from scheduler.deadline._model import DeadlineJob, DeviceCapacity, Rules
 from scheduler.deadline._spread import spread
 
 __all__ = ["Proven", "prove"]
@@ -35,7 +35,7 @@ _TIGHTER_S, _TIGHTER = 2.0, 0.05
 class Proven:
     """A decision, and the course that shows that it breaks no promise."""
 
-    promised: tuple[Job, ...]
+    promised: tuple[DeadlineJob, ...]
     """The new jobs that have a promise now, with the deadline that was promised."""
     shares: Mapping[str, int]
     """Devices from now on, by job; who is refused is not there."""
@@ -45,9 +45,9 @@ class Proven:
 
 def prove(
     now: float,
-    capacity: Capacity,
+    capacity: DeviceCapacity,
     region: str,
-    jobs: Sequence[Job],
+    jobs: Sequence[DeadlineJob],
     new: Collection[str] = (),
     rules: Rules | None = None,
     asking: Rules | None = None,
@@ -72,9 +72,9 @@ def prove(
 class _Found:
     """What was tried."""
 
-    promised: tuple[Job, ...]
+    promised: tuple[DeadlineJob, ...]
     course: Course
-    jobs: tuple[Job, ...]
+    jobs: tuple[DeadlineJob, ...]
     """All that would be there."""
     tight: dict[str, float] = field(default_factory=dict)
     """Seconds that plans are shorter than promises, by job."""
@@ -89,9 +89,9 @@ class _Court:
     def __init__(
         self,
         now: float,
-        capacity: Capacity,
+        capacity: DeviceCapacity,
         region: str,
-        jobs: Sequence[Job],
+        jobs: Sequence[DeadlineJob],
         new: Collection[str],
         rules: Rules,
         asking: Rules | None,
@@ -122,7 +122,7 @@ class _Court:
             found = kept if worse else found
         return found.proven(self.now)
 
-    def _without_worst(self, found: _Found) -> list[Job]:
+    def _without_worst(self, found: _Found) -> list[DeadlineJob]:
         """The burst without who is latest in it, or else has the most work."""
         names = {job.name for job in found.promised}
         burst = [job for job in self.asked if job.name in names]
@@ -146,7 +146,7 @@ class _Court:
 
     # --- what is tried
 
-    def _repaired(self, asked: Sequence[Job]) -> _Found:
+    def _repaired(self, asked: Sequence[DeadlineJob]) -> _Found:
         """The plan, drawn up anew with more time for those it makes late."""
         found = self._tried(asked, {}, self.asking)
         for _ in range(_ROUNDS if len(self.jobs) <= _FEW else 0):
@@ -163,7 +163,7 @@ class _Court:
             found = other
         return found
 
-    def _tried(self, asked: Sequence[Job], tight: dict[str, float], asking: Rules) -> _Found:
+    def _tried(self, asked: Sequence[DeadlineJob], tight: dict[str, float], asking: Rules) -> _Found:
         """What ``admit`` and ``spread`` answer."""
         rules = asking if asked else self.rules
         old, burst = _sooner(self.old, tight), _sooner(asked, tight)
@@ -191,7 +191,7 @@ class _Court:
         shares = {job.name: before.level(job.name, self.now) for job in jobs}
         return _Found((), self._follow(jobs, plans, shares), tuple(jobs))
 
-    def _appended(self, new: Sequence[Job]) -> _Found | None:
+    def _appended(self, new: Sequence[DeadlineJob]) -> _Found | None:
         """Newcomers in what the last course leaves free, the others as they are; None where that is too little."""
         kept = self._kept().course
         book, turns = self._left_by(kept), sorted({at for plan in kept.plans.values() for at, _ in plan})
@@ -224,7 +224,7 @@ class _Court:
             book.free[book.times.searchsorted(begin) : book.times.searchsorted(end)] -= level
         return book
 
-    def _there(self, promised: Mapping[str, float]) -> list[Job]:
+    def _there(self, promised: Mapping[str, float]) -> list[DeadlineJob]:
         """Who is there if so many newcomers are promised their deadlines."""
         refused = {job.name for job in self.asked} - set(promised)
         found = []
@@ -238,7 +238,11 @@ class _Court:
         return found
 
     def _follow(
-        self, jobs: Sequence[Job], plans: Mapping[str, Plan], shares: Mapping[str, int], still_s: float = -math.inf
+        self,
+        jobs: Sequence[DeadlineJob],
+        plans: Mapping[str, Plan],
+        shares: Mapping[str, int],
+        still_s: float = -math.inf,
     ) -> Course:
         going = [
             Going(
@@ -254,7 +258,7 @@ def _devices(share: int) -> tuple[int, ...]:
     return (share,)
 
 
-def _sooner(jobs: Sequence[Job], tight: Mapping[str, float]) -> list[Job]:
+def _sooner(jobs: Sequence[DeadlineJob], tight: Mapping[str, float]) -> list[DeadlineJob]:
     """Jobs as they would be if so much less time were left to them."""
     found = []
     for job in jobs:

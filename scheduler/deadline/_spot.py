@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from scheduler.deadline._curve import Curve
-from scheduler.deadline._model import Job, Overhead
+from scheduler.deadline._curve import SpeedCurve
+from scheduler.deadline._model import DeadlineJob, Overhead
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,9 @@ class Refuge:
     """Devices that it then needs; 0: no level meets the deadline any more."""
 
 
-def refuge(job: Job, curve: Curve, now: float, overhead: Overhead, margin: float = 0.03, lost_s: float = 0.0) -> Refuge:
+def refuge(
+    job: DeadlineJob, curve: SpeedCurve, now: float, overhead: Overhead, margin: float = 0.03, lost_s: float = 0.0
+) -> Refuge:
     """When a job must leave preemptible capacity at the latest, and for which share.
 
     Of the levels that still meet the deadline, the one that takes the least device time, all changes in it, and of two
@@ -40,7 +42,7 @@ def refuge(job: Job, curve: Curve, now: float, overhead: Overhead, margin: float
     return best
 
 
-def spot_share(job: Job, curve: Curve, now: float, margin: float = 0.03) -> int:
+def spot_share(job: DeadlineJob, curve: SpeedCurve, now: float, margin: float = 0.03) -> int:
     """Devices on preemptible capacity: the leanest level that would do the work in half of the time left, if one does.
 
     The other half is slack for preemptions; with less than that at the fastest level it takes the fastest.

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from scheduler.deadline._book import Book
-from scheduler.deadline._curve import Curve
-from scheduler.deadline._model import Job, Rules
+from scheduler.deadline._curve import SpeedCurve
+from scheduler.deadline._model import DeadlineJob, Rules
 
 _STICKY = 1.2
 """A level that a job has already counts for so much more."""
@@ -24,7 +24,7 @@ _SIGHT_S = 1800.0
 
 
 @dataclass(frozen=True)
-class Allocation:
+class WorkerShares:
     """Shares from now on."""
 
     shares: Mapping[str, int]
@@ -34,8 +34,12 @@ class Allocation:
 
 
 def spread(
-    book: Book, region: str, promised: Sequence[Job], waiting: Sequence[Job] = (), rules: Rules | None = None
-) -> Allocation:
+    book: Book,
+    region: str,
+    promised: Sequence[DeadlineJob],
+    waiting: Sequence[DeadlineJob] = (),
+    rules: Rules | None = None,
+) -> WorkerShares:
     """Shares of one region: what is reserved, and what is free by marginal return.
 
     `promised` jobs are in `book`; `waiting` ones run on what is left: best effort, and those whose deadline nobody
@@ -52,7 +56,7 @@ def spread(
     everyone = [*promised, *waiting]
     still_s = still_until(book.now, [(job, job.curves[region]) for job in promised], rules)
     if still_s > book.now and _fits(book, everyone) and _can_wait(book, region, promised, still_s, rules):
-        return Allocation({job.name: job.share for job in everyone}, still_s)
+        return WorkerShares({job.name: job.share for job in everyone}, still_s)
     urgent = any(job.share < book.holdings[job.name].share() for job in promised)
     if rules.overhead.everyone and not urgent and _fits(book, everyone):
         running = sum(job.share for job in everyone)
@@ -60,10 +64,10 @@ def spread(
         if small or any(_is_frail(job, job.curves[region], book.now, rules) for job in promised):
             shares = {job.name: job.share for job in everyone}
     wake_s = min((book.holdings[job.name].rises_s(shares[job.name]) for job in promised), default=math.inf)
-    return Allocation(shares, max(wake_s, book.now + _SHORTEST_S))
+    return WorkerShares(shares, max(wake_s, book.now + _SHORTEST_S))
 
 
-def still_until(now: float, jobs: Sequence[tuple[Job, Curve]], rules: Rules) -> float:
+def still_until(now: float, jobs: Sequence[tuple[DeadlineJob, SpeedCurve]], rules: Rules) -> float:
     """Until when nothing should change, as some job will be done soon that can take no more pause; `now`: no need."""
     if not rules.overhead.everyone:
         return now
@@ -78,13 +82,13 @@ def still_until(now: float, jobs: Sequence[tuple[Job, Curve]], rules: Rules) -> 
     return still_s
 
 
-def _is_frail(job: Job, curve: Curve, now: float, rules: Rules) -> bool:
+def _is_frail(job: DeadlineJob, curve: SpeedCurve, now: float, rules: Rules) -> bool:
     """Whether two more pauses would make a job late, even at its fastest; one that is late anyway is not."""
     slack_s = job.deadline_s - max(now, job.ready_s) - job.work / curve.rates[-1]
     return 0 <= slack_s < 2 * rules.overhead.base_s
 
 
-def _can_wait(book: Book, region: str, promised: Sequence[Job], until_s: float, rules: Rules) -> bool:
+def _can_wait(book: Book, region: str, promised: Sequence[DeadlineJob], until_s: float, rules: Rules) -> bool:
     """Whether every job whose share would rise before an instant still meets its deadline if it rises then."""
     for job in promised:
         held = book.holdings[job.name]
@@ -97,7 +101,7 @@ def _can_wait(book: Book, region: str, promised: Sequence[Job], until_s: float, 
     return True
 
 
-def _fits(book: Book, jobs: Sequence[Job]) -> bool:
+def _fits(book: Book, jobs: Sequence[DeadlineJob]) -> bool:
     """Whether everybody can keep what they have: capacity may have gone."""
     held = sum(book.holdings[job.name].share() for job in jobs if job.name in book.holdings)
     return sum(job.share for job in jobs) <= int(book.free[0]) + held
@@ -106,17 +110,17 @@ def _fits(book: Book, jobs: Sequence[Job]) -> bool:
 def _grow(
     book: Book,
     region: str,
-    promised: Sequence[Job],
-    waiting: Sequence[Job],
+    promised: Sequence[DeadlineJob],
+    waiting: Sequence[DeadlineJob],
     rules: Rules,
     free: int,
     shares: dict[str, int],
 ) -> dict[str, float]:
     """Raise shares until nothing is free or nobody gains; returns device seconds gained by the jobs that change."""
-    heap: list[tuple[float, float, str, int, Job]] = []
+    heap: list[tuple[float, float, str, int, DeadlineJob]] = []
     gains: dict[str, float] = {}
 
-    def offer(job: Job) -> None:
+    def offer(job: DeadlineJob) -> None:
         step = _step(book, region, job, shares[job.name], rules)
         if step is not None:
             gain, level = step
@@ -138,12 +142,12 @@ def _grow(
     return gains
 
 
-def _urgency(job: Job) -> float:
+def _urgency(job: DeadlineJob) -> float:
     """Who goes first at an equal return: by deadline; best effort by what its user has had."""
     return job.deadline_s if math.isfinite(job.deadline_s) else 1e15 + job.served_s
 
 
-def _step(book: Book, region: str, job: Job, share: int, rules: Rules) -> tuple[float, int] | None:
+def _step(book: Book, region: str, job: DeadlineJob, share: int, rules: Rules) -> tuple[float, int] | None:
     """The return of a job's next worthwhile level, and that level.
 
     What the change takes is spread over the time that the level lasts: a level that the job has already saves it, any

@@ -11,7 +11,19 @@ from scheduler.pipeline._known import SINGLE, Front, Singles
 from scheduler.pipeline._labels import Mask, ranges
 from scheduler.pipeline._tables import Floats, Ints, Stages, Tables
 
-__all__ = ["ALONE", "BEAT", "BEAT_F", "FILL", "FINISH", "FORWARD", "LEVELS", "NEVER", "OTHER", "Beginnings", "Begun"]
+__all__ = [
+    "ALONE",
+    "BEAT",
+    "BEAT_F",
+    "FILL",
+    "FINISH",
+    "FORWARD",
+    "LEVELS",
+    "NEVER",
+    "OTHER",
+    "Beginnings",
+    "ChainPrefixes",
+]
 
 LEVELS = 48 - 1
 """Steps of a way's rate, each as large as its cheapest function's; what is above the last one is counted as it."""
@@ -32,7 +44,7 @@ TABLES = 7
 
 
 @dataclass(frozen=True, eq=False)
-class Begun:
+class ChainPrefixes:
     """All cuts of the first layers, up to one: by way, number of stages and rate level, in this order, each of some
     sums and maxima at its least. A rate is counted in whole steps, each stage's rounded down."""
 
@@ -42,9 +54,9 @@ class Begun:
     values: Singles
     """(table, row)."""
 
-    def take(self, rows: Ints) -> Begun:
+    def take(self, rows: Ints) -> ChainPrefixes:
         """Some of the rows."""
-        return Begun(self.way[rows], self.stages[rows], self.level[rows], self.values.take(rows, axis=1))
+        return ChainPrefixes(self.way[rows], self.stages[rows], self.level[rows], self.values.take(rows, axis=1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,11 +169,11 @@ class Beginnings:
             most = min(most, problem.most_workers // int(self._tables.degree.min()))
         return most
 
-    def _prefixes(self, every: list[_Arcs]) -> list[Begun]:
+    def _prefixes(self, every: list[_Arcs]) -> list[ChainPrefixes]:
         tables, most = self._tables, max(self._most, 1)
         ways = np.arange(len(tables.ways))
         none = np.zeros(len(ways), dtype=np.int64)
-        found = [Begun(ways, none, none, np.zeros((TABLES, len(ways)), dtype=np.float32))]
+        found = [ChainPrefixes(ways, none, none, np.zeros((TABLES, len(ways)), dtype=np.float32))]
         pool, slowest = _Pool(tables, self._steps, most), np.full(len(ways), BEATS - 1)
         beats = [one.beats[1][one.added[0] < NEVER / 2] for one in every]
         top = max(max(float(some.max(initial=0.0)) for some in beats), 1e-9)
@@ -173,7 +185,7 @@ class Beginnings:
             found.append(begun)
         return found
 
-    def _one_more(self, pool: _Pool, ends: _Ends) -> Begun:
+    def _one_more(self, pool: _Pool, ends: _Ends) -> ChainPrefixes:
         """Every stage that ends before a layer, behind all that may stand in front of it."""
         least = pool.least
         least.fill(NEVER)
@@ -197,9 +209,9 @@ class Beginnings:
             key, values = key[~better], values[:, ~better]
         some, level = np.divmod(key, LEVELS + 1)
         way, before = np.divmod(some, pool.most)
-        return Begun(way, before + 1, level, values)
+        return ChainPrefixes(way, before + 1, level, values)
 
-    def _left(self, at: int, begun: Begun, edges: Singles) -> tuple[Begun, Ints]:
+    def _left(self, at: int, begun: ChainPrefixes, edges: Singles) -> tuple[ChainPrefixes, Ints]:
         """Of beginnings of so many layers, those that the front does not beat whatever comes behind them; and of each,
         how slow a stage may be that comes next, as a step of stages' beats."""
         trial = self._trial(at, begun)
@@ -221,7 +233,7 @@ class Beginnings:
         slowest = np.searchsorted(edges, trial.slowest(rows, fewest.take(rows)), side="right") - 1
         return begun.take(rows), np.maximum(slowest, 0)
 
-    def _trial(self, at: int, begun: Begun) -> _Trial:
+    def _trial(self, at: int, begun: ChainPrefixes) -> _Trial:
         tables, problem, way = self._tables, self._tables.problem, begun.way
         degree, more, busy = (
             part.astype(np.float32).take(way) for part in (tables.degree, tables.count - 1, tables.least_busy)
@@ -252,7 +264,7 @@ class _Trial:
     front: Front
     within: float
     ways: int
-    begun: Begun
+    begun: ChainPrefixes
     more: Singles
     busy: Singles
     rate: Singles
@@ -315,7 +327,7 @@ class _Pool:
         """By number of layers, the stages that may come next, sorted by the layer before which they end; and where
         those begin that end before each."""
 
-    def add(self, begun: Begun, slowest: Ints, arcs: _Arcs, edges: Singles) -> None:
+    def add(self, begun: ChainPrefixes, slowest: Ints, arcs: _Arcs, edges: Singles) -> None:
         """Of the next number of layers; what may come next, and how slow, as a step of the edges."""
         end = self._length + len(begun.way)
         while end > len(self.key):

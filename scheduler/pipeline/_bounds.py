@@ -16,13 +16,13 @@ from scheduler.pipeline._begun import (
     LEVELS,
     OTHER,
     Beginnings,
-    Begun,
+    ChainPrefixes,
 )
 from scheduler.pipeline._known import SINGLE, Front, Singles
 from scheduler.pipeline._labels import Labels, ranges
 from scheduler.pipeline._tables import Floats, Ints, Tables
 
-__all__ = ["Bounds"]
+__all__ = ["LabelBounds"]
 
 PAIRS = 1 << 17
 """Labels times completions, of the coarsest, that are looked at in one go."""
@@ -48,7 +48,7 @@ class _Completions:
     coarsest, where those of each way begin."""
 
 
-class Bounds:
+class LabelBounds:
     """Of one problem: which labels can still get ahead of the front by more than a share."""
 
     def __init__(self, tables: Tables, front: Front, within: float) -> None:
@@ -79,7 +79,7 @@ class Bounds:
         spare = self._front.beats_from(rate, other_usd, self._within) - fill
         return np.where(more > 0, spare / np.maximum(more, 1.0), np.inf)
 
-    def _rates(self, begun: Begun) -> Floats:
+    def _rates(self, begun: ChainPrefixes) -> Floats:
         """USD per second, at least."""
         rates: Floats = self._tables.degree[begun.way] * begun.level.astype(float) * self._begun.unit
         return rates

@@ -35,7 +35,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from scheduler.pipeline._model import MIB, Cut, Hop, Pipeline, Place, Problem, Stage, Way
+from scheduler.pipeline._model import (
+    MIB,
+    Cut,
+    Hop,
+    PipelineOptions,
+    PipelineProblem,
+    Place,
+    PlannedPipeline,
+    PlannedStage,
+)
 
 __all__ = [
     "Transfers",
@@ -56,7 +65,7 @@ ROUNDING = 1e-9
 """Of bytes: what a sum in another order may be off by."""
 
 
-def evaluate(problem: Problem, way: Way, cuts: Sequence[Cut]) -> Pipeline | None:
+def evaluate(problem: PipelineProblem, way: PipelineOptions, cuts: Sequence[Cut]) -> PlannedPipeline | None:
     """The pipeline of some cuts, in order, which must cover all layers; None where a stage does not fit its function.
 
     Raises ValueError where cuts leave layers out, or a cut crosses regions that no hop joins.
@@ -64,7 +73,7 @@ def evaluate(problem: Problem, way: Way, cuts: Sequence[Cut]) -> Pipeline | None
     _check(problem, cuts)
     count = way.micro_batches(problem.batch)
     fill_f = beat_f = fill_b = beat_b = ends = rate = other_usd = 0.0
-    stages: list[Stage] = []
+    stages: list[PlannedStage] = []
     busy = [0.0] * len(problem.places)
     for number, cut in reversed(list(enumerate(cuts))):
         place, size = problem.places[cut.place], problem.places[cut.place].sizes[cut.size]
@@ -85,10 +94,10 @@ def evaluate(problem: Problem, way: Way, cuts: Sequence[Cut]) -> Pipeline | None
         other_usd += _requests_usd(problem, way, count, cut, after) + _egress_usd(problem, cut, after)
         stages.insert(0, stage)
     seconds = max(fill_f + (count - 1) * beat_f + ends, *busy)
-    return Pipeline(tuple(stages), way, count, seconds, seconds * rate + other_usd, seconds * rate)
+    return PlannedPipeline(tuple(stages), way, count, seconds, seconds * rate + other_usd, seconds * rate)
 
 
-def held_bytes(problem: Problem, way: Way, cut: Cut, from_end: int) -> float:
+def held_bytes(problem: PipelineProblem, way: PipelineOptions, cut: Cut, from_end: int) -> float:
     """What a worker of a stage holds at most; `from_end` counts the stages from it to the end, itself included.
 
     Parameters, their gradients and the optimiser's state, what merging needs, the activations of the micro-batches
@@ -107,12 +116,12 @@ def held_bytes(problem: Problem, way: Way, cut: Cut, from_end: int) -> float:
     return profile.base_mb * MIB + copies * parameters + way.micro_batch * (kept + lanes)
 
 
-def _parameter_bytes(problem: Problem, cut: Cut) -> int:
+def _parameter_bytes(problem: PipelineProblem, cut: Cut) -> int:
     sizes = problem.profile.sums.parameter_bytes
     return sizes[cut.last + 1] - sizes[cut.first]
 
 
-def _compute_seconds(problem: Problem, way: Way, cut: Cut) -> tuple[float, float]:
+def _compute_seconds(problem: PipelineProblem, way: PipelineOptions, cut: Cut) -> tuple[float, float]:
     """Forward and backward pass of one micro-batch, at speed 1."""
     sums = problem.profile.sums
     forward, backward = (
@@ -122,18 +131,18 @@ def _compute_seconds(problem: Problem, way: Way, cut: Cut) -> tuple[float, float
     return forward, backward
 
 
-def _update_seconds(problem: Problem, cut: Cut) -> float:
+def _update_seconds(problem: PipelineProblem, cut: Cut) -> float:
     """The optimiser's step, at speed 1."""
     sums = problem.profile.sums.update_s
     return sums[cut.last + 1] - sums[cut.first]
 
 
-def input_bytes(problem: Problem, first: int) -> int:
+def input_bytes(problem: PipelineProblem, first: int) -> int:
     """Of one sample, as a stage that begins with this layer gets it."""
     return problem.profile.layers[first - 1].output_bytes if first else problem.profile.input_bytes
 
 
-def hop_between(problem: Problem, source: int, destination: int) -> Hop | None:
+def hop_between(problem: PipelineProblem, source: int, destination: int) -> Hop | None:
     """Between two places; free within a region. None: there is none."""
     a, b = problem.places[source].name, problem.places[destination].name
     return _HERE if a == b else problem.hops.get((a, b))
@@ -182,7 +191,7 @@ def exposed_seconds(
 def exposed_apart_seconds(
     size_bytes: float, first_bytes: float, degree: int, place: Place, bandwidth: float, backward_s: float, late_s: float
 ) -> float:
-    """The same where what the first layers give is merged as a vector of its own (``Problem.merges_apart``).
+    """The same where what the first layers give is merged as a vector of its own (``PipelineProblem.merges_apart``).
 
     ``late_s``: of the last backward pass, what goes through layers that are whole in it. When that begins, all others'
     parts of the rest's last chunk are still to come to its owner, and of the merged chunks those for which the pass had
@@ -208,7 +217,7 @@ def late_bytes(size_bytes: float, first_bytes: float, degree: int) -> float:
     return max(first_bytes, size_bytes / degree)
 
 
-def core_seconds(problem: Problem, way: Way, cut: Cut, sides: int) -> float:
+def core_seconds(problem: PipelineProblem, way: PipelineOptions, cut: Cut, sides: int) -> float:
     """What a replica of a stage keeps cores busy with in an iteration; ``sides``: on which it has another stage.
 
     Its layers at a whole core's speed, the optimiser's step, and what goes through the channel.
@@ -221,7 +230,7 @@ def core_seconds(problem: Problem, way: Way, cut: Cut, sides: int) -> float:
     return count * (forward * (2 if cut.rematerialise else 1) + backward) + _update_seconds(problem, cut) + moved
 
 
-def message_core_seconds(problem: Problem, way: Way, cut: Cut) -> tuple[float, float]:
+def message_core_seconds(problem: PipelineProblem, way: PipelineOptions, cut: Cut) -> tuple[float, float]:
     """What one request for a micro-batch's input keeps a core busy, and one for its output; either way."""
     channel, share = problem.places[cut.place].channel, problem.sent_share * way.micro_batch
     entering = share * (input_bytes(problem, cut.first) if cut.first else 0)
@@ -230,7 +239,7 @@ def message_core_seconds(problem: Problem, way: Way, cut: Cut) -> tuple[float, f
     return each + entering * byte, each + leaving * byte
 
 
-def merge_core_seconds(problem: Problem, way: Way, cut: Cut) -> float:
+def merge_core_seconds(problem: PipelineProblem, way: PipelineOptions, cut: Cut) -> float:
     """The same of a replica's merge: as many requests as are paid for, one put of each part, and of all but the own one
     two gets."""
     channel, d = problem.places[cut.place].channel, way.degree
@@ -241,7 +250,7 @@ def merge_core_seconds(problem: Problem, way: Way, cut: Cut) -> float:
     return requests * channel.request_core_s + sent * channel.byte_core_s
 
 
-def _check(problem: Problem, cuts: Sequence[Cut]) -> None:
+def _check(problem: PipelineProblem, cuts: Sequence[Cut]) -> None:
     starts = [cut.first for cut in cuts] + [len(problem.profile.layers)]
     if not cuts or starts[0] != 0 or any(cut.last + 1 != after for cut, after in zip(cuts, starts[1:], strict=True)):
         raise ValueError("the stages must cover all layers, each once and in order")
@@ -253,7 +262,9 @@ def _check(problem: Problem, cuts: Sequence[Cut]) -> None:
             raise ValueError(f"no cut may cross from place {cut.place} to place {after.place}")
 
 
-def _stage(problem: Problem, way: Way, cut: Cut, needed: float, entered: bool, left: bool) -> Stage:
+def _stage(
+    problem: PipelineProblem, way: PipelineOptions, cut: Cut, needed: float, entered: bool, left: bool
+) -> PlannedStage:
     place, size = problem.places[cut.place], problem.places[cut.place].sizes[cut.size]
     forward, backward = (alone / size.speed for alone in _compute_seconds(problem, way, cut))
     merged = problem.merged_share * _parameter_bytes(problem, cut)
@@ -265,7 +276,7 @@ def _stage(problem: Problem, way: Way, cut: Cut, needed: float, entered: bool, l
             merge_s = exposed_apart_seconds(merged, first, way.degree, place, size.bandwidth, backward, late)
         else:
             merge_s = exposed_seconds(merged, first, way.degree, place, size.bandwidth, backward)
-    return Stage(
+    return PlannedStage(
         first=cut.first,
         last=cut.last,
         place=place.name,
@@ -280,7 +291,7 @@ def _stage(problem: Problem, way: Way, cut: Cut, needed: float, entered: bool, l
     )
 
 
-def _late_seconds(problem: Problem, way: Way, cut: Cut) -> float:
+def _late_seconds(problem: PipelineProblem, way: PipelineOptions, cut: Cut) -> float:
     """Backward pass of the first layers that are whole in what is merged apart, at speed 1."""
     first = problem.profile.layers[cut.first].parameter_bytes
     late = late_bytes(float(_parameter_bytes(problem, cut)), float(first), way.degree)
@@ -308,7 +319,7 @@ class Transfers:
     """The same of the gradient, from the stage behind."""
 
 
-def transfers(problem: Problem, way: Way, cut: Cut, after: Cut | None) -> Transfers:
+def transfers(problem: PipelineProblem, way: PipelineOptions, cut: Cut, after: Cut | None) -> Transfers:
     """``after``: the stage behind it; None: it is the last."""
     channel, width = problem.places[cut.place].channel, problem.places[cut.place].sizes[cut.size].bandwidth
     up, down = channel.up_bytes_per_s * width, channel.down_bytes_per_s * width
@@ -326,7 +337,9 @@ def transfers(problem: Problem, way: Way, cut: Cut, after: Cut | None) -> Transf
     return Transfers(get, give, put, back, over, away)
 
 
-def _lanes(problem: Problem, way: Way, cut: Cut, after: Cut | None, stage: Stage) -> tuple[list[float], list[float]]:
+def _lanes(
+    problem: PipelineProblem, way: PipelineOptions, cut: Cut, after: Cut | None, stage: PlannedStage
+) -> tuple[list[float], list[float]]:
     """Seconds of one micro-batch in each lane that a stage uses, and in the hop after it: forward, backward."""
     takes = transfers(problem, way, cut, after)
     forward, backward = [stage.forward_s], [stage.backward_s]
@@ -342,7 +355,7 @@ def _lanes(problem: Problem, way: Way, cut: Cut, after: Cut | None, stage: Stage
     return forward, backward
 
 
-def _requests_usd(problem: Problem, way: Way, count: int, cut: Cut, after: Cut | None) -> float:
+def _requests_usd(problem: PipelineProblem, way: PipelineOptions, count: int, cut: Cut, after: Cut | None) -> float:
     sides = (cut.first > 0) + (after is not None)
     passed, d = sides * way.degree * count, way.degree
     merged = (d * d, 2 * d * (d - 1)) if d > 1 else (0, 0)
@@ -351,7 +364,7 @@ def _requests_usd(problem: Problem, way: Way, count: int, cut: Cut, after: Cut |
     return puts * channel.put_usd + gets * channel.get_usd
 
 
-def _egress_usd(problem: Problem, cut: Cut, after: Cut | None) -> float:
+def _egress_usd(problem: PipelineProblem, cut: Cut, after: Cut | None) -> float:
     if after is None:
         return 0.0
     there, back = hop_between(problem, cut.place, after.place), hop_between(problem, after.place, cut.place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scheduler.pipeline._evaluate import held_bytes
-from scheduler.pipeline._model import MIB, Cut, Pipeline, Problem, Stage
+from scheduler.pipeline._model import MIB, Cut, PipelineProblem, PlannedPipeline, PlannedStage
 
 __all__ = ["cuts_of", "explain"]
 
@@ -17,7 +17,7 @@ BUSY = 0.5
 """Of an iteration, what cores that functions share must have to do for that to be worth saying."""
 
 
-def explain(problem: Problem, plan: Pipeline) -> tuple[str, ...]:
+def explain(problem: PipelineProblem, plan: PlannedPipeline) -> tuple[str, ...]:
     """One sentence about how all run, then two for each stage: what it holds, and why it ends there."""
     way = plan.way
     order = "all forward passes before all backward passes" if way.order == "gpipe" else "one forward, one backward"
@@ -44,7 +44,7 @@ def explain(problem: Problem, plan: Pipeline) -> tuple[str, ...]:
     return tuple(said)
 
 
-def cuts_of(problem: Problem, plan: Pipeline) -> tuple[Cut, ...]:
+def cuts_of(problem: PipelineProblem, plan: PlannedPipeline) -> tuple[Cut, ...]:
     """A pipeline's stages as decisions. A place that stands twice is taken at its first possible position."""
     cuts, place = [], 0
     for stage in plan.stages:
@@ -57,7 +57,7 @@ def cuts_of(problem: Problem, plan: Pipeline) -> tuple[Cut, ...]:
     return tuple(cuts)
 
 
-def _room(problem: Problem, plan: Pipeline, cuts: Sequence[Cut], number: int) -> str:
+def _room(problem: PipelineProblem, plan: PlannedPipeline, cuts: Sequence[Cut], number: int) -> str:
     """What one layer more would take, or what a smaller function would not hold."""
     cut = cuts[number]
     sizes = problem.places[cut.place].sizes
@@ -74,7 +74,7 @@ def _room(problem: Problem, plan: Pipeline, cuts: Sequence[Cut], number: int) ->
     return "memory would allow others, balance and price decide"
 
 
-def _cut(problem: Problem, stage: Stage, after: Stage) -> str:
+def _cut(problem: PipelineProblem, stage: PlannedStage, after: PlannedStage) -> str:
     layers = problem.profile.layers
     own = layers[stage.last].output_bytes
     around = range(max(stage.first, stage.last - NEIGHBOURS), min(after.last, stage.last + 1 + NEIGHBOURS))
@@ -86,11 +86,11 @@ def _cut(problem: Problem, stage: Stage, after: Stage) -> str:
     return said + (f", and it crosses from {stage.place} to {after.place}" if stage.place != after.place else "")
 
 
-def _layers(stage: Stage) -> str:
+def _layers(stage: PlannedStage) -> str:
     return f"layers {stage.first}-{stage.last}"
 
 
-def _seconds(stage: Stage) -> str:
+def _seconds(stage: PlannedStage) -> str:
     return f"{stage.forward_s + stage.backward_s:.2g} s"
 
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from scheduler.pipeline._evaluate import evaluate, held_bytes
-from scheduler.pipeline._model import MIB, Cut, NothingFitsError, Pipeline, Problem, Way
+from scheduler.pipeline._model import MIB, Cut, NothingFitsError, PipelineOptions, PipelineProblem, PlannedPipeline
 from scheduler.pipeline._search import search
 
 __all__ = ["cheapest", "fastest", "front", "uniform", "ways_of"]
 
 
-def front(problem: Problem, within: float = 0.0) -> tuple[Pipeline, ...]:
+def front(problem: PipelineProblem, within: float = 0.0) -> tuple[PlannedPipeline, ...]:
     """All pipelines that no other one beats in both seconds and USD of an iteration, the fastest first.
 
     Over all cuts, places and memory of each stage, degrees, micro-batches and orders; of pipelines that are equal in
@@ -32,24 +32,24 @@ def front(problem: Problem, within: float = 0.0) -> tuple[Pipeline, ...]:
     return best_of(plan for plan in plans if plan is not None)
 
 
-def cheapest(plans: Sequence[Pipeline], within_seconds: float) -> Pipeline | None:
+def cheapest(plans: Sequence[PlannedPipeline], within_seconds: float) -> PlannedPipeline | None:
     """Of a front, the cheapest whose iteration takes no longer."""
     return min((plan for plan in plans if plan.seconds <= within_seconds), key=lambda plan: plan.usd, default=None)
 
 
-def fastest(plans: Sequence[Pipeline], within_usd: float) -> Pipeline | None:
+def fastest(plans: Sequence[PlannedPipeline], within_usd: float) -> PlannedPipeline | None:
     """Of a front, the fastest whose iteration costs no more."""
     return min((plan for plan in plans if plan.usd <= within_usd), key=lambda plan: plan.seconds, default=None)
 
 
-def uniform(problem: Problem) -> tuple[Pipeline, ...]:
+def uniform(problem: PipelineProblem) -> tuple[PlannedPipeline, ...]:
     """The front of what FuncPipe's published set-up comes to, whose planner was not published: the baseline.
 
     GPipe order, stages of as equal a number of layers as can be, one memory size for all, in the first place, nothing
     computed again; over the number of stages, sizes, degrees and micro-batches.
     """
     length, sizes = len(problem.profile.layers), problem.places[0].sizes
-    found: list[Pipeline] = []
+    found: list[PlannedPipeline] = []
     for way in (way for way in ways_of(problem) if way.order == "gpipe"):
         for stages in range(1, length + 1):
             if problem.stages not in (None, stages):
@@ -64,28 +64,30 @@ def uniform(problem: Problem) -> tuple[Pipeline, ...]:
     return best_of(found)
 
 
-def best_of(plans: Iterable[Pipeline]) -> tuple[Pipeline, ...]:
+def best_of(plans: Iterable[PlannedPipeline]) -> tuple[PlannedPipeline, ...]:
     """Those that no other one beats, the fastest first."""
-    best: list[Pipeline] = []
+    best: list[PlannedPipeline] = []
     for plan in sorted(plans, key=lambda plan: (plan.seconds, plan.usd, len(plan.stages))):
         if not best or plan.usd < best[-1].usd:
             best.append(plan)
     return tuple(best)
 
 
-def ways_of(problem: Problem) -> tuple[Way, ...]:
+def ways_of(problem: PipelineProblem) -> tuple[PipelineOptions, ...]:
     """All degrees, micro-batches and orders that are tried."""
     found = []
     for degree in sorted({degree for degree in problem.degrees if degree <= problem.batch}):
         share = -(-problem.batch // degree)
         sizes = problem.micro_batches or [size for size in range(1, share + 1) if share % size == 0]
         found += [
-            Way(degree, size, order) for size in sorted({min(share, s) for s in sizes}) for order in problem.orders
+            PipelineOptions(degree, size, order)
+            for size in sorted({min(share, s) for s in sizes})
+            for order in problem.orders
         ]
     return tuple(found)
 
 
-def _why_not(problem: Problem) -> str:
+def _why_not(problem: PipelineProblem) -> str:
     """The first layer that fits no function alone, whatever the way; or what else is in the way."""
     roomiest = [
         (size.memory_mb, p, s) for p, place in enumerate(problem.places) for s, size in enumerate(place.sizes)

@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearCost:
     """Seconds by samples: what a micro-batch costs at all, and what each of its samples adds."""
 
     base_s: float
@@ -35,25 +35,25 @@ class Layer:
     """Per sample: what the forward pass keeps for the backward pass."""
     output_bytes: int
     """Per sample; the gradient that comes back is as large."""
-    forward: Line
-    backward: Line
+    forward: LinearCost
+    backward: LinearCost
     update_s: float = 0.0
     """The optimiser's step, once an iteration."""
 
 
 @dataclass(frozen=True)
-class Sums:
+class PrefixSums:
     """Of the first layers of a chain, by how many: from none to all."""
 
     parameter_bytes: tuple[int, ...]
     activation_bytes: tuple[int, ...]
-    forward: tuple[Line, ...]
-    backward: tuple[Line, ...]
+    forward: tuple[LinearCost, ...]
+    backward: tuple[LinearCost, ...]
     update_s: tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Profile:
+class LayerProfile:
     """A model as a chain of layers."""
 
     layers: tuple[Layer, ...]
@@ -65,9 +65,9 @@ class Profile:
     """What a worker takes in memory before it has a layer, and what is kept free (FuncPipe keeps 200 MB)."""
 
     @cached_property
-    def sums(self) -> Sums:
+    def sums(self) -> PrefixSums:
         """What a stage's layers come to is the difference of two, however many they are."""
-        return Sums(
+        return PrefixSums(
             tuple(accumulate((layer.parameter_bytes for layer in self.layers), initial=0)),
             tuple(accumulate((layer.activation_bytes for layer in self.layers), initial=0)),
             _lines(layer.forward for layer in self.layers),
@@ -76,11 +76,11 @@ class Profile:
         )
 
 
-def _lines(lines: Iterable[Line]) -> tuple[Line, ...]:
-    def added(a: Line, b: Line) -> Line:
-        return Line(a.base_s + b.base_s, a.sample_s + b.sample_s)
+def _lines(lines: Iterable[LinearCost]) -> tuple[LinearCost, ...]:
+    def added(a: LinearCost, b: LinearCost) -> LinearCost:
+        return LinearCost(a.base_s + b.base_s, a.sample_s + b.sample_s)
 
-    return tuple(accumulate(lines, added, initial=Line(0.0, 0.0)))
+    return tuple(accumulate(lines, added, initial=LinearCost(0.0, 0.0)))
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class FunctionSize:
 
 
 @dataclass(frozen=True)
-class Channel:
+class StageChannel:
     """One function's use of the store that stages exchange tensors through."""
 
     put_s: float
@@ -121,7 +121,7 @@ class Place:
 
     name: str
     sizes: tuple[FunctionSize, ...]
-    channel: Channel
+    channel: StageChannel
     cores: float = 0.0
     """That all functions here share; 0: each has its own."""
 
@@ -137,10 +137,10 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Problem:
+class PipelineProblem:
     """What is to be planned."""
 
-    profile: Profile
+    profile: LayerProfile
     batch: int
     """Samples of one iteration, over all replicas."""
     places: tuple[Place, ...]
@@ -176,7 +176,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Way:
+class PipelineOptions:
     """What all stages of a pipeline have in common."""
 
     degree: int
@@ -204,7 +204,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PlannedStage:
     """Consecutive layers in functions of one size."""
 
     first: int
@@ -229,11 +229,11 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PlannedPipeline:
     """One way to run the model, and what an iteration of it takes."""
 
-    stages: tuple[Stage, ...]
-    way: Way
+    stages: tuple[PlannedStage, ...]
+    way: PipelineOptions
     micro_batches: int
     """Of one replica in one iteration."""
     seconds: float

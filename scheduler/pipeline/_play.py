@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from scheduler.pipeline._evaluate import merge_core_seconds, message_core_seconds, transfers
 from scheduler.pipeline._explain import cuts_of
-from scheduler.pipeline._model import Pipeline, Problem, Way
+from scheduler.pipeline._model import PipelineOptions, PipelineProblem, PlannedPipeline
 
 __all__ = ["played"]
 
@@ -38,7 +38,7 @@ class _Task:
     """That all replicas take together while it keeps one busy."""
 
 
-def played(problem: Problem, plan: Pipeline) -> Pipeline:
+def played(problem: PipelineProblem, plan: PlannedPipeline) -> PlannedPipeline:
     """The same pipeline with the seconds of its schedule, and what follows from them in USD.
 
     All replicas of a stage run alike, and all micro-batches are equal. Without shared cores GPipe's seconds are those
@@ -50,7 +50,7 @@ def played(problem: Problem, plan: Pipeline) -> Pipeline:
     return replace(plan, seconds=seconds, usd=plan.usd - plan.function_usd + function_usd, function_usd=function_usd)
 
 
-def _passes(way: Way, stage: int, stages: int, count: int) -> Iterator[tuple[str, int]]:
+def _passes(way: PipelineOptions, stage: int, stages: int, count: int) -> Iterator[tuple[str, int]]:
     """Of one stage, in order: "F" and "B", each with its micro-batch."""
     ahead = count if way.order == "gpipe" else min(count, stages - stage)
     yield from (("F", number) for number in range(ahead))
@@ -60,7 +60,7 @@ def _passes(way: Way, stage: int, stages: int, count: int) -> Iterator[tuple[str
             yield "F", ahead + number
 
 
-def _tasks(problem: Problem, plan: Pipeline) -> dict[_Name, _Task]:
+def _tasks(problem: PipelineProblem, plan: PlannedPipeline) -> dict[_Name, _Task]:
     """In each lane in its order. "get" and "put" are of activations, "back" and "return" of gradients."""
     way, count, end = plan.way, plan.micro_batches, len(plan.stages) - 1
     cuts, tasks = cuts_of(problem, plan), dict[_Name, _Task]()

@@ -26,11 +26,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from scheduler.pipeline._bounds import Bounds
+from scheduler.pipeline._bounds import LabelBounds
 from scheduler.pipeline._evaluate import evaluate
 from scheduler.pipeline._known import Front
 from scheduler.pipeline._labels import Labels, Mask, ends_of, groups, joined, seconds_of, undominated
-from scheduler.pipeline._model import Cut, Layer, Line, Problem, Way
+from scheduler.pipeline._model import Cut, Layer, LinearCost, PipelineOptions, PipelineProblem
 from scheduler.pipeline._tables import Floats, Ints, Stages, Tables
 
 __all__ = ["search"]
@@ -49,18 +49,18 @@ NEAR = 2
 ROUGH = 0.02
 """Share within which these are found."""
 
-Found = list[tuple[Way, tuple[Cut, ...]]]
+Found = list[tuple[PipelineOptions, tuple[Cut, ...]]]
 
 
-def search(problem: Problem, ways: Sequence[Way], within: float = 0.0) -> Found:
+def search(problem: PipelineProblem, ways: Sequence[PipelineOptions], within: float = 0.0) -> Found:
     """The ways and cuts on the front of seconds and USD of an iteration, the fastest first; one for each point.
 
     ``within``: for every pipeline, one is found that takes at most 1 + within times its seconds and its USD. 0: exact.
     """
     tables, front = Tables(problem, ways), Front()
-    passes: list[Callable[[int], tuple[Way, tuple[Cut, ...]]]] = []
+    passes: list[Callable[[int], tuple[PipelineOptions, tuple[Cut, ...]]]] = []
 
-    def go(bounds: Bounds, choose: Choice, near: Mask | None = None) -> None:
+    def go(bounds: LabelBounds, choose: Choice, near: Mask | None = None) -> None:
         labels = _pass(tables, bounds, front, choose, near)
         passes.append(partial(_cuts, tables, labels))
 
@@ -80,15 +80,15 @@ def search(problem: Problem, ways: Sequence[Way], within: float = 0.0) -> Found:
         passes.append(known.__getitem__)
     if len(front.seconds) == 1:
         # Too short for a shorter chain, or no two layers fit a function together.
-        go(Bounds(tables, front, max(within, ROUGH)), partial(_few, tables, FEW))
-    bounds, least = Bounds(tables, front, within), partial(_undominated, tables)
+        go(LabelBounds(tables, front, max(within, ROUGH)), partial(_few, tables, FEW))
+    bounds, least = LabelBounds(tables, front, within), partial(_undominated, tables)
     if length > FEWEST_LAYERS:
         go(bounds, least, _near(tables, best()))
     go(bounds, least)
     return best()
 
 
-def _of_shorter(problem: Problem, ways: Sequence[Way], length: int, within: float) -> Found:
+def _of_shorter(problem: PipelineProblem, ways: Sequence[PipelineOptions], length: int, within: float) -> Found:
     """Pipelines of the same model whose layers are taken together, a few at a time, so that it has so many."""
     layers = problem.profile.layers
     ends = [len(layers) * number // length for number in range(length + 1)]
@@ -109,8 +109,8 @@ def _as_one(layers: Sequence[Layer]) -> Layer:
         sum(layer.parameter_bytes for layer in layers),
         sum(layer.activation_bytes for layer in layers),
         layers[-1].output_bytes,
-        Line(sum(layer.forward.base_s for layer in layers), sum(layer.forward.sample_s for layer in layers)),
-        Line(sum(layer.backward.base_s for layer in layers), sum(layer.backward.sample_s for layer in layers)),
+        LinearCost(sum(layer.forward.base_s for layer in layers), sum(layer.forward.sample_s for layer in layers)),
+        LinearCost(sum(layer.backward.base_s for layer in layers), sum(layer.backward.sample_s for layer in layers)),
         sum(layer.update_s for layer in layers),
     )
 
@@ -126,7 +126,7 @@ def _near(tables: Tables, known: Found) -> Mask:
     return near
 
 
-def _pass(tables: Tables, bounds: Bounds, front: Front, choose: Choice, near: Mask | None) -> Labels:
+def _pass(tables: Tables, bounds: LabelBounds, front: Front, choose: Choice, near: Mask | None) -> Labels:
     """All labels, or those of stages that are near; what is known of the front grows."""
     labels = ends_of(bounds.possible, bounds.slowest, tables.length, len(tables.problem.places) - 1)
     for first in range(tables.length - 1, -1, -1):
@@ -143,7 +143,7 @@ def _worth(tables: Tables, whole: Labels) -> tuple[Floats, Floats]:
     return seconds, seconds * whole.rate + whole.other_usd
 
 
-def _extended(tables: Tables, bounds: Bounds, labels: Labels, stages: Stages, near: Mask | None) -> Labels:
+def _extended(tables: Tables, bounds: LabelBounds, labels: Labels, stages: Stages, near: Mask | None) -> Labels:
     """Every label with every stage in front of it that begins with a layer, fits, and may be there."""
     problem, first = tables.problem, stages.first
     rows = None if near is None else np.flatnonzero(near[labels.way, first, labels.first])
@@ -260,7 +260,7 @@ def _few(tables: Tables, few: int, labels: Labels, _raised: Labels) -> Labels:
     return labels.take(np.unique(np.concatenate(best)))
 
 
-def _cuts(tables: Tables, labels: Labels, row: int) -> tuple[Way, tuple[Cut, ...]]:
+def _cuts(tables: Tables, labels: Labels, row: int) -> tuple[PipelineOptions, tuple[Cut, ...]]:
     way, cuts = tables.ways[labels.way[row]], []
     while labels.before[row] >= 0:
         before = int(labels.before[row])

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.pipeline._evaluate import hop_between
-from scheduler.pipeline._model import MIB, Line, Problem, Way
+from scheduler.pipeline._model import MIB, LinearCost, PipelineOptions, PipelineProblem
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -54,7 +54,7 @@ class Stages:
 class Tables:
     """Of one problem."""
 
-    def __init__(self, problem: Problem, ways: Sequence[Way]) -> None:
+    def __init__(self, problem: PipelineProblem, ways: Sequence[PipelineOptions]) -> None:
         self.problem, self.ways = problem, tuple(ways)
         self.options = [(p, s) for p, place in enumerate(problem.places) for s in range(len(place.sizes))]
         self.place = np.array([p for p, _ in self.options])
@@ -302,5 +302,5 @@ class Tables:
         return found.take(rows.ravel(), axis=1)
 
 
-def _columns(lines: Sequence[Line]) -> tuple[Floats, Floats]:
+def _columns(lines: Sequence[LinearCost]) -> tuple[Floats, Floats]:
     return np.array([line.base_s for line in lines]), np.array([line.sample_s for line in lines])

@@ -7,13 +7,21 @@ from collections import Counter
 from collections.abc import Sequence
 
 from scheduler._residency import may_be
-from scheduler.placement._model import GB, Device, Federation, Job, Outcome, Placement, Shard
+from scheduler.placement._model import (
+    GB,
+    Device,
+    Placement,
+    PlacementFederation,
+    PlacementJob,
+    PlacementOutcome,
+    PlacementShard,
+)
 
 NEAR = 1e-6
 """Relative difference that rounding may make."""
 
 
-def audit(federation: Federation, jobs: Sequence[Job], outcome: Outcome) -> tuple[str, ...]:
+def audit(federation: PlacementFederation, jobs: Sequence[PlacementJob], outcome: PlacementOutcome) -> tuple[str, ...]:
     """What is wrong: residency, a shard not trained on once, capacity, memory, pace, deadline, links, or the bill."""
     wrong = []
     known = {job.name: job for job in jobs}
@@ -31,7 +39,7 @@ def audit(federation: Federation, jobs: Sequence[Job], outcome: Outcome) -> tupl
     return tuple(wrong)
 
 
-def _faults(federation: Federation, job: Job, placement: Placement) -> list[str]:
+def _faults(federation: PlacementFederation, job: PlacementJob, placement: Placement) -> list[str]:
     wrong = []
     shards = {shard.name: shard for shard in job.shards}
     trained = Counter(name for part in placement.partitions for name in part.shards)
@@ -64,7 +72,9 @@ def _faults(federation: Federation, job: Job, placement: Placement) -> list[str]
     return wrong
 
 
-def _sent(federation: Federation, source: str, destination: str, size: int, seconds: float, wrong: list[str]) -> float:
+def _sent(
+    federation: PlacementFederation, source: str, destination: str, size: int, seconds: float, wrong: list[str]
+) -> float:
     """USD of bytes on a link that is to carry them in some seconds."""
     if source == destination or size == 0:
         return 0.0
@@ -75,10 +85,10 @@ def _sent(federation: Federation, source: str, destination: str, size: int, seco
     return size / GB * float(federation.egress_usd_per_gb[way])
 
 
-def _may(federation: Federation, shard: Shard, region: str) -> bool:
+def _may(federation: PlacementFederation, shard: PlacementShard, region: str) -> bool:
     clouds = [federation.regions[federation.index[name]].cloud for name in (region, shard.region)]
     return may_be(shard.residency, shard.region, region, same_cloud=clouds[0] == clouds[1])
 
 
-def _device(federation: Federation, region: str, name: str) -> Device:
+def _device(federation: PlacementFederation, region: str, name: str) -> Device:
     return next(device for device in federation.regions[federation.index[region]].devices if device.name == name)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from scheduler._model import Reason
-from scheduler.placement._choice import Choice, bill_of, placement_of
-from scheduler.placement._model import Federation, Job, Outcome, Placement, Refusal
+from scheduler.placement._choice import PlacementChoice, bill_of, placement_of
+from scheduler.placement._model import Placement, PlacementFederation, PlacementJob, PlacementOutcome, PlacementRefusal
 from scheduler.placement._sites import SLACK, Floats, Need, Sites, need_of, paces_of, sites_of
 
 Part = tuple[int, int, tuple[int, ...]]
@@ -21,7 +21,9 @@ Part = tuple[int, int, tuple[int, ...]]
 Rule = Callable[[Sites, Need, Floats], tuple[Need, list[Part]] | None]
 
 
-def load_power_matching(federation: Federation, jobs: Sequence[Job], *, pace: str = "deadline") -> Outcome:
+def load_power_matching(
+    federation: PlacementFederation, jobs: Sequence[PlacementJob], *, pace: str = "deadline"
+) -> PlacementOutcome:
     """Load-power matching of Cloudless-Training (arXiv 2303.05330): data stays, all regions end an epoch together.
 
     The load power of a region is LP = P / D, what its machines process over the data that is there. With the pace
@@ -35,17 +37,19 @@ def load_power_matching(federation: Federation, jobs: Sequence[Job], *, pace: st
     return _in_order(federation, jobs, rule, any_pace=pace == "cheapest")
 
 
-def greedy(federation: Federation, jobs: Sequence[Job]) -> Outcome:
+def greedy(federation: PlacementFederation, jobs: Sequence[PlacementJob]) -> PlacementOutcome:
     """Data stays, and each region gives everything it has (of its strongest type); all wait for the slowest."""
     return _in_order(federation, jobs, _everything, any_pace=False)
 
 
-def cheapest_single_region(federation: Federation, jobs: Sequence[Job]) -> Outcome:
+def cheapest_single_region(federation: PlacementFederation, jobs: Sequence[PlacementJob]) -> PlacementOutcome:
     """All data goes where the job is cheapest, at its cheapest pace; jobs that residency ties to two are refused."""
     return _in_order(federation, jobs, _single, any_pace=True)
 
 
-def _in_order(federation: Federation, jobs: Sequence[Job], rule: Rule, *, any_pace: bool) -> Outcome:
+def _in_order(
+    federation: PlacementFederation, jobs: Sequence[PlacementJob], rule: Rule, *, any_pace: bool
+) -> PlacementOutcome:
     sites = sites_of(federation)
     left = sites.units.copy()
     placements: list[Placement] = []
@@ -59,19 +63,19 @@ def _in_order(federation: Federation, jobs: Sequence[Job], rule: Rule, *, any_pa
         )
         if placement is None:
             reason = Reason("INADMISSIBLE", f"the rule finds no place for {job.name}", "use `place`")
-            refusals.append(Refusal(job.name, (reason,)))
+            refusals.append(PlacementRefusal(job.name, (reason,)))
             continue
         placements.append(placement)
         for site, units, _ in parts:
             left[site] -= units
-    return Outcome(tuple(placements), tuple(refusals))
+    return PlacementOutcome(tuple(placements), tuple(refusals))
 
 
 def _priced(sites: Sites, need: Need, parts: list[Part]) -> Placement | None:
     regions = [int(sites.region[site]) for site, _, _ in parts]
     hub = min(regions, key=lambda region: bill_of(sites, need, region, parts).rounds)
     usd = bill_of(sites, need, hub, parts).usd
-    return placement_of(sites, Choice(need, usd, usd, hub, tuple(parts))) if math.isfinite(usd) else None
+    return placement_of(sites, PlacementChoice(need, usd, usd, hub, tuple(parts))) if math.isfinite(usd) else None
 
 
 def _at_home(sites: Sites, need: Need) -> dict[int, tuple[int, ...]]:

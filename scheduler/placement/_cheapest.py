@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from scheduler.placement import _narrow
-from scheduler.placement._choice import Choice
+from scheduler.placement._choice import PlacementChoice
 from scheduler.placement._narrow import narrowed
 from scheduler.placement._sites import SLACK, Floats, Need, Sites
 from scheduler.placement._split import assembled, barring, best_split, meeting_of, table_of
@@ -33,7 +33,7 @@ THOROUGH = Effort()
 
 def cheapest(
     sites: Sites, paces: Sequence[Need], limit: Floats, scarcity: Floats | None = None, effort: Effort = THOROUGH
-) -> Choice | None:
+) -> PlacementChoice | None:
     """The cheapest placement with at most `limit` units of each site; None: none was found."""
     return priced(sites, paces, limit, scarcity, effort)[0]
 
@@ -44,8 +44,8 @@ def priced(
     limit: Floats,
     scarcity: Floats | None = None,
     effort: Effort = THOROUGH,
-    known: Choice | None = None,
-) -> tuple[Choice | None, float]:
+    known: PlacementChoice | None = None,
+) -> tuple[PlacementChoice | None, float]:
     """The cheapest placement at any pace, and what none can cost less than (infinite: there is none).
 
     `scarcity` [site] is added to the price of a unit, in USD for the whole job: the price of a capacity that other
@@ -63,7 +63,7 @@ def priced(
     return best, bound
 
 
-def at_prices(choice: Choice, scarcity: Floats | None) -> float:
+def at_prices(choice: PlacementChoice, scarcity: Floats | None) -> float:
     """USD of a choice with what its units are worth to others."""
     if scarcity is None:
         return choice.usd
@@ -72,7 +72,7 @@ def at_prices(choice: Choice, scarcity: Floats | None) -> float:
 
 def _paced(
     sites: Sites, need: Need, limit: Floats, scarcity: Floats | None, effort: Effort, ceiling: float
-) -> tuple[Choice | None, float]:
+) -> tuple[PlacementChoice | None, float]:
     """At one pace; what costs `ceiling` or more need not be found."""
     if need.nowhere:
         return None, math.inf
@@ -83,7 +83,7 @@ def _paced(
     table = table_of(sites, need, limit, unit_usd)
     if table is None:
         return None, math.inf
-    best: Choice | None = None
+    best: PlacementChoice | None = None
     bound = math.inf
     if len(table.regions) > _narrow.WIDE and need.free:
         table, best, bound = narrowed(sites, need, table, limit, unit_usd, ceiling, effort.regions)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler.placement._model import GB, Bill, Partition, Placement
+from scheduler.placement._model import GB, Bill, PlacedPart, Placement
 from scheduler.placement._sites import Floats, Ints, Need, Sites
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class PlacementChoice:
     """A placement of one job, as places in the arrays."""
 
     need: Need
@@ -66,7 +66,7 @@ def bill_of(sites: Sites, need: Need, hub: int, parts: list[tuple[int, int, tupl
     return Bill(compute, servers, copies, rounds)
 
 
-def placement_of(sites: Sites, choice: Choice) -> Placement:
+def placement_of(sites: Sites, choice: PlacementChoice) -> Placement:
     """A choice in words."""
     need, regions = choice.need, sites.federation.regions
     job = need.job
@@ -76,7 +76,7 @@ def placement_of(sites: Sites, choice: Choice) -> Placement:
         device = regions[at].devices[site - sites.own(at).start]
         names = tuple(sorted(job.shards[shard].name for shard in shards))
         samples = sum(job.shards[shard].samples for shard in shards)
-        partitions.append(Partition(regions[at].name, device.name, units, names, samples))
+        partitions.append(PlacedPart(regions[at].name, device.name, units, names, samples))
     return Placement(
         job=job.name,
         partitions=tuple(sorted(partitions, key=lambda part: part.region)),

@@ -10,11 +10,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from scheduler.placement._choice import Choice, copy_usd, rounds_usd
+from scheduler.placement._choice import PlacementChoice, copy_usd, rounds_usd
 from scheduler.placement._sites import SLACK, Floats, Need, Sites
 
 
-def elsewhere(sites: Sites, choice: Choice, limit: Floats, scarcity: Floats, most: int) -> list[Choice]:
+def elsewhere(
+    sites: Sites, choice: PlacementChoice, limit: Floats, scarcity: Floats, most: int
+) -> list[PlacementChoice]:
     """For each partition without pinned shards the cheapest sites in other regions, at most so many.
 
     `limit` and `scarcity` [site] are what the choice was priced with. If the hub's partition moves, the hub does.
@@ -49,7 +51,7 @@ def elsewhere(sites: Sites, choice: Choice, limit: Floats, scarcity: Floats, mos
     return found
 
 
-def _by_region(sites: Sites, choice: Choice, here: int, shards: tuple[int, ...]) -> Floats:
+def _by_region(sites: Sites, choice: PlacementChoice, here: int, shards: tuple[int, ...]) -> Floats:
     """[region] USD of the partition that is `here` without its machines, if it were there; infinite: it may not."""
     need, regions = choice.need, np.arange(len(sites.egress))
     usd = sites.server_usd_per_hour * need.hours

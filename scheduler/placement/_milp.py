@@ -23,17 +23,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler.placement._choice import Choice, bill_of, copy_usd, rounds_usd
+from scheduler.placement._choice import PlacementChoice, bill_of, copy_usd, rounds_usd
 from scheduler.placement._sites import SLACK, Floats, Need, Sites
 
 GAP = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
-class Exact:
+class SolverResult:
     """What the solver says."""
 
-    choices: tuple[Choice | None, ...]
+    choices: tuple[PlacementChoice | None, ...]
     """Of each job; None: refused."""
     usd: float
     """Refusals at their penalties."""
@@ -80,7 +80,7 @@ def solve_exactly(
     penalties: Sequence[float],
     *,
     seconds: float = math.inf,
-) -> Exact:
+) -> SolverResult:
     """Place all jobs, each at one of its paces, at least cost.
 
     After `seconds` of wall time it answers with the best that was found, and a bound.
@@ -101,9 +101,9 @@ def solve_exactly(
     if not value:
         if not math.isfinite(sum(penalties)):
             raise ValueError("no placement of all jobs that must be placed was found")
-        return Exact((None,) * len(needs), float(sum(penalties)), max(0.0, bound), False)
+        return SolverResult((None,) * len(needs), float(sum(penalties)), max(0.0, bound), False)
     choices = tuple(_read(sites, paced, value) for paced in columns)
-    return Exact(choices, usd, bound, proven)
+    return SolverResult(choices, usd, bound, proven)
 
 
 def _job(model: _Model, sites: Sites, need: Need, free: Floats) -> _Columns:
@@ -198,7 +198,7 @@ def _solve(model: _Model, seconds: float) -> tuple[list[float], float, float, bo
     return list(solver.getSolution().col_value), info.objective_function_value, info.mip_dual_bound, proven
 
 
-def _read(sites: Sites, paced: list[_Columns], value: list[float]) -> Choice | None:
+def _read(sites: Sites, paced: list[_Columns], value: list[float]) -> PlacementChoice | None:
     job = next((job for job in paced if value[job.taken] > 0.5), None)
     if job is None:
         return None
@@ -212,4 +212,4 @@ def _read(sites: Sites, paced: list[_Columns], value: list[float]) -> Choice | N
     regions = [int(sites.region[site]) for site, _, _ in parts]
     hub = min(regions, key=lambda region: bill_of(sites, need, region, parts).rounds)
     usd = bill_of(sites, need, hub, parts).usd
-    return Choice(need, usd, usd, hub, tuple(parts))
+    return PlacementChoice(need, usd, usd, hub, tuple(parts))

@@ -39,7 +39,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Region:
+class PlacementRegion:
     """One place with machines; what it charges for them and for the parameter server."""
 
     name: str
@@ -56,10 +56,10 @@ class Region:
 
 
 @dataclass(frozen=True, eq=False)
-class Federation:
+class PlacementFederation:
     """All regions, and the links between them as matrices: [source, destination] in the order of the regions."""
 
-    regions: tuple[Region, ...]
+    regions: tuple[PlacementRegion, ...]
     mbps: NDArray[np.float64]
     """0: there is no direct path. The diagonal is not read."""
     egress_usd_per_gb: NDArray[np.float64]
@@ -82,7 +82,7 @@ class Federation:
         return {region.name: place for place, region in enumerate(self.regions)}
 
 
-def federation(regions: tuple[Region, ...], links: LinkTable) -> Federation:
+def federation(regions: tuple[PlacementRegion, ...], links: LinkTable) -> PlacementFederation:
     """A federation of regions and the directed links that are known; other pairs have no path.
 
     Raises `UnknownPriceError` where a link has a rate but no price, `KeyError` where it names an unknown region.
@@ -93,11 +93,11 @@ def federation(regions: tuple[Region, ...], links: LinkTable) -> Federation:
     for (source, destination), path in links.items():
         mbps[index[source], index[destination]] = path.mbps
         egress[index[source], index[destination]] = path.usd_per_gb
-    return Federation(regions, mbps, egress)
+    return PlacementFederation(regions, mbps, egress)
 
 
 @dataclass(frozen=True)
-class Shard:
+class PlacementShard:
     """A part of a job's data. It is trained on in one region, as a whole."""
 
     name: str
@@ -116,11 +116,11 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Job:
+class PlacementJob:
     """What is to be placed."""
 
     name: str
-    shards: tuple[Shard, ...]
+    shards: tuple[PlacementShard, ...]
     """At least one, with names of their own."""
     deadline_seconds: float
     """From now."""
@@ -147,7 +147,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Partition:
+class PlacedPart:
     """The part of a job that runs in one region, on one type of device."""
 
     region: str
@@ -182,7 +182,7 @@ class Placement:
     """Where a job runs."""
 
     job: str
-    partitions: tuple[Partition, ...]
+    partitions: tuple[PlacedPart, ...]
     """Sorted by region."""
     hub: str
     """The region whose parameter server the others exchange with; one of those used."""
@@ -197,7 +197,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class PlacementRefusal:
     """Why a job is not placed."""
 
     job: str
@@ -205,11 +205,11 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PlacementOutcome:
     """Where all jobs run, in the order in which they were given."""
 
     placements: tuple[Placement, ...]
-    refusals: tuple[Refusal, ...]
+    refusals: tuple[PlacementRefusal, ...]
     bound_usd: float | None = None
     """No placement of the same jobs costs less, refusals counted at their penalty; None: not asked for."""
     penalty_usd: float = 0.0

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from scheduler.placement._choice import Choice, rounds_usd
+from scheduler.placement._choice import PlacementChoice, rounds_usd
 from scheduler.placement._sites import SLACK, Bools, Floats, Ints, Need, Sites
 from scheduler.placement._split import Table, assembled, best_split, part_of, split_of
 
@@ -25,18 +25,18 @@ SEEDS = 6
 
 def narrowed(
     sites: Sites, need: Need, table: Table, limit: Floats, unit_usd: Floats, ceiling: float, most: int
-) -> tuple[Table, Choice | None, float]:
+) -> tuple[Table, PlacementChoice | None, float]:
     """The table with the regions that may be of use, a guess, and what any placement costs that uses one left out.
 
     What costs `ceiling` or more is of no use. At most about `most` regions are kept.
     """
     floors = _Floors(sites, need, table)
 
-    def guess(columns: Ints) -> Choice | None:
+    def guess(columns: Ints) -> PlacementChoice | None:
         split = best_split(sites, need, part_of(table, columns, columns))
         return assembled(sites, need, limit, unit_usd, split) if split is not None else None
 
-    best: Choice | None = None
+    best: PlacementChoice | None = None
     columns, hubs, least = floors.useful(ceiling)
     for first in (True, False):
         if len(columns) <= WIDE:

@@ -10,9 +10,9 @@ import numpy as np
 
 from scheduler._model import Reason
 from scheduler.placement._cheapest import Effort, cheapest, priced
-from scheduler.placement._choice import Choice, placement_of
+from scheduler.placement._choice import PlacementChoice, placement_of
 from scheduler.placement._milp import solve_exactly
-from scheduler.placement._model import Federation, Job, Outcome, Placement, Refusal
+from scheduler.placement._model import Placement, PlacementFederation, PlacementJob, PlacementOutcome, PlacementRefusal
 from scheduler.placement._prices import scarcity_of
 from scheduler.placement._refusal import refusal_of, soonest
 from scheduler.placement._search import Search, by_weight
@@ -40,15 +40,15 @@ Held = Mapping[tuple[str, str], int]
 
 
 def place(
-    federation: Federation,
-    jobs: Sequence[Job],
+    federation: PlacementFederation,
+    jobs: Sequence[PlacementJob],
     *,
     held: Held | None = None,
     method: str = "search",
     penalty: float = PENALTY,
     seed: int = 0,
     seconds: float = math.inf,
-) -> Outcome:
+) -> PlacementOutcome:
     """Place jobs at least money, each within its deadline and where its data may be.
 
     `method` is "search" (prices of scarce capacity, then a neighbourhood search; the outcome has a bound), or "exact"
@@ -71,7 +71,7 @@ def place(
             alone.append((choice, least))
     penalties = [penalty * choice.usd for choice, _ in alone]
     bound, proven = 0.0, True
-    choices: list[Choice | None] = []
+    choices: list[PlacementChoice | None] = []
     if needs and method == "exact":
         exact = solve_exactly(sites, needs, free, penalties, seconds=seconds)
         choices, bound, proven = list(exact.choices), exact.bound_usd, exact.proven
@@ -92,14 +92,14 @@ def place(
 
 def _outcome(
     sites: Sites,
-    jobs: Sequence[Job],
+    jobs: Sequence[PlacementJob],
     names: Sequence[str],
     free: Floats,
-    choices: Sequence[Choice | None],
+    choices: Sequence[PlacementChoice | None],
     penalties: Sequence[float],
     bound: float,
     proven: bool,
-) -> Outcome:
+) -> PlacementOutcome:
     left, placed, refused_usd = free.copy(), {}, 0.0
     for name, choice, penalty in zip(names, choices, penalties, strict=True):
         if choice is None:
@@ -107,7 +107,7 @@ def _outcome(
         else:
             left[choice.sites] -= choice.units
             placed[name] = placement_of(sites, choice)
-    return Outcome(
+    return PlacementOutcome(
         placements=tuple(placed[job.name] for job in jobs if job.name in placed),
         refusals=tuple(refusal_of(sites, job, left) for job in jobs if job.name not in placed),
         bound_usd=bound,
@@ -117,8 +117,8 @@ def _outcome(
 
 
 def place_fastest(
-    federation: Federation, job: Job, budget_usd: float, *, held: Held | None = None
-) -> Placement | Refusal:
+    federation: PlacementFederation, job: PlacementJob, budget_usd: float, *, held: Held | None = None
+) -> Placement | PlacementRefusal:
     """Place one job so that it ends soonest, within 1 %, at no more than a budget, and within its deadline."""
     sites = sites_of(federation)
     free = _free(sites, held)
@@ -143,7 +143,7 @@ def place_fastest(
         seconds = min(longest, seconds * FINER)
     usd, seconds = least or (math.inf, longest)
     text = f"within {job.deadline_seconds:.0f} s it costs ${usd:.4f} or more, the budget is ${budget_usd:.4f}"
-    return Refusal(job.name, (Reason("INADMISSIBLE", text, f"a budget of ${usd:.4f} would do"),))
+    return PlacementRefusal(job.name, (Reason("INADMISSIBLE", text, f"a budget of ${usd:.4f} would do"),))
 
 
 class Index:
@@ -153,7 +153,7 @@ class Index:
     can be part of the cheapest placement.
     """
 
-    def __init__(self, federation: Federation, *, held: Held | None = None) -> None:
+    def __init__(self, federation: PlacementFederation, *, held: Held | None = None) -> None:
         self._sites = sites_of(federation)
         self._left = _free(self._sites, held)
         self._active: dict[str, Placement] = {}
@@ -162,7 +162,7 @@ class Index:
         """Active jobs."""
         return len(self._active)
 
-    def offer(self, job: Job) -> Placement | None:
+    def offer(self, job: PlacementJob) -> Placement | None:
         """The cheapest placement within what is free now; nothing is held by it. None: see `refusal`.
 
         It is paced to the deadline: nobody knows what room the jobs will need that are still to come.
@@ -170,7 +170,7 @@ class Index:
         choice = cheapest(self._sites, paces_of(self._sites, job)[:1], self._left, effort=ONLINE)
         return placement_of(self._sites, choice) if choice is not None else None
 
-    def refusal(self, job: Job) -> Refusal:
+    def refusal(self, job: PlacementJob) -> PlacementRefusal:
         """Why there is no offer, and what would make one possible; takes some tens of offers' time."""
         return refusal_of(self._sites, job, self._left)
 
@@ -191,7 +191,7 @@ class Index:
             self._left[self._sites.index[part.region, part.device]] += part.units
 
 
-def _seconds(sites: Sites, choice: Choice) -> float:
+def _seconds(sites: Sites, choice: PlacementChoice) -> float:
     """When the slowest partition is through, from the first step."""
     return choice.need.seconds * max(
         choice.need.power(shards) / (units * float(sites.power[site])) for site, units, shards in choice.parts

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scheduler.placement._choice import Choice
+from scheduler.placement._choice import PlacementChoice
 from scheduler.placement._sites import Floats, Ints
 
 CLIMB = 600
@@ -27,11 +27,11 @@ class Pool:
     def __init__(self, free: Floats, penalties: Sequence[float]) -> None:
         self._free = free
         self._penalties = np.array(penalties, dtype=float)
-        self._choices: list[list[Choice]] = [[] for _ in penalties]
+        self._choices: list[list[PlacementChoice]] = [[] for _ in penalties]
         self._known: set[tuple[object, ...]] = set()
         self._columns: _Columns | None = None
 
-    def add(self, job: int, choice: Choice) -> None:
+    def add(self, job: int, choice: PlacementChoice) -> None:
         """Take one more choice of a job, unless it is there already."""
         key = (job, choice.need.seconds, choice.hub, choice.parts)
         if key not in self._known:
@@ -39,7 +39,7 @@ class Pool:
             self._choices[job].append(choice)
             self._columns = None
 
-    def cheapest(self, prices: Floats) -> list[Choice]:
+    def cheapest(self, prices: Floats) -> list[PlacementChoice]:
         """Each job's cheapest choice."""
         columns = self._arranged()
         return [columns.choices[at] for at in columns.cheapest(prices)[0]]
@@ -79,7 +79,7 @@ class Pool:
 class _Columns:
     """The choices of a pool, job by job; what they use, choice by choice."""
 
-    def __init__(self, choices: Sequence[Sequence[Choice]], free: Floats, penalties: Floats) -> None:
+    def __init__(self, choices: Sequence[Sequence[PlacementChoice]], free: Floats, penalties: Floats) -> None:
         self._free, self._penalties = free, penalties
         self.choices = [choice for own in choices for choice in own]
         parts = [part for choice in self.choices for part in choice.parts]

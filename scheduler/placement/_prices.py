@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler.placement._cheapest import priced
-from scheduler.placement._choice import Choice
+from scheduler.placement._choice import PlacementChoice
 from scheduler.placement._elsewhere import elsewhere
 from scheduler.placement._pool import Pool
 from scheduler.placement._sites import Floats, Need, Sites
@@ -44,7 +44,7 @@ class Scarcity:
     """[site] Of a unit, for a whole job."""
     bound_usd: float
     """No placement of the jobs costs less, refusals at their penalties."""
-    wishes: tuple[Choice | None, ...]
+    wishes: tuple[PlacementChoice | None, ...]
     """What each job would take at these prices, if it were alone."""
 
 
@@ -53,7 +53,7 @@ def scarcity_of(
     needs: Sequence[Sequence[Need]],
     free: Floats,
     penalties: Sequence[float],
-    alone: Sequence[tuple[Choice, float]],
+    alone: Sequence[tuple[PlacementChoice, float]],
     *,
     steps: int,
     enough: float,
@@ -69,7 +69,7 @@ def scarcity_of(
     best = Scarcity(usd, -math.inf, ())
     units = sum(sum(choice.units) for choice, _ in alone)
     widest = width = WIDTH * sum(choice.usd for choice, _ in alone) / units
-    answers: list[tuple[Choice | None, float]] = list(alone)
+    answers: list[tuple[PlacementChoice | None, float]] = list(alone)
     enough_usd = math.inf
     for step in range(steps):
         if step > 0:
@@ -96,14 +96,16 @@ def scarcity_of(
     return best
 
 
-def _wishes(answers: Sequence[tuple[Choice | None, float]], penalties: Sequence[float]) -> tuple[Choice | None, ...]:
+def _wishes(
+    answers: Sequence[tuple[PlacementChoice | None, float]], penalties: Sequence[float]
+) -> tuple[PlacementChoice | None, ...]:
     return tuple(
         choice if choice is not None and choice.priced_usd < penalty else None
         for (choice, _), penalty in zip(answers, penalties, strict=True)
     )
 
 
-def _value(wishes: Sequence[Choice | None], penalties: Sequence[float]) -> float:
+def _value(wishes: Sequence[PlacementChoice | None], penalties: Sequence[float]) -> float:
     return sum(
         wish.priced_usd if wish is not None else penalty for wish, penalty in zip(wishes, penalties, strict=True)
     )

@@ -7,7 +7,7 @@ import math
 from scheduler._model import Reason
 from scheduler._residency import rule_text
 from scheduler.placement._cheapest import cheapest
-from scheduler.placement._model import Job, Refusal
+from scheduler.placement._model import PlacementJob, PlacementRefusal
 from scheduler.placement._sites import Floats, Need, Sites, need_of
 
 LONGEST_SECONDS = 366 * 86_400.0
@@ -16,7 +16,7 @@ NEAR = 1.01
 """How close the proposed deadline comes to the least one."""
 
 
-def refusal_of(sites: Sites, job: Job, left: Floats) -> Refusal:
+def refusal_of(sites: Sites, job: PlacementJob, left: Floats) -> PlacementRefusal:
     """The reasons, most telling first. `left` [site] is what other jobs leave free."""
     unknown = sorted({shard.region for shard in job.shards} - set(sites.federation.index))
     if unknown:
@@ -28,7 +28,7 @@ def refusal_of(sites: Sites, job: Job, left: Floats) -> Refusal:
         least = soonest(sites, job, left)
         return _refused(job, text, _later(job, least) if least is not None else "set a later deadline")
     if need.nowhere:
-        return Refusal(job.name, tuple(_homeless(sites, need, shard) for shard in need.nowhere))
+        return PlacementRefusal(job.name, tuple(_homeless(sites, need, shard) for shard in need.nowhere))
     alone = cheapest(sites, [need], sites.units)
     now = soonest(sites, job, left)
     if alone is None:
@@ -49,7 +49,7 @@ def refusal_of(sites: Sites, job: Job, left: Floats) -> Refusal:
     return _refused(job, "; ".join(short) or "other jobs hold what it needs", remedy)
 
 
-def soonest(sites: Sites, job: Job, left: Floats) -> float | None:
+def soonest(sites: Sites, job: PlacementJob, left: Floats) -> float | None:
     """The least deadline, to 1 %, that some placement within `left` meets; None: none within a year."""
 
     def fits(seconds: float) -> bool:
@@ -90,11 +90,11 @@ def _device(sites: Sites, site: int) -> str:
     return name
 
 
-def _later(job: Job, deadline: float) -> str:
+def _later(job: PlacementJob, deadline: float) -> str:
     if deadline <= job.deadline_seconds:
         return "ask again: it would fit now"
     return f"a deadline of {math.ceil(deadline)} s from now could be promised"
 
 
-def _refused(job: Job, text: str, remedy: str, code: str = "INADMISSIBLE") -> Refusal:
-    return Refusal(job.name, (Reason(code, text, remedy),))
+def _refused(job: PlacementJob, text: str, remedy: str, code: str = "INADMISSIBLE") -> PlacementRefusal:
+    return PlacementRefusal(job.name, (Reason(code, text, remedy),))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from scheduler.placement._cheapest import priced
-from scheduler.placement._choice import Choice
+from scheduler.placement._choice import PlacementChoice
 from scheduler.placement._sites import Floats, Need, Sites
 
 MOST_LEAVING = 4
@@ -32,7 +32,7 @@ class Search:
         penalties: Sequence[float],
     ) -> None:
         """`free` [site] is the capacity for these jobs, each with its paces."""
-        self.choices: list[Choice | None] = [None] * len(needs)
+        self.choices: list[PlacementChoice | None] = [None] * len(needs)
         self.left = free.astype(float)
         self._sites, self._needs, self._penalties = sites, needs, penalties
         self._there: list[set[int]] = [set() for _ in range(len(free))]
@@ -42,7 +42,7 @@ class Search:
         """Of all placements, refusals at their penalties."""
         return sum(self._usd(job) for job in range(len(self.choices)))
 
-    def insert(self, order: Sequence[int], scarcity: Floats, wishes: Sequence[Choice | None] = ()) -> None:
+    def insert(self, order: Sequence[int], scarcity: Floats, wishes: Sequence[PlacementChoice | None] = ()) -> None:
         """Place the jobs that are not placed: as they wish if that fits, otherwise where they are cheapest then."""
         for job in order:
             wish = wishes[job] if wishes else None
@@ -51,7 +51,7 @@ class Search:
             else:
                 self._place(job, scarcity)
 
-    def improve(self, moves: int, scarcity: Floats, alone: Sequence[Choice], draw: random.Random) -> None:
+    def improve(self, moves: int, scarcity: Floats, alone: Sequence[PlacementChoice], draw: random.Random) -> None:
         """Try so many moves; the cost only ever falls."""
         if not self.choices:
             return
@@ -60,7 +60,7 @@ class Search:
             job = draw.choice(refused) if refused and draw.random() < 0.3 else draw.randrange(len(self.choices))
             self._move(job, alone[job], scarcity, draw)
 
-    def exchange(self, moves: int, scarcity: Floats, alone: Sequence[Choice], draw: random.Random) -> None:
+    def exchange(self, moves: int, scarcity: Floats, alone: Sequence[PlacementChoice], draw: random.Random) -> None:
         """Try so many times to refuse another job instead: it leaves, some refused ones come, it comes back if it can.
 
         To make room for several, one may have to go that costs more than each of them; no step on the way there pays.
@@ -80,7 +80,7 @@ class Search:
             weight = draw.choice((0.0, 0.5, 1.0))
             self._replace([*coming, *others, out], scarcity * weight, slow=draw.random() < 0.7)
 
-    def _move(self, job: int, wish: Choice, scarcity: Floats, draw: random.Random) -> None:
+    def _move(self, job: int, wish: PlacementChoice, scarcity: Floats, draw: random.Random) -> None:
         current = self.choices[job]
         others = sorted({*self._near(wish.sites + (current.sites if current is not None else []))} - {job})
         most = MOST_LEAVING if current is not None else 2 * MOST_LEAVING
@@ -110,7 +110,7 @@ class Search:
                 if choice is not None:
                     self._put(job, choice)
 
-    def _place(self, job: int, scarcity: Floats, slow: bool = False, known: Choice | None = None) -> None:
+    def _place(self, job: int, scarcity: Floats, slow: bool = False, known: PlacementChoice | None = None) -> None:
         paces = self._needs[job][:1] if slow else self._needs[job]
         if known is not None and not (known.need in paces and self._fits(known)):
             known = None
@@ -118,10 +118,10 @@ class Search:
         if choice is not None and choice.usd <= self._penalties[job]:
             self._put(job, choice)
 
-    def _fits(self, choice: Choice) -> bool:
+    def _fits(self, choice: PlacementChoice) -> bool:
         return all(units <= self.left[site] for site, units, _ in choice.parts)
 
-    def _put(self, job: int, choice: Choice) -> None:
+    def _put(self, job: int, choice: PlacementChoice) -> None:
         self.choices[job] = choice
         self.left[choice.sites] -= choice.units
         for site in choice.sites:

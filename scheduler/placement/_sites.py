@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.placement._model import GB, Federation, Job, Shard
+from scheduler.placement._model import GB, PlacementFederation, PlacementJob, PlacementShard
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
@@ -27,7 +27,7 @@ SLACK = 1e-9
 class Sites:
     """All (region, device) pairs, region by region."""
 
-    federation: Federation
+    federation: PlacementFederation
     region: Ints
     """Of each site."""
     units: Floats
@@ -86,7 +86,7 @@ class Sites:
         return slice(begin, begin + len(self.federation.regions[region].devices))
 
 
-def sites_of(federation: Federation) -> Sites:
+def sites_of(federation: PlacementFederation) -> Sites:
     """The arrays of a federation."""
     devices = [(at, device) for at, region in enumerate(federation.regions) for device in region.devices]
     linked = federation.mbps > 0
@@ -111,7 +111,7 @@ def sites_of(federation: Federation) -> Sites:
 class Need:
     """What a job needs, whatever the prices of the day. Groups of shards are either pinned to a region or free."""
 
-    job: Job
+    job: PlacementJob
     seconds: float
     """In which the work is done; the job starts before it."""
     hours: float
@@ -138,7 +138,7 @@ class Need:
         return float(sum(self.powers[shard] for shard in shards))
 
 
-def need_of(sites: Sites, job: Job, seconds: float | None = None) -> Need | None:
+def need_of(sites: Sites, job: PlacementJob, seconds: float | None = None) -> Need | None:
     """A job's need, when its work is to be done within `seconds`; None where its deadline leaves no time.
 
     Without `seconds` the job is paced to its deadline: what runs at the least power leaves the most room. It is never
@@ -186,7 +186,7 @@ def need_of(sites: Sites, job: Job, seconds: float | None = None) -> Need | None
     )
 
 
-def _carried(sites: Sites, job: Job) -> float:
+def _carried(sites: Sites, job: PlacementJob) -> float:
     """Seconds that the slowest link takes for what a job may have to send on one."""
     if sites.slowest_mbps == 0:
         return 0.0
@@ -194,7 +194,7 @@ def _carried(sites: Sites, job: Job) -> float:
     return float(max(job.rounds * job.model_bytes, largest) * 8 / 1e6 / sites.slowest_mbps)
 
 
-def paces_of(sites: Sites, job: Job) -> tuple[Need, ...]:
+def paces_of(sites: Sites, job: PlacementJob) -> tuple[Need, ...]:
     """A job's need at several paces, the slowest that meets its deadline first; empty where there is none.
 
     Slow is what leaves most room; fast is cheaper where a whole unit is far more than a region's share needs, and where
@@ -207,7 +207,7 @@ def paces_of(sites: Sites, job: Job) -> tuple[Need, ...]:
     return (slowest, *(need for need in faster if need is not None and not need.nowhere))
 
 
-def _residents(sites: Sites, shard: Shard) -> Bools:
+def _residents(sites: Sites, shard: PlacementShard) -> Bools:
     """Regions where a shard may be by its rule alone."""
     index = sites.federation.index
     here = index[shard.region]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scheduler.placement._choice import Choice, bill_of, copy_usd, rounds_usd
+from scheduler.placement._choice import PlacementChoice, bill_of, copy_usd, rounds_usd
 from scheduler.placement._sites import SLACK, Floats, Ints, Need, Sites
 
 
@@ -33,7 +33,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitBound:
     """The best split of the free groups, before it is known whether two unions meet."""
 
     usd: float
@@ -92,7 +92,7 @@ def barring(table: Table, barred: tuple[tuple[int, int], ...]) -> Table:
     return replace(table, added=added)
 
 
-def meeting_of(split: Split) -> tuple[tuple[int, int], int] | None:
+def meeting_of(split: SplitBound) -> tuple[tuple[int, int], int] | None:
     """Two unions that go to the same region, and that region; None: there are none."""
     seen: dict[int, int] = {}
     for union, region in split.unions:
@@ -102,7 +102,7 @@ def meeting_of(split: Split) -> tuple[tuple[int, int], int] | None:
     return None
 
 
-def best_split(sites: Sites, need: Need, table: Table) -> Split | None:
+def best_split(sites: Sites, need: Need, table: Table) -> SplitBound | None:
     """The cheapest split, hub and regions; None: there is none."""
     regions, added, hubs = table.regions, table.added, table.hubs
     everything = len(added) - 1
@@ -111,7 +111,7 @@ def best_split(sites: Sites, need: Need, table: Table) -> Split | None:
         if not np.isfinite(at_pinned).any():
             return None
         hub = int(table.pinned_at[at_pinned.argmin()])
-        return Split(float(table.pinned_usd + at_pinned.min()), int(regions[hub]), ())
+        return SplitBound(float(table.pinned_usd + at_pinned.min()), int(regions[hub]), ())
     if len(hubs) == 0:
         return None
     rounds = rounds_usd(sites, need, regions, regions[hubs])
@@ -131,7 +131,7 @@ def best_split(sites: Sites, need: Need, table: Table) -> Split | None:
     for union in _unions([float(usd) for usd in least[:, best]], at_hub):
         column = hub if union < 0 else int((added[union] + rounds[:, best]).argmin())
         unions.append((abs(union), int(regions[column])))
-    return Split(float(totals[best]), int(regions[hub]), tuple(unions))
+    return SplitBound(float(totals[best]), int(regions[hub]), tuple(unions))
 
 
 def _splits(least: Floats, added: Floats) -> tuple[Floats, Floats]:
@@ -180,7 +180,7 @@ def _unions(least: list[float], at_hub: Floats | None) -> list[int]:
     return chosen
 
 
-def assembled(sites: Sites, need: Need, limit: Floats, unit_usd: Floats, split: Split) -> Choice | None:
+def assembled(sites: Sites, need: Need, limit: Floats, unit_usd: Floats, split: SplitBound) -> PlacementChoice | None:
     """A split as a choice, with the cheapest device in each region; None: unions that met find no room together."""
     shards = dict(need.pinned)
     for union, region in split.unions:
@@ -198,4 +198,4 @@ def assembled(sites: Sites, need: Need, limit: Floats, unit_usd: Floats, split: 
         parts.append((own.start + best, int(units[best]), tuple(sorted(shards[region]))))
         scarce += float(units[best] * (unit_usd[own][best] - sites.usd_per_hour[own][best] * need.hours))
     usd_listed = bill_of(sites, need, split.hub, parts).usd
-    return Choice(need, usd_listed, usd_listed + scarce, split.hub, tuple(parts))
+    return PlacementChoice(need, usd_listed, usd_listed + scarce, split.hub, tuple(parts))

@@ -1,18 +1,18 @@
 """Workers that come and go while a job trains: the published tuner, and ours."""
 
 from scheduler.scaling._federation import dealt, federated_terms
-from scheduler.scaling._model import Decision, Goal, Observation, Terms
+from scheduler.scaling._model import ScalingDecision, ScalingGoal, StepObservation, Terms
 from scheduler.scaling._published import PublishedSettings, PublishedTuner
 from scheduler.scaling._tuner import ScalingSettings, ScalingTuner, learning_rate_factor
 
 __all__ = [
-    "Decision",
-    "Goal",
-    "Observation",
     "PublishedSettings",
     "PublishedTuner",
+    "ScalingDecision",
+    "ScalingGoal",
     "ScalingSettings",
     "ScalingTuner",
+    "StepObservation",
     "Terms",
     "dealt",
     "federated_terms",

@@ -21,7 +21,7 @@ _GAPS = np.geomspace(0.02, 4.0, 16)
 
 
 @dataclass(frozen=True)
-class Curve:
+class LossCurve:
     """1 / sum(coefficient * t ** exponent) + floor."""
 
     coefficients: tuple[float, ...]
@@ -34,7 +34,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Line:
+class FittedLine:
     """For each floor: 1 / (loss - floor) = slope * x + start, and the weighted squares of the losses' errors."""
 
     floors: Floats
@@ -49,7 +49,7 @@ def floors_of(losses: Floats) -> Floats:
     return np.asarray(np.unique(np.maximum(0.0, losses.min() - _GAPS * spread)))
 
 
-def line_of(x: Floats, losses: Floats, weights: Floats, floors: Floats) -> Line:
+def line_of(x: Floats, losses: Floats, weights: Floats, floors: Floats) -> FittedLine:
     """``x``, ``losses``, ``weights``: (N,); ``weights`` are inverse variances of the losses, up to a factor."""
     above = np.maximum(losses[None, :] - floors[:, None], 1e-9)
     y, w = 1 / above, weights[None, :] * above**4
@@ -62,10 +62,10 @@ def line_of(x: Floats, losses: Floats, weights: Floats, floors: Floats) -> Line:
     slopes = np.where(below, (w * y * x).sum(1) / np.maximum((w @ x**2), 1e-300), slopes)
     starts = np.maximum(starts, 0.0)
     told = floors[:, None] + 1 / np.maximum(slopes[:, None] * x + starts[:, None], 1e-12)
-    return Line(floors, slopes, starts, (weights * (losses - told) ** 2).sum(1))
+    return FittedLine(floors, slopes, starts, (weights * (losses - told) ** 2).sum(1))
 
 
-def fit(t: Floats, losses: Floats, weights: Floats, forms: Sequence[tuple[float, ...]]) -> Curve:
+def fit(t: Floats, losses: Floats, weights: Floats, forms: Sequence[tuple[float, ...]]) -> LossCurve:
     """The curve that leaves least; ``forms``: the exponents of t that may go together.
 
     Raises ``ValueError`` where there are fewer than three points.
@@ -82,7 +82,7 @@ def fit(t: Floats, losses: Floats, weights: Floats, forms: Sequence[tuple[float,
             told = floor + 1 / np.maximum(columns @ found, 1e-12)
             left = float((weights * (losses - told) ** 2).sum())
             if left < least:
-                best, least = Curve(tuple(found.tolist()), exponents, float(floor)), left
+                best, least = LossCurve(tuple(found.tolist()), exponents, float(floor)), left
     assert best is not None
     return best
 

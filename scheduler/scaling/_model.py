@@ -9,7 +9,7 @@ LARGEST_LOSS = 1e60
 
 
 @dataclass(frozen=True)
-class Observation:
+class StepObservation:
     """One step, as it ended; or several alike, where not each of them is told."""
 
     step: int
@@ -25,7 +25,7 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Decision:
+class ScalingDecision:
     """With how many workers to continue."""
 
     workers: int
@@ -37,7 +37,7 @@ class Decision:
     usd_left: tuple[float, float] | None = None
 
 
-def tells(step: Observation) -> bool:
+def tells(step: StepObservation) -> bool:
     """Whether anything can be learned of its loss: neither of one that is not finite nor of a boundless one."""
     return abs(step.loss) <= LARGEST_LOSS
 
@@ -73,7 +73,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Goal:
+class ScalingGoal:
     """What a job is to reach, and in which time; with neither bound, for as little money as can be."""
 
     target_loss: float

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.scaling._curve import Floats, floors_of, line_of
-from scheduler.scaling._model import Observation
+from scheduler.scaling._model import StepObservation
 
 _EXPONENTS = (0.5, 0.75, 1.0, 1.5, 2.0)
 _NOISES = np.geomspace(1 / 16, 8.0, 15)
@@ -74,7 +74,7 @@ class Outlook:
         return float(values[order[min(place, len(order) - 1)]])
 
 
-def outlook(seen: Sequence[Observation], most: int, target: float) -> Outlook:
+def outlook(seen: Sequence[StepObservation], most: int, target: float) -> Outlook:
     """From all steps until now. Raises ``ValueError`` where there are fewer than four."""
     if len(seen) < 4:
         raise ValueError("an outlook needs four steps")

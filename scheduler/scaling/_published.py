@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler.scaling._curve import Curve, Floats, fit, nonnegative
-from scheduler.scaling._model import Decision, Observation, tells
+from scheduler.scaling._curve import Floats, LossCurve, fit, nonnegative
+from scheduler.scaling._model import ScalingDecision, StepObservation, tells
 
 _SLOW_FORM = [(p, 0.0) for p in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)]
 """The reference: f(t) = 1 / (c0 t^c2 + c1) + c3."""
@@ -49,28 +49,28 @@ class PublishedTuner:
     """Takes each step in turn. It never adds workers, and knows no price, deadline or target."""
 
     settings: PublishedSettings = field(default_factory=PublishedSettings)
-    _seen: list[Observation] = field(default_factory=list)
+    _seen: list[StepObservation] = field(default_factory=list)
     _seconds: list[tuple[int, float]] = field(default_factory=list)
     """Workers, and of a step of theirs."""
     _candidate: int = -1
     _checks: int = 0
     _knee: int | None = None
-    _reference: Curve | None = None
+    _reference: LossCurve | None = None
     _removed_at: int = 0
     """Index of the first step after the last removal."""
     _decided_seconds: float = 0.0
 
-    def observe(self, told: Observation) -> Decision:
+    def observe(self, told: StepObservation) -> ScalingDecision:
         """One more step; one whose loss is beyond all bounds counts as not told. Raises ``ValueError`` where steps do
         not follow each other in time."""
         if self._seen and (told.step <= self._seen[-1].step or told.at_seconds < self._seen[-1].at_seconds):
             raise ValueError("steps are told in the order in which they ended")
         if not tells(told):
-            return Decision(told.workers, False, "")
+            return ScalingDecision(told.workers, False, "")
         if self._seen and len(self._seen) >= self._removed_at + self._settling:
             self._seconds.append((told.workers, told.at_seconds - self._seen[-1].at_seconds))
         self._seen.append(told)
-        stays = Decision(told.workers, False, "")
+        stays = ScalingDecision(told.workers, False, "")
         if self._knee is None:
             self._look_for_knee()
         if self._knee is None or told.workers <= self.settings.least:
@@ -96,9 +96,9 @@ class PublishedTuner:
     def _settling(self) -> int:
         return self.settings.settling_steps if self._removed_at else 1
 
-    def _remove(self, told: Observation, reason: str) -> Decision:
+    def _remove(self, told: StepObservation, reason: str) -> ScalingDecision:
         self._removed_at, self._decided_seconds = len(self._seen), told.at_seconds
-        return Decision(told.workers - 1, True, reason)
+        return ScalingDecision(told.workers - 1, True, reason)
 
     def _look_for_knee(self) -> None:
         """The first step from which the smoothed loss falls slowly, once it has not moved forward for some looks."""
@@ -116,7 +116,7 @@ class PublishedTuner:
         if self._checks >= self.settings.knee_checks:
             self._knee = found
 
-    def _better_percent(self, told: Observation, now: Curve) -> float:
+    def _better_percent(self, told: StepObservation, now: LossCurve) -> float:
         """100 (L_ref - L_now) / L_ref, some seconds ahead; each curve's steps are as fast as its workers make them."""
         assert self._reference is not None
         assert self._knee is not None
@@ -132,7 +132,7 @@ class PublishedTuner:
         return 100 * (reference - later) / reference
 
 
-def _fitted(seen: list[Observation], form: Sequence[tuple[float, ...]]) -> Curve:
+def _fitted(seen: list[StepObservation], form: Sequence[tuple[float, ...]]) -> LossCurve:
     """The error of point i is taken as 1 / i: later ones count more."""
     t = np.arange(1.0, len(seen) + 1)
     return fit(t, np.array([one.loss for one in seen]), t**2, form)

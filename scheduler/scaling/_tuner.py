@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from scheduler.scaling._curve import Floats
-from scheduler.scaling._model import Decision, Goal, Observation, Terms, tells
+from scheduler.scaling._model import ScalingDecision, ScalingGoal, StepObservation, Terms, tells
 from scheduler.scaling._outlook import Outlook, outlook, unseen
 
 __all__ = ["ScalingSettings", "ScalingTuner", "learning_rate_factor"]
@@ -63,9 +63,9 @@ class ScalingTuner:
     """Takes each step in turn."""
 
     terms: Terms
-    goal: Goal
+    goal: ScalingGoal
     settings: ScalingSettings = field(default_factory=ScalingSettings)
-    _seen: list[Observation] = field(default_factory=list)
+    _seen: list[StepObservation] = field(default_factory=list)
     _speeds: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     _began: tuple[float, float] | None = None
     """Seconds and dollars before the first step."""
@@ -103,7 +103,7 @@ class ScalingTuner:
         more = min(_TOLD_BY * chosen, most)
         return more if cheapest[1] < chosen and more in in_time and self.terms.leave_seconds is None else chosen
 
-    def observe(self, told: Observation) -> Decision:
+    def observe(self, told: StepObservation) -> ScalingDecision:
         """One more step; one whose loss is beyond all bounds counts as not told. Raises ``ValueError`` where steps do
         not follow each other, or the workers cannot be."""
         if not self.terms.least <= told.workers <= self.terms.most:
@@ -111,16 +111,16 @@ class ScalingTuner:
         if self._seen and (told.step <= self._seen[-1].step or told.at_seconds < self._seen[-1].at_seconds):
             raise ValueError("steps are told in the order in which they ended")
         if not tells(told):
-            return Decision(told.workers, False, "")
+            return ScalingDecision(told.workers, False, "")
         self._learn(told)
         self._rests -= 1
         if self._rests > 0 or len(self._seen) < self.settings.least_observations:
-            return Decision(told.workers, False, "")
+            return ScalingDecision(told.workers, False, "")
         # The longer it goes, the less a few steps tell.
         self._rests = max(self.settings.every, len(self._seen) // 16)
         return self._decide(told)
 
-    def _learn(self, told: Observation) -> None:
+    def _learn(self, told: StepObservation) -> None:
         step = self.terms.expected_seconds[told.workers - 1]
         if not self._seen:
             took = told.step * step
@@ -139,7 +139,7 @@ class ScalingTuner:
         near = min(tried, key=lambda count: (abs(count - workers), count))
         return planned[workers - 1] * statistics.median(self._speeds[near][-_SPEEDS:]) / planned[near - 1]
 
-    def _decide(self, told: Observation) -> Decision:
+    def _decide(self, told: StepObservation) -> ScalingDecision:
         ahead = outlook(self._seen, self.terms.most, self.goal.target_loss)
         choices = {count: self._evaluate(ahead, count, told) for count in range(self.terms.least, self.terms.most + 1)}
         now = choices[told.workers]
@@ -168,7 +168,7 @@ class ScalingTuner:
             return self._told(ahead, best, told, f"tries what {best.workers} workers make of a step")
         return self._told(ahead, now, told, "")
 
-    def _may_try(self, ahead: Outlook, one: _Evaluated, now: _Evaluated, told: Observation) -> bool:
+    def _may_try(self, ahead: Outlook, one: _Evaluated, now: _Evaluated, told: StepObservation) -> bool:
         """Whether a few steps with other workers, and the way back, cost next to nothing even if they prove worse.
 
         Steps of one number of workers do not tell what another's are worth.
@@ -186,7 +186,7 @@ class ScalingTuner:
         share = self.goal.patience
         return share is None or ahead.quantile(seconds - share / 2 * now.seconds, sure) <= 0
 
-    def _evaluate(self, ahead: Outlook, workers: int, told: Observation) -> _Evaluated:
+    def _evaluate(self, ahead: Outlook, workers: int, told: StepObservation) -> _Evaluated:
         most = self.terms.most
         step, pause, paid = self.step_seconds(workers), 0.0, max(workers, told.workers)
         if workers > told.workers:
@@ -209,7 +209,7 @@ class ScalingTuner:
         in_time = ends & (until <= patient * (1 + 1e-9))
         return _Evaluated(workers, seconds, usd, ahead.likely(in_time), ahead.likely(ends), late)
 
-    def _told(self, ahead: Outlook, one: _Evaluated, told: Observation, reason: str) -> Decision:
+    def _told(self, ahead: Outlook, one: _Evaluated, told: StepObservation, reason: str) -> ScalingDecision:
         share = self.settings.sure
         assert self._began is not None
         # What is billed may differ from the price list.
@@ -217,7 +217,7 @@ class ScalingTuner:
         listed = sum((after.at_seconds - before.at_seconds) * self.terms.rate(after.workers) for before, after in alike)
         billed = sum(after.usd - before.usd for before, after in alike)
         factor = billed / listed if listed > 0 else 1.0
-        return Decision(
+        return ScalingDecision(
             workers=one.workers,
             changed=one.workers != told.workers,
             reason=reason,

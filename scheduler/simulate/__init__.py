@@ -2,9 +2,9 @@
 
 from scheduler.simulate._ceiling import Ceiling, ceiling
 from scheduler.simulate._elasticflow import ElasticFlow
-from scheduler.simulate._engine import Decision, Incidents, Pauses, Policy, Running, simulate
+from scheduler.simulate._engine import Incidents, Pauses, PolicyDecision, RunningJob, SimulatedPolicy, simulate
 from scheduler.simulate._ours import Deadlines
-from scheduler.simulate._outcome import Outcome, Run
+from scheduler.simulate._outcome import JobOutcome, SimulationRun
 from scheduler.simulate._policies import POLICIES, policy_named
 from scheduler.simulate._published import simulate_published
 from scheduler.simulate._report import chart, outcome_rows
@@ -15,14 +15,14 @@ __all__ = [
     "POLICIES",
     "Ceiling",
     "Deadlines",
-    "Decision",
     "ElasticFlow",
     "Incidents",
-    "Outcome",
+    "JobOutcome",
     "Pauses",
-    "Policy",
-    "Run",
-    "Running",
+    "PolicyDecision",
+    "RunningJob",
+    "SimulatedPolicy",
+    "SimulationRun",
     "SpotRun",
     "SpotSettings",
     "Tables",

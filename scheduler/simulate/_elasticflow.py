@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scheduler.simulate._engine import Decision, Running
+from scheduler.simulate._engine import PolicyDecision, RunningJob
 
 
 @dataclass(slots=True)
@@ -95,7 +95,9 @@ class ElasticFlow:
         self.order: dict[str, int] = {}
         """Who comes first of equals: of the last decision, the largest share."""
 
-    def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
+    def decide(
+        self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
+    ) -> PolicyDecision:
         new = {job.name for job in arrived}
         taken = sorted((job for job in active if job.name not in new), key=lambda job: self.order.get(job.name, 0))
         declined: list[str] = []
@@ -121,13 +123,13 @@ class ElasticFlow:
         shares = {name: plans[name].shares[0] for name in order}
         self.order = {name: place for place, name in enumerate(sorted(order, key=lambda name: -shares[name]))}
         wake_s = min((plan.changes_s() for plan in plans.values()), default=math.inf)
-        return Decision(shares, declined, promised, wake_s)
+        return PolicyDecision(shares, declined, promised, wake_s)
 
     @staticmethod
-    def _sure(job: Running, promised: dict[str, float]) -> bool:
+    def _sure(job: RunningJob, promised: dict[str, float]) -> bool:
         return math.isfinite(job.promised_s) or job.name in promised
 
-    def _fill_all(self, now: float, devices: int, jobs: Sequence[Running]) -> tuple[_Free, dict[str, _Plan], bool]:
+    def _fill_all(self, now: float, devices: int, jobs: Sequence[RunningJob]) -> tuple[_Free, dict[str, _Plan], bool]:
         free, plans, all_meet = _Free([now], [devices]), {}, True
         for job in sorted(jobs, key=lambda job: job.spec.deadline_s):
             plan, meets = self._fill(now, devices, job, free, None)
@@ -137,7 +139,7 @@ class ElasticFlow:
             all_meet = all_meet and meets
         return free, plans, all_meet
 
-    def _curve(self, job: Running) -> tuple[list[int], list[float]]:
+    def _curve(self, job: RunningJob) -> tuple[list[int], list[float]]:
         """Levels up to the first that is slower than the one before; theirs stop there too."""
         if job.name not in self.levels:
             levels: list[int] = []
@@ -149,7 +151,7 @@ class ElasticFlow:
             self.levels[job.name] = levels, rates
         return self.levels[job.name]
 
-    def _fill(self, now: float, devices: int, job: Running, free: _Free, first: int | None) -> tuple[_Plan, bool]:
+    def _fill(self, now: float, devices: int, job: RunningJob, free: _Free, first: int | None) -> tuple[_Plan, bool]:
         """The least shares that meet the deadline, with `first` devices up to the next change of what is free."""
         levels, rates = self._curve(job)
         deadline_s, left = job.spec.deadline_s, job.left
@@ -247,7 +249,7 @@ class ElasticFlow:
     def _edge(self, now: float, at: float) -> float:
         return now + math.ceil((at - now) / self.slot_s) * self.slot_s
 
-    def _spread(self, now: float, free: _Free, plans: dict[str, _Plan], jobs: Sequence[Running]) -> list[str]:
+    def _spread(self, now: float, free: _Free, plans: dict[str, _Plan], jobs: Sequence[RunningJob]) -> list[str]:
         """Raise shares while anything fits: who has none first, then whose device time would grow the most.
 
         Of equals whoever was first in the round before, at first by deadline; so too those without a promise, of which
@@ -274,13 +276,13 @@ class ElasticFlow:
                 free = free.merged()
         return [job.name for job in order]
 
-    def _above(self, job: Running, share: int) -> int:
+    def _above(self, job: RunningJob, share: int) -> int:
         """The next level; 0: there is none."""
         levels, _ = self._curve(job)
         above = bisect_right(levels, share)
         return levels[above] if above < len(levels) else 0
 
-    def _offer(self, now: float, free: _Free, plan: _Plan, job: Running, level: int) -> tuple[float, _Plan]:
+    def _offer(self, now: float, free: _Free, plan: _Plan, job: RunningJob, level: int) -> tuple[float, _Plan]:
         """By how much the next level would let device time grow, for each device, and the plan with it."""
         without = free.copy()
         without.change(plan, 1)

@@ -9,18 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from scheduler.deadline import Curve, Overhead
+from scheduler.deadline import Overhead, SpeedCurve
 from scheduler.simulate._floor import Floor
-from scheduler.simulate._outcome import Outcome, Run
+from scheduler.simulate._outcome import JobOutcome, SimulationRun
 from scheduler.simulate._trace import TraceJob
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class RunningJob:
     """One job while it is in the system."""
 
     spec: TraceJob
-    believed: Curve
+    believed: SpeedCurve
     """How fast the policy thinks it is."""
     left: float
     """Steps."""
@@ -51,7 +51,7 @@ class Running:
 
 
 @dataclass(frozen=True)
-class Decision:
+class PolicyDecision:
     """What a policy answers to an event."""
 
     shares: Mapping[str, int]
@@ -64,7 +64,7 @@ class Decision:
     """Ask again by then."""
 
 
-class Policy(Protocol):
+class SimulatedPolicy(Protocol):
     """Who runs with how much; asked at every event, or at most once a slot."""
 
     name: str
@@ -73,7 +73,9 @@ class Policy(Protocol):
     at_edges: bool
     """True: that a job has ended is only seen at the edge of a slot."""
 
-    def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
+    def decide(
+        self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
+    ) -> PolicyDecision:
         """Shares from now on. `active` are all jobs, the ones that have `arrived` since included."""
         ...
 
@@ -92,13 +94,13 @@ class Incidents:
     failures_per_device_hour: float = 0.0
     repair_s: float = 1800.0
     lost_s: float = 120.0
-    """Run time that a job loses with a node: what it did since its last checkpoint, at most."""
+    """SimulationRun time that a job loses with a node: what it did since its last checkpoint, at most."""
     seed: int = 1
 
 
 def simulate(
     jobs: Sequence[TraceJob],
-    policy: Policy,
+    policy: SimulatedPolicy,
     nodes: int,
     devices_per_node: int,
     pauses: Pauses | None = None,
@@ -106,8 +108,8 @@ def simulate(
     curve_error: float = 0.0,
     seed: int = 1,
     progress: Callable[[int, int], None] = lambda done, jobs: None,
-) -> Run:
-    """Run a trace under a policy, to the end of the last job that ends.
+) -> SimulationRun:
+    """SimulationRun a trace under a policy, to the end of the last job that ends.
 
     With a `curve_error` of e the policy sees curves whose rates are off by a factor drawn for each job and level
     between 1 - e and 1 + e. `progress` is told how many jobs are through. Jobs must have distinct names.
@@ -119,7 +121,7 @@ class _Simulation:
     def __init__(
         self,
         jobs: Sequence[TraceJob],
-        policy: Policy,
+        policy: SimulatedPolicy,
         nodes: int,
         devices_per_node: int,
         pauses: Pauses | None,
@@ -136,15 +138,15 @@ class _Simulation:
         self.waiting = sorted(jobs, key=lambda job: job.submit_s, reverse=True)
         self.total = len(jobs)
         self.progress = progress
-        self.active: list[Running] = []
-        self.outcomes: list[Outcome] = []
+        self.active: list[RunningJob] = []
+        self.outcomes: list[JobOutcome] = []
         self.timeline: list[tuple[float, int, int]] = []
         self.now = self.waiting[-1].submit_s if jobs else 0.0
         self.decisions = self.changes = self.moved = self.failures = 0
         self.next_failure_s = self._failure_after(self.now)
         self.repairs: list[tuple[float, int]] = []
 
-    def run(self) -> Run:
+    def run(self) -> SimulationRun:
         wake_s, decided_s = math.inf, -math.inf
         while self.waiting or self.active:
             due = min(self._next_event(decided_s), wake_s)
@@ -161,7 +163,7 @@ class _Simulation:
                 wake_s = math.inf
         for job in self.active:
             self._close(job, declined=False)
-        return Run(
+        return SimulationRun(
             self.policy.name, self.floor.all_devices, tuple(sorted(self.outcomes, key=lambda o: o.submit_s)),
             self.decisions, self.changes, self.moved, self.failures, tuple(self.timeline),
         )  # fmt: skip
@@ -210,15 +212,15 @@ class _Simulation:
             self.active = [job for job in self.active if job.left > 0.0]
             self.progress(len(self.outcomes), self.total)
 
-    def _arrivals(self, at: float) -> list[Running]:
+    def _arrivals(self, at: float) -> list[RunningJob]:
         arrived = []
         while self.waiting and self.waiting[-1].submit_s <= at + 1e-9:
             spec = self.waiting.pop()
-            arrived.append(Running(spec, self._believed(spec.curve), spec.work))
+            arrived.append(RunningJob(spec, self._believed(spec.curve), spec.work))
         self.active.extend(arrived)
         return arrived
 
-    def _believed(self, curve: Curve) -> Curve:
+    def _believed(self, curve: SpeedCurve) -> SpeedCurve:
         if not self.curve_error:
             return curve
         rates: list[float] = []
@@ -228,9 +230,9 @@ class _Simulation:
             if not rates or seen > rates[-1]:
                 levels.append(level)
                 rates.append(seen)
-        return Curve(tuple(levels), tuple(rates))
+        return SpeedCurve(tuple(levels), tuple(rates))
 
-    def _apply(self, decision: Decision, arrived: Sequence[Running]) -> None:
+    def _apply(self, decision: PolicyDecision, arrived: Sequence[RunningJob]) -> None:
         self.decisions += 1
         if decision.declined:
             gone = set(decision.declined)
@@ -260,7 +262,7 @@ class _Simulation:
         self._pause(changed, moved)
         self.timeline.append((self.now, in_use, len(self.active)))
 
-    def _pause(self, changed: Sequence[Running], moved: set[str]) -> None:
+    def _pause(self, changed: Sequence[RunningJob], moved: set[str]) -> None:
         overhead = self.pauses.overhead
         if not changed:
             return
@@ -296,11 +298,11 @@ class _Simulation:
                         job.share, job.blocks = 0, ()
             self.next_failure_s = self._failure_after(at)
 
-    def _close(self, job: Running, declined: bool) -> None:
+    def _close(self, job: RunningJob, declined: bool) -> None:
         spec = job.spec
         if declined:
             self.floor.leave(job.name)
-        outcome = Outcome(
+        outcome = JobOutcome(
             spec.name, spec.submit_s, spec.deadline_s, job.promised_s, declined, job.started_s, job.ended_s,
             job.device_s, spec.value_at(job.ended_s), not spec.deadlines, spec.user,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from scheduler.simulate._engine import Decision, Running
+from scheduler.simulate._engine import PolicyDecision, RunningJob
 
 
 class TimeSlices:
@@ -20,8 +20,10 @@ class TimeSlices:
         self.name, self.slot_s, self.turn_s = "gandiva-like", slot_s, turn_s
         self.turn_ends_s: dict[str, float] = {}
 
-    def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
-        def place(job: Running) -> tuple[bool, float, float]:
+    def decide(
+        self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
+    ) -> PolicyDecision:
+        def place(job: RunningJob) -> tuple[bool, float, float]:
             in_turn = bool(job.share) and self.turn_ends_s.get(job.name, 0.0) > now
             return (not in_turn, job.run_s, job.spec.submit_s)
 
@@ -41,16 +43,18 @@ class FinishTimeFairness:
         self.name, self.slot_s, self.lease_s = "themis-like", slot_s, lease_s
         self.lease_ends_s: dict[str, float] = {}
 
-    def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
+    def decide(
+        self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
+    ) -> PolicyDecision:
         part = devices / max(1, len(active))
 
-        def rho(job: Running) -> float:
+        def rho(job: RunningJob) -> float:
             want = min(job.spec.devices, devices)
             rate = job.believed.rate(want) or job.believed.rates[0]
             alone_s = job.spec.work / rate / min(1.0, part / want)
             return (now - job.spec.submit_s + job.left / rate) / alone_s
 
-        def place(job: Running) -> tuple[bool, float]:
+        def place(job: RunningJob) -> tuple[bool, float]:
             return (not (job.share and self.lease_ends_s.get(job.name, 0.0) > now), -rho(job))
 
         return _granted(now, devices, sorted(active, key=place), self.lease_ends_s, self.lease_s)
@@ -68,12 +72,14 @@ class Speedups:
     def __init__(self, slot_s: float = 60.0) -> None:
         self.name, self.slot_s = "pollux-like", slot_s
 
-    def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
+    def decide(
+        self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
+    ) -> PolicyDecision:
         shares = {job.name: 0 for job in active}
         free = devices
-        heap: list[tuple[float, float, str, int, Running]] = []
+        heap: list[tuple[float, float, str, int, RunningJob]] = []
 
-        def offer(job: Running) -> None:
+        def offer(job: RunningJob) -> None:
             curve, share = job.believed, shares[job.name]
             one = curve.rates[0]
             for level, rate in zip(curve.levels, curve.rates, strict=True):
@@ -93,10 +99,12 @@ class Speedups:
                 free -= level - shares[name]
                 shares[name] = level
                 offer(job)
-        return Decision(shares)
+        return PolicyDecision(shares)
 
 
-def _granted(now: float, devices: int, order: Sequence[Running], ends_s: dict[str, float], lasts_s: float) -> Decision:
+def _granted(
+    now: float, devices: int, order: Sequence[RunningJob], ends_s: dict[str, float], lasts_s: float
+) -> PolicyDecision:
     """What each asked for, as long as it fits; who begins, or whose time is over, has it for so long from now."""
     shares, free = {}, devices
     for job in order:
@@ -108,4 +116,4 @@ def _granted(now: float, devices: int, order: Sequence[Running], ends_s: dict[st
                 ends_s[job.name] = now + lasts_s
     waits = len(shares) < len(order)
     wake_s = min((ends_s[name] for name in shares), default=now) if waits else float("inf")
-    return Decision(shares, wake_s=wake_s)
+    return PolicyDecision(shares, wake_s=wake_s)

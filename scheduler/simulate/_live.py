@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from scheduler.deadline import Capacity, Gang, Held, Pace, Rules, allot, offer
-from scheduler.simulate._engine import Decision, Running
+from scheduler.deadline import DeviceCapacity, Gang, Held, Rules, StaffingPace, allot, offer
+from scheduler.simulate._engine import PolicyDecision, RunningJob
 from scheduler.simulate._floor import Floor
 
 __all__ = ["Live"]
@@ -27,8 +27,10 @@ class Live:
         self._most = 0
         """Devices that there were at any time."""
 
-    def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
-        capacities = {_REGION: Capacity(devices)}
+    def decide(
+        self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
+    ) -> PolicyDecision:
+        capacities = {_REGION: DeviceCapacity(devices)}
         self._most = max(self._most, devices)
         blocks = {job.name: job.blocks for job in active if job.blocks}
         ground = Floor.of(devices, blocks) if devices == self._most else None
@@ -50,14 +52,14 @@ class Live:
         self._held = answer.held
         shares = {name: gangs[name].workers(pace).get(_REGION, 0) for name, pace in answer.paces.items()}
         turns = [at for held in answer.held.values() for at, _ in held.course if at > now]
-        return Decision(shares, tuple(declined), promised, min(turns, default=math.inf))
+        return PolicyDecision(shares, tuple(declined), promised, min(turns, default=math.inf))
 
 
-def _gang(job: Running, devices: int) -> Gang:
+def _gang(job: RunningJob, devices: int) -> Gang:
     """Its paces are the levels of the curve's lower hull that the region has."""
     levels, rates = job.believed.ladder
     paces = tuple(
-        Pace({_REGION: level}, rate)
+        StaffingPace({_REGION: level}, rate)
         for level, rate in zip(levels[1:], rates[1:], strict=True)
         if level <= max(devices, levels[1])
     )

@@ -6,15 +6,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from scheduler.deadline import Capacity, Course, Curve, Experience, Job, Rules, least_device_seconds, prove
-from scheduler.simulate._engine import Decision, Running
+from scheduler.deadline import (
+    Course,
+    DeadlineJob,
+    DeviceCapacity,
+    Experience,
+    Rules,
+    SpeedCurve,
+    least_device_seconds,
+    prove,
+)
+from scheduler.simulate._engine import PolicyDecision, RunningJob
 from scheduler.simulate._floor import Floor
 
 _REGION = "here"
 
 
 class Deadlines:
-    """Job-by-job promises without slots, spare devices by marginal return; see ``scheduler.deadline``.
+    """DeadlineJob-by-job promises without slots, spare devices by marginal return; see ``scheduler.deadline``.
 
     With a ``slot_s`` arrivals within so much time are one burst. `keep` best effort: jobs whose deadline is refused run
     on what is left instead of being sent away.
@@ -40,7 +49,9 @@ class Deadlines:
         self.most = 0
         """Devices that there were at any time."""
 
-    def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
+    def decide(
+        self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
+    ) -> PolicyDecision:
         self._learn(active)
         self.most = max(self.most, devices)
         new = {job.name for job in arrived}
@@ -52,14 +63,14 @@ class Deadlines:
         blocks = {job.name: job.blocks for job in active if job.blocks}
         ground = Floor.of(devices, blocks) if devices == self.most else None
         found = prove(
-            now, Capacity(devices), _REGION, jobs, new, rules, asking, self.course, ground, self.keep
+            now, DeviceCapacity(devices), _REGION, jobs, new, rules, asking, self.course, ground, self.keep
         )  # fmt: skip
         self.course = found.course
         promised = {job.name: job.deadline_s for job in found.promised}
         gone = () if self.keep else tuple(job.name for job in asked if job.name not in promised)
         if rules.overhead.everyone and any(job.share != found.shares.get(job.name, 0) for job in active):
             self.experience.paused(now, rules.overhead.base_s)
-        return Decision(found.shares, gone, promised, found.course.next_s)
+        return PolicyDecision(found.shares, gone, promised, found.course.next_s)
 
     def _with_pauses(self, now: float) -> Rules:
         """Where any change pauses everybody: margins that bear what pauses took of late."""
@@ -72,7 +83,7 @@ class Deadlines:
             kept_margin=max(rules.kept_margin, 1.2 * paused),
         )
 
-    def _for_admission(self, now: float, devices: int, asked: Sequence[Job], rules: Rules) -> Rules:
+    def _for_admission(self, now: float, devices: int, asked: Sequence[DeadlineJob], rules: Rules) -> Rules:
         if not asked:
             return rules
         for job in asked:
@@ -84,7 +95,7 @@ class Deadlines:
             usual_device_s=self.experience.usual_device_s(devices) if self.priced else math.inf,
         )
 
-    def _learn(self, active: Sequence[Running]) -> None:
+    def _learn(self, active: Sequence[RunningJob]) -> None:
         """Take in what was seen: rates on levels that jobs have run on, and what users' best effort has had."""
         self.served_s.clear()
         for job in active:
@@ -96,16 +107,16 @@ class Deadlines:
                     rates[job.seen_share] = told / job.slowness
                     self.experience.saw_rate(told, told / job.slowness)
 
-    def _curve(self, job: Running) -> Curve:
+    def _curve(self, job: RunningJob) -> SpeedCurve:
         return self.experience.cautious(
             job.believed, self.seen.get(job.name, {}) if self.experience.curve_error else {}
         )
 
-    def _job(self, job: Running, is_new: bool) -> Job:
+    def _job(self, job: RunningJob, is_new: bool) -> DeadlineJob:
         spec = job.spec
         first, *later = spec.deadlines if is_new and spec.deadlines else ((job.promised_s, 0.0),)
         value = spec.deadlines[0][1] if spec.deadlines else 0.0
-        return Job(
+        return DeadlineJob(
             job.name, {_REGION: self._curve(job)}, job.left, first[0], _REGION, job.share, job.ready_s,
             value, tuple(later), spec.user, served_s=self.served_s.get(spec.user, 0.0),
         )  # fmt: skip

@@ -10,7 +10,7 @@ _IN_TIME_S = 1e-6
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """What became of one job."""
 
     name: str
@@ -38,12 +38,12 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Run:
+class SimulationRun:
     """One simulation."""
 
     policy: str
     devices: int
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[JobOutcome, ...]
     decisions: int
     changes: int
     """Decisions that changed a share."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from scheduler.deadline import Overhead, Rules
 from scheduler.simulate._elasticflow import ElasticFlow
-from scheduler.simulate._engine import Pauses, Policy
+from scheduler.simulate._engine import Pauses, SimulatedPolicy
 from scheduler.simulate._fair import FinishTimeFairness, Speedups, TimeSlices
 from scheduler.simulate._live import Live
 from scheduler.simulate._ours import Deadlines
@@ -15,7 +15,7 @@ from scheduler.simulate._simple import EarliestDeadline, EarliestDeadlineWithAdm
 _LARGE = 256
 """Devices from which ElasticFlow's simulator charges more for a change."""
 
-POLICIES: Mapping[str, Callable[[Rules, float, float], Policy]] = {
+POLICIES: Mapping[str, Callable[[Rules, float, float], SimulatedPolicy]] = {
     "geofed": lambda rules, slot_s, error: Deadlines(rules, curve_error=error),
     "geofed-live": lambda rules, slot_s, error: Live(rules),
     "elasticflow": lambda rules, slot_s, error: ElasticFlow(slot_s),
@@ -33,7 +33,7 @@ POLICIES: Mapping[str, Callable[[Rules, float, float], Policy]] = {
 
 def policy_named(
     name: str, devices: int, slot_s: float = 60.0, everyone: bool = True, curve_error: float = 0.0
-) -> tuple[Policy, Pauses]:
+) -> tuple[SimulatedPolicy, Pauses]:
     """A policy for a cluster of so many devices, and what changes cost there.
 
     A change takes what ElasticFlow's simulator charges for a cluster of this size; with `everyone` it pauses all

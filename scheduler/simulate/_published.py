@@ -16,18 +16,20 @@ from collections.abc import Sequence
 
 from scheduler.deadline import Overhead
 from scheduler.simulate._elasticflow import ElasticFlow
-from scheduler.simulate._engine import Running
-from scheduler.simulate._outcome import Outcome, Run
+from scheduler.simulate._engine import RunningJob
+from scheduler.simulate._outcome import JobOutcome, SimulationRun
 from scheduler.simulate._trace import TraceJob
 
 _LARGE = 256
 """Devices from which it charges more."""
 
 
-def simulate_published(jobs: Sequence[TraceJob], policy: ElasticFlow, nodes: int, devices_per_node: int) -> Run:
-    """Run a trace as the simulator does that ElasticFlow was published with.
+def simulate_published(
+    jobs: Sequence[TraceJob], policy: ElasticFlow, nodes: int, devices_per_node: int
+) -> SimulationRun:
+    """SimulationRun a trace as the simulator does that ElasticFlow was published with.
 
-    ``Outcome.ended_s`` is what that compares with the deadline. Jobs must have distinct names. Raises ``ValueError``
+    ``JobOutcome.ended_s`` is what that compares with the deadline. Jobs must have distinct names. Raises ``ValueError``
     for best effort, which was not held against it.
     """
     if policy.keep or not all(job.deadlines for job in jobs):
@@ -41,7 +43,7 @@ class _Published:
         large = devices >= _LARGE
         self.overhead, self.restart_s = Overhead(7.0 if large else 2.0), 47.0 if large else 27.0
         self.waiting = sorted(jobs, key=lambda job: job.submit_s, reverse=True)
-        self.active: list[Running] = []
+        self.active: list[RunningJob] = []
         self.ends_s: dict[str, float] = {}
         """When each active job gives its devices back."""
         self.real_ends_s: dict[str, float] = {}
@@ -49,11 +51,11 @@ class _Published:
         self.pauses_s: dict[str, float] = {}
         self.seen: set[tuple[int, int]] = set()
         """(first device, how many) that have run together."""
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[JobOutcome] = []
         self.timeline: list[tuple[float, int, int]] = []
         self.changes = 0
 
-    def run(self) -> Run:
+    def run(self) -> SimulationRun:
         before = now = self.waiting[-1].submit_s if self.waiting else math.inf
         while math.isfinite(now):
             self._advance(before, now)
@@ -64,7 +66,7 @@ class _Published:
             before, now = now, self._next(now, {wake_s, *self._events()} - {math.inf})
         for job in self.active:
             self._close(job, math.inf)
-        return Run(
+        return SimulationRun(
             self.policy.name, self.devices, tuple(sorted(self.outcomes, key=lambda outcome: outcome.submit_s)),
             len(self.timeline), self.changes, 0, 0, tuple(self.timeline),
         )  # fmt: skip
@@ -93,15 +95,15 @@ class _Published:
         for job in over:
             self._close(job, self.real_ends_s[job.name])
 
-    def _arrivals(self, now: float) -> list[Running]:
+    def _arrivals(self, now: float) -> list[RunningJob]:
         arrived = []
         while self.waiting and self.waiting[-1].submit_s <= now:
             spec = self.waiting.pop()
-            arrived.append(Running(spec, spec.curve, spec.work))
+            arrived.append(RunningJob(spec, spec.curve, spec.work))
         self.active += arrived
         return arrived
 
-    def _decide(self, now: float, arrived: Sequence[Running]) -> float:
+    def _decide(self, now: float, arrived: Sequence[RunningJob]) -> float:
         """Ask the policy; returns when a share is to change."""
         decision = self.policy.decide(now, self.devices, self.active, arrived)
         gone = set(decision.declined)
@@ -140,11 +142,11 @@ class _Published:
         if restart:
             self.seen.clear()
 
-    def _close(self, job: Running, ended_s: float, declined: bool = False) -> None:
+    def _close(self, job: RunningJob, ended_s: float, declined: bool = False) -> None:
         self.active = [other for other in self.active if other is not job]
         self.ends_s.pop(job.name, None)
         spec = job.spec
-        outcome = Outcome(
+        outcome = JobOutcome(
             spec.name, spec.submit_s, spec.deadline_s, job.promised_s, declined, job.started_s, ended_s,
             job.device_s, spec.value_at(ended_s), not spec.deadlines, spec.user,
         )  # fmt: skip

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from scheduler.simulate._outcome import Run
+from scheduler.simulate._outcome import SimulationRun
 
 HEADS = (
     "policy", "job", "submit_s", "deadline_s", "promised_s", "declined", "start_s", "end_s", "met", "broken",
@@ -27,7 +27,7 @@ _COLOURS = (
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 960, 560, 70, 30, 60
 
 
-def outcome_rows(run: Run) -> list[tuple[str, ...]]:
+def outcome_rows(run: SimulationRun) -> list[tuple[str, ...]]:
     """A row for each job, the heads first, for a CSV file; blank: there is no such instant."""
     rows: list[tuple[str, ...]] = [HEADS]
     for job in run.outcomes:
@@ -41,7 +41,7 @@ def outcome_rows(run: Run) -> list[tuple[str, ...]]:
     return rows
 
 
-def chart(runs: Sequence[Run]) -> str:
+def chart(runs: Sequence[SimulationRun]) -> str:
     """An SVG picture: devices in use over time above, deadlines met so far below, a line for each run."""
     begin = min((run.timeline[0][0] for run in runs if run.timeline), default=0.0)
     end = max((run.timeline[-1][0] for run in runs if run.timeline), default=1.0)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from scheduler.deadline import Overhead
-from scheduler.simulate._engine import Decision, Running
+from scheduler.simulate._engine import PolicyDecision, RunningJob
 
 
 class EarliestDeadline:
@@ -20,11 +20,13 @@ class EarliestDeadline:
     def __init__(self, slot_s: float = 0.0, pareto: bool = False) -> None:
         self.name, self.slot_s, self.pareto = "edf-pareto" if pareto else "edf", slot_s, pareto
 
-    def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
-        return Decision(_by_deadline(active, devices, self.pareto))
+    def decide(
+        self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
+    ) -> PolicyDecision:
+        return PolicyDecision(_by_deadline(active, devices, self.pareto))
 
 
-def _by_deadline(jobs: Sequence[Running], devices: int, pareto: bool) -> dict[str, int]:
+def _by_deadline(jobs: Sequence[RunningJob], devices: int, pareto: bool) -> dict[str, int]:
     shares, free = {}, devices
     for job in sorted(jobs, key=lambda job: job.spec.deadline_s):
         levels = job.believed.levels if pareto else tuple(job.spec.table)
@@ -42,7 +44,9 @@ class EarliestDeadlineWithAdmission:
     def __init__(self, slot_s: float = 0.0) -> None:
         self.slot_s = slot_s
 
-    def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
+    def decide(
+        self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
+    ) -> PolicyDecision:
         new = {job.name for job in arrived}
         taken = [job for job in active if job.name not in new]
         declined, promised = [], {}
@@ -54,10 +58,10 @@ class EarliestDeadlineWithAdmission:
                     promised[job.name] = job.spec.deadline_s
             else:
                 declined.append(job.name)
-        return Decision(_by_deadline(taken, devices, True), declined, promised)
+        return PolicyDecision(_by_deadline(taken, devices, True), declined, promised)
 
 
-def _late(now: float, devices: int, jobs: Sequence[Running]) -> set[str]:
+def _late(now: float, devices: int, jobs: Sequence[RunningJob]) -> set[str]:
     """Who would end late if these jobs, and no others, ran by deadline."""
     left = {job.name: job.left for job in jobs}
     queue = sorted(jobs, key=lambda job: job.spec.deadline_s)
@@ -93,12 +97,14 @@ class Tiresias:
         self.slot_s = slot_s
         self.order: dict[str, int] = {}
 
-    def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
+    def decide(
+        self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
+    ) -> PolicyDecision:
         for job in arrived:
             self.order[job.name] = len(self.order)
         shares, free, wake_s = {}, devices, math.inf
 
-        def place(job: Running) -> tuple[int, bool, int]:
+        def place(job: RunningJob) -> tuple[int, bool, int]:
             queue = sum(job.device_s >= limit for limit in self.limits)
             return (queue, not job.share, self.order[job.name])
 
@@ -110,4 +116,4 @@ class Tiresias:
             free -= want
             limit = next((limit for limit in self.limits if job.device_s < limit), math.inf)
             wake_s = min(wake_s, now + max(1.0, (limit - job.device_s) / want))
-        return Decision(shares, wake_s=wake_s)
+        return PolicyDecision(shares, wake_s=wake_s)

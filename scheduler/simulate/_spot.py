@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scheduler.deadline import Job, Overhead, refuge, spot_share
+from scheduler.deadline import DeadlineJob, Overhead, refuge, spot_share
 from scheduler.simulate._trace import TraceJob
 
 _REGION = "here"
@@ -72,8 +72,8 @@ def simulate_spot(jobs: Sequence[TraceJob], settings: SpotSettings) -> SpotRun:
     return SpotRun(count, met, preemptions, cost, on_demand, spot)
 
 
-def _job(spec: TraceJob, now: float, left: float) -> Job:
-    return Job(spec.name, {_REGION: spec.curve}, left, spec.deadline_s)
+def _job(spec: TraceJob, now: float, left: float) -> DeadlineJob:
+    return DeadlineJob(spec.name, {_REGION: spec.curve}, left, spec.deadline_s)
 
 
 class _Stay:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from scheduler.deadline import Curve, curve_from_table
+from scheduler.deadline import SpeedCurve, curve_from_table
 
 Tables = Mapping[tuple[str, int], Mapping[int, float]]
 """Steps a second by devices, by model and global batch."""
@@ -43,7 +43,7 @@ class TraceJob:
     """What its user asked for: the share under schedulers that do not scale."""
     duration_s: float
     """With these devices, alone."""
-    curve: Curve
+    curve: SpeedCurve
     """How fast it really runs: the Pareto levels."""
     table: Mapping[int, float]
     """How fast it really runs on every measured level, those too that do not pay."""
@@ -151,7 +151,7 @@ def _chronus(rows: csv.DictReader[str], columns: Mapping[str, str], source: str)
         deadlines = tuple((value["submit"] + at, worth) for at, worth in zip(times, values, strict=True))
         yield TraceJob(
             row[columns["job"]], value["submit"], value["work"], () if best_effort else deadlines,
-            devices, value["duration"], Curve((devices,), (rate,)), {devices: rate},
+            devices, value["duration"], SpeedCurve((devices,), (rate,)), {devices: rate},
             row[columns["model"]], row["user"],
         )  # fmt: skip
 

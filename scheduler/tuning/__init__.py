@@ -10,48 +10,48 @@ from scheduler.tuning._fit import (
     fit_memory,
     least_squares,
 )
-from scheduler.tuning._merge import Merged, Merges, merged
+from scheduler.tuning._merge import Merges, MergeTerms, merged
 from scheduler.tuning._model import (
     COLLECTIVES,
     TERMS,
-    Channel,
+    ChannelProfile,
     Compute,
     Configuration,
+    Convergence,
     Correction,
-    Limits,
     Memory,
     Platform,
     Prediction,
-    Progress,
     Space,
-    Task,
+    TaskModel,
+    TuningLimits,
 )
 from scheduler.tuning._predict import iterations, needed_mb, predict, step_seconds
-from scheduler.tuning._profile import Profile, space_of, task_of
+from scheduler.tuning._profile import TaskProfile, space_of, task_of
 from scheduler.tuning._progress import NormPair, RunPoint, fit_progress, noise_scale
 from scheduler.tuning._search import cheapest, configurations, fastest, front
 
 __all__ = [
     "COLLECTIVES",
     "TERMS",
-    "Channel",
+    "ChannelProfile",
     "Compute",
     "Configuration",
+    "Convergence",
     "Correction",
-    "Limits",
     "Memory",
     "MergePoint",
-    "Merged",
+    "MergeTerms",
     "Merges",
     "NormPair",
     "Platform",
     "Prediction",
-    "Profile",
-    "Progress",
     "RunPoint",
     "Space",
     "StepPoint",
-    "Task",
+    "TaskModel",
+    "TaskProfile",
+    "TuningLimits",
     "as_published",
     "cheapest",
     "configurations",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scheduler.tuning._model import Configuration, Limits, Prediction, Space, Task
+from scheduler.tuning._model import Configuration, Prediction, Space, TaskModel, TuningLimits
 from scheduler.tuning._predict import predict
 
 SATURATION = 0.8
 """FasDL's gamma: the share of the saturated throughput that its batch reaches."""
 
 
-def fasdl_batch(task: Task, space: Space) -> int:
+def fasdl_batch(task: TaskModel, space: Space) -> int:
     """FasDL's B = round(b / (1 / gamma - 1)), b = fixed / per-sample seconds; of the batches that may be chosen, the
     nearest (§1.5 of the notes in its code)."""
     compute = task.compute
@@ -19,7 +19,7 @@ def fasdl_batch(task: Task, space: Space) -> int:
     return min(space.batches, key=lambda batch: (abs(batch - wanted), batch))
 
 
-def fasdl_heuristic(task: Task, space: Space, limits: Limits, channel: str) -> Prediction | None:
+def fasdl_heuristic(task: TaskModel, space: Space, limits: TuningLimits, channel: str) -> Prediction | None:
     """FasDL's pruning search (10.1109/TC.2024.3485202), as in its code: the cheapest under a deadline, or None.
 
     The batch is fixed first. Then for every number of workers, with K = W: a number that misses the deadline with the
@@ -49,16 +49,16 @@ def fasdl_heuristic(task: Task, space: Space, limits: Limits, channel: str) -> P
     return best
 
 
-def lambdaml(task: Task, space: Space, channel: str, *, workers: int, batch: int) -> Prediction | None:
+def lambdaml(task: TaskModel, space: Space, channel: str, *, workers: int, batch: int) -> Prediction | None:
     """LambdaML's set-up (arXiv 2105.07806, §5): ScatterReduce of functions with the most memory."""
     configuration = Configuration(space.memories_mb[-1], workers, batch, "scatter-reduce", workers, channel)
     return predict(task, [configuration])[0]
 
 
-def as_published(task: Task) -> Task:
+def as_published(task: TaskModel) -> TaskModel:
     """The task with collectives that make one request after the other and find values by listing."""
     return replace(task, faithful=True)
 
 
-def _at(task: Task, memory_mb: int, workers: int, batch: int, chunks: int, channel: str) -> Prediction | None:
+def _at(task: TaskModel, memory_mb: int, workers: int, batch: int, chunks: int, channel: str) -> Prediction | None:
     return predict(task, [Configuration(memory_mb, workers, batch, "k-reduce", chunks, channel)])[0]

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.tuning._merge import Floats, Merges, merged
-from scheduler.tuning._model import TERMS, Channel, Compute, Correction, Memory
+from scheduler.tuning._model import TERMS, ChannelProfile, Compute, Correction, Memory
 
 _HUBER = 1.345
 """Standard deviations from which on a residual counts less (95 % efficiency for normal ones)."""
@@ -134,7 +134,7 @@ def fit_memory(points: Sequence[StepPoint]) -> Memory:
     return Memory(float(base) + missing, float(each))
 
 
-def fit_correction(points: Sequence[MergePoint], channel: Channel, *, faithful: bool = False) -> Correction:
+def fit_correction(points: Sequence[MergePoint], channel: ChannelProfile, *, faithful: bool = False) -> Correction:
     """What measured merges make of the closed form over a channel's probed constants.
 
     A few points move the terms that they tell of; the others stay as they are. Raises ``ValueError`` for no points.
@@ -160,7 +160,7 @@ _SHARES = len(TERMS) - 2
 """The last two coefficients are seconds, and are drawn to zero by what of the latency they are."""
 
 
-def _terms(point: MergePoint, channel: Channel, faithful: bool) -> Floats:
+def _terms(point: MergePoint, channel: ChannelProfile, faithful: bool) -> Floats:
     row = Merges.of([(point.collective, point.workers, point.chunks, point.share)])
     return merged(row, point.size_bytes, channel, faithful=faithful).terms
 

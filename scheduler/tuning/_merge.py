@@ -17,7 +17,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.tuning._model import COLLECTIVES, TERMS, Channel, Correction
+from scheduler.tuning._model import COLLECTIVES, TERMS, ChannelProfile, Correction
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -49,7 +49,7 @@ class Merges:
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeTerms:
     """What merges take: a row each."""
 
     terms: Floats
@@ -63,15 +63,15 @@ class Merged:
         """Of each merge, until its last worker has the merged vector."""
         return np.maximum(_sum(self.terms, correction), 0.0)
 
-    def usd(self, channel: Channel, *, faithful: bool) -> Floats:
+    def usd(self, channel: ChannelProfile, *, faithful: bool) -> Floats:
         """Of each merge's requests."""
         look = channel.list_usd if faithful else channel.get_usd
         return self.puts * channel.put_usd + self.gets * channel.get_usd + self.polls * look
 
 
 def merged(
-    merges: Merges, size_bytes: float, channel: Channel, *, faithful: bool = False, grouped: bool = True
-) -> Merged:
+    merges: Merges, size_bytes: float, channel: ChannelProfile, *, faithful: bool = False, grouped: bool = True
+) -> MergeTerms:
     """Terms and requests of merges of vectors of so many bytes; zeros for a worker alone.
 
     ``grouped``: workers make a K-REDUCE in groups where that is faster, as they do without staleness.
@@ -82,16 +82,16 @@ def merged(
     if at_server.any():
         told = _either(at_server, form.at_server(), told)
     alone = merges.workers < 2
-    return Merged(*(np.where(alone[:, None] if part.ndim > 1 else alone, 0.0, part) for part in _parts(told)))
+    return MergeTerms(*(np.where(alone[:, None] if part.ndim > 1 else alone, 0.0, part) for part in _parts(told)))
 
 
-def _parts(told: Merged) -> tuple[Floats, ...]:
+def _parts(told: MergeTerms) -> tuple[Floats, ...]:
     return told.terms, told.puts, told.gets, told.polls
 
 
-def _either(where: Flags, one: Merged, other: Merged) -> Merged:
+def _either(where: Flags, one: MergeTerms, other: MergeTerms) -> MergeTerms:
     pairs = zip(_parts(one), _parts(other), strict=True)
-    return Merged(*(np.where(where[:, None] if a.ndim > 1 else where, a, b) for a, b in pairs))
+    return MergeTerms(*(np.where(where[:, None] if a.ndim > 1 else where, a, b) for a, b in pairs))
 
 
 @dataclass(frozen=True)
@@ -110,14 +110,14 @@ class _Pace:
 class _Form:
     """The closed forms of some merges over one channel. A span of time is an array (merges, terms)."""
 
-    def __init__(self, merges: Merges, size_bytes: float, channel: Channel) -> None:
+    def __init__(self, merges: Merges, size_bytes: float, channel: ChannelProfile) -> None:
         self._merges, self._channel, self._size = merges, channel, size_bytes
         self._workers, self._chunks = merges.workers, merges.chunks
         self._part = size_bytes / merges.chunks
         self._uploads = np.where(self._chunks < self._workers, self._chunks, self._chunks - 1)
         """Of the slowest worker: one that owns no chunk, where there are such."""
 
-    def grouped(self) -> Merged:
+    def grouped(self) -> MergeTerms:
         """In as many groups as `sync.collective.best_groups` says."""
         workers, chunks = self._workers, self._chunks
         groups = np.minimum(workers // chunks, np.round(workers / np.maximum(chunks, np.sqrt(workers))))
@@ -129,7 +129,7 @@ class _Form:
         faster = _total(apart.terms) < (1 - _LEAST_GAIN) * _total(self.overlapped(chained=False).terms)
         return _either(may & faster, apart, told)
 
-    def overlapped(self, groups: Floats | None = None, *, chained: bool = True) -> Merged:
+    def overlapped(self, groups: Floats | None = None, *, chained: bool = True) -> MergeTerms:
         """Requests side by side; an owner reads others' parts of its chunk while it uploads its parts of theirs.
 
         ``groups``: in how many workers merge first; None: one. ``chained``: other iterations come before and after.
@@ -166,7 +166,7 @@ class _Form:
         spans = collected + up_one + look + pulled
         spans[:, _REQUESTS] = uploads + (group - 1) + 1 + np.maximum(1, self._uploads) + (groups > 1) * groups
         spans[:, _MERGE] = 1.0
-        return Merged(
+        return MergeTerms(
             spans, chunks * workers, 2 * chunks * (workers - 1), self._polls(given, collected, up_one, groups)
         )
 
@@ -179,7 +179,7 @@ class _Form:
         waited += chunks * (_total(up_one) + channel.poll_seconds / 2)
         return np.minimum(waited / channel.poll_seconds, workers * np.where(groups > 1, 3.0, 2.0))
 
-    def as_published(self) -> Merged:
+    def as_published(self) -> MergeTerms:
         """One request after the other, whose latenesses even out, and values that are found by listing."""
         channel, workers, chunks = self._channel, self._workers, self._chunks
         giving, reading = self._pace(workers), self._pace(chunks)
@@ -197,9 +197,9 @@ class _Form:
         pause = channel.list_seconds + channel.poll_seconds
         # A worker lists at least twice in a merge, however soon it finds what it looks for.
         polls = 2 * chunks + (workers - chunks) + (waited / pause if pause else 0.0)
-        return Merged(spans, chunks * workers, 2 * chunks * (workers - 1), polls)
+        return MergeTerms(spans, chunks * workers, 2 * chunks * (workers - 1), polls)
 
-    def at_server(self) -> Merged:
+    def at_server(self) -> MergeTerms:
         """The region's parameter server gets all vectors, adds them and puts the mean. It sees the channel as a
         worker does."""
         channel, workers = self._channel, self._workers
@@ -217,7 +217,7 @@ class _Form:
         spans[:, _REQUESTS], spans[:, _MERGE] = workers + 3, 1.0
         waited = _total(collected + stored - given)
         polls = workers * waited / channel.poll_seconds if channel.poll_seconds else np.zeros_like(workers)
-        return Merged(spans, workers + 1, 2 * workers, polls)
+        return MergeTerms(spans, workers + 1, 2 * workers, polls)
 
     def _pace(self, active: Floats, requests: Floats | None = None) -> _Pace:
         """``requests``: of which the latest is waited for; None: of each in its turn."""

@@ -10,7 +10,7 @@ COLLECTIVES = ("server-reduce", "all-reduce", "scatter-reduce", "pipelined-scatt
 
 
 @dataclass(frozen=True)
-class Channel:
+class ChannelProfile:
     """One worker's use of a region's channel, as it was measured, and what it costs."""
 
     name: str
@@ -110,7 +110,7 @@ TERMS = ("latency", "late", "transfer", "work", "adding", "hidden", "duplex", "r
 
 
 @dataclass(frozen=True)
-class Progress:
+class Convergence:
     """How many iterations a job needs: ``least * (1 + noise / global batch) * (1 + rho * staleness * share stale)``.
 
     The first factor is McCandlish et al.'s (arXiv 1812.06162, eq. 2.11). A job that is given epochs makes the steps
@@ -148,16 +148,16 @@ class Platform:
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskModel:
     """All coefficients of one task in one region."""
 
     model_bytes: float
     """Of one vector that workers merge, as it travels."""
     compute: Compute
     memory: Memory
-    progress: Progress
+    progress: Convergence
     platform: Platform
-    channels: tuple[Channel, ...]
+    channels: tuple[ChannelProfile, ...]
     corrections: dict[str, Correction] = field(default_factory=dict)
     """By channel; none: the closed form as it is."""
     faithful: bool = False
@@ -180,7 +180,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Limits:
+class TuningLimits:
     """What must be kept."""
 
     deadline_seconds: float = math.inf

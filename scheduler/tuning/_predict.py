@@ -9,7 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.tuning._merge import Floats, Merges, merged
-from scheduler.tuning._model import COLLECTIVES, Compute, Configuration, Correction, Memory, Prediction, Progress, Task
+from scheduler.tuning._model import (
+    COLLECTIVES,
+    Compute,
+    Configuration,
+    Convergence,
+    Correction,
+    Memory,
+    Prediction,
+    TaskModel,
+)
 
 _MB = float(1 << 20)
 _SECONDS_PER_HOUR = 3600.0
@@ -32,7 +41,7 @@ def needed_mb(memory: Memory, batch: Floats | float, model_bytes: float, chunks:
     return np.asarray(np.maximum(training, memory.least_mb) * (1 + memory.spare))
 
 
-def iterations(progress: Progress, global_batch: Floats | float, stale_share: Floats | float = 0.0) -> Floats:
+def iterations(progress: Convergence, global_batch: Floats | float, stale_share: Floats | float = 0.0) -> Floats:
     """Until the job's end; ``stale_share``: of the samples, those of workers that are behind."""
     batch = np.asarray(global_batch, float)
     if progress.samples is not None:
@@ -81,7 +90,7 @@ class MergeCosts:
         return MergeCosts(self.seconds[places], self.usd[places])
 
 
-def merge_costs(task: Task, name: str, merges: Merges) -> MergeCosts:
+def merge_costs(task: TaskModel, name: str, merges: Merges) -> MergeCosts:
     """What merges take over one of the task's channels."""
     channel = next(one for one in task.channels if one.name == name)
     told = merged(merges, task.model_bytes, channel, faithful=task.faithful, grouped=not task.progress.staleness)
@@ -89,7 +98,7 @@ def merge_costs(task: Task, name: str, merges: Merges) -> MergeCosts:
     return MergeCosts(seconds, told.usd(channel, faithful=task.faithful))
 
 
-def outcomes(task: Task, grid: Grid, costs: MergeCosts | None = None) -> Outcomes:
+def outcomes(task: TaskModel, grid: Grid, costs: MergeCosts | None = None) -> Outcomes:
     """Predict all configurations of a grid; ``costs``: their merges', where they are known already."""
     channel = next(one for one in task.channels if one.name == grid.channel)
     merges, platform, progress = grid.merges, task.platform, task.progress
@@ -119,7 +128,7 @@ def share_of(memory_mb: float, full_rate_mb: float) -> float:
     return min(1.0, memory_mb / full_rate_mb) if full_rate_mb else 1.0
 
 
-def predict(task: Task, configurations: Sequence[Configuration]) -> list[Prediction | None]:
+def predict(task: TaskModel, configurations: Sequence[Configuration]) -> list[Prediction | None]:
     """What each configuration takes; None: it does not fit into memory, or into the largest global batch.
 
     Raises ``StopIteration`` where a configuration names a channel that the task does not have.
@@ -127,7 +136,7 @@ def predict(task: Task, configurations: Sequence[Configuration]) -> list[Predict
     return [_predict(task, configuration) for configuration in configurations]
 
 
-def _predict(task: Task, one: Configuration) -> Prediction | None:
+def _predict(task: TaskModel, one: Configuration) -> Prediction | None:
     channel = next(known for known in task.channels if known.name == one.channel)
     row = (one.collective, one.workers, one.chunks, share_of(one.memory_mb, channel.full_rate_mb))
     grid = Grid(one.channel, np.array([float(one.memory_mb)]), np.array([float(one.batch)]), Merges.of([row]))

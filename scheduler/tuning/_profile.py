@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from scheduler.tuning._fit import MergePoint, StepPoint, fit_compute, fit_correction, fit_memory
-from scheduler.tuning._model import Channel, Correction, Memory, Platform, Progress, Space, Task
+from scheduler.tuning._model import ChannelProfile, Convergence, Correction, Memory, Platform, Space, TaskModel
 from scheduler.tuning._progress import NormPair, noise_scale
 
 _MEMORIES_MB = (128, 256, 512, 768, 1024, 1536, 1769, 2048, 3008, 4096, 6144, 8192, 10240)
@@ -17,7 +17,7 @@ _MOST_WORKERS = 64
 
 
 @dataclass(frozen=True)
-class Profile:
+class TaskProfile:
     """Measured in one region by one worker. Numbers alone: nothing of the data is in here."""
 
     region: str
@@ -36,7 +36,7 @@ class Profile:
     """Of gradients along the first steps of training."""
     evaluation_peak_mb: float
     """Largest memory of an evaluation; 0: not measured."""
-    channel: Channel
+    channel: ChannelProfile
     start_seconds: float
     """From the command to a worker that is ready to make its first step."""
     again_seconds: float
@@ -80,7 +80,7 @@ class Profile:
 
 
 def task_of(
-    profile: Profile,
+    profile: TaskProfile,
     platform: Platform,
     *,
     epochs: float | None,
@@ -88,7 +88,7 @@ def task_of(
     staleness: int = 0,
     samples_per_second: float | None = None,
     merges: Sequence[MergePoint] = (),
-) -> Task:
+) -> TaskModel:
     """Coefficients of a task that makes so many epochs, or so many steps whatever the number of workers.
 
     ``samples_per_second``: of a worker of a later run, which counts more than the profile. ``merges``: of earlier runs,
@@ -108,7 +108,7 @@ def task_of(
         # A worker's time beyond its compute has the optimiser's step in it.
         own = [replace(point, seconds=max(1e-6, point.seconds - profile.update_seconds)) for point in merges]
         corrections[profile.channel.name] = fit_correction(own, profile.channel)
-    return Task(
+    return TaskModel(
         model_bytes=profile.model_bytes,
         compute=compute,
         memory=_memory(profile),
@@ -119,21 +119,21 @@ def task_of(
     )
 
 
-def _memory(profile: Profile) -> Memory:
+def _memory(profile: TaskProfile) -> Memory:
     if not any(point.peak_mb for point in profile.steps):
         # The system does not tell: what it ran in is enough, and nothing else is known.
         return Memory(0.0, 0.0, least_mb=float(min(point.memory_mb for point in profile.steps)), spare=0.0)
     return replace(fit_memory(profile.steps), least_mb=profile.evaluation_peak_mb)
 
 
-def _progress(profile: Profile, epochs: float | None, steps: int | None) -> Progress:
+def _progress(profile: TaskProfile, epochs: float | None, steps: int | None) -> Convergence:
     if epochs is None:
-        return Progress(least_steps=float(steps or 1))
-    return Progress(samples=profile.samples * epochs, noise_samples=profile.noise_samples or 0.0)
+        return Convergence(least_steps=float(steps or 1))
+    return Convergence(samples=profile.samples * epochs, noise_samples=profile.noise_samples or 0.0)
 
 
 def space_of(
-    profile: Profile, *, most_workers: int, most_memory_mb: int, batch: int, collective: str | None = None,
+    profile: TaskProfile, *, most_workers: int, most_memory_mb: int, batch: int, collective: str | None = None,
     chunks: int | None = None, workers: int | None = None, memory_mb: int | None = None,
 ) -> Space:  # fmt: skip
     """What may be chosen in a region; what the job file names is fixed."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler.tuning._fit import least_squares
-from scheduler.tuning._model import Progress
+from scheduler.tuning._model import Convergence
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RunPoint:
     staleness: int = 0
 
 
-def fit_progress(points: Sequence[RunPoint], noise_samples: float | None = None) -> Progress:
+def fit_progress(points: Sequence[RunPoint], noise_samples: float | None = None) -> Convergence:
     """Steps to a goal = least * (1 + noise / batch) * (1 + rho * staleness * share stale), fitted to runs.
 
     ``noise_samples``: as gradients tell it, where runs of one batch only cannot. Staleness is fitted after the rest, to
@@ -78,14 +78,14 @@ def fit_progress(points: Sequence[RunPoint], noise_samples: float | None = None)
         # All noise: the batch only divides the samples.
         least = max(float(least), 1e-12)
         noise = float(work) / least
-    progress = Progress(least_steps=float(least), noise_samples=float(noise))
+    progress = Convergence(least_steps=float(least), noise_samples=float(noise))
     stale = [point for point in points if point.staleness * point.stale_share > 0]
     if not stale:
         return progress
     excess = [max(0.0, p.steps / (progress.least_steps * (1 + noise / p.global_batch)) - 1) for p in stale]
     behind = [[p.staleness * p.stale_share] for p in stale]
     (rho,) = least_squares(behind, excess, scale=np.ones(len(stale)))
-    return Progress(
+    return Convergence(
         least_steps=float(least),
         noise_samples=float(noise),
         rho=float(rho),

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.tuning._merge import Merges
-from scheduler.tuning._model import COLLECTIVES, Configuration, Limits, Prediction, Space, Task
+from scheduler.tuning._model import COLLECTIVES, Configuration, Prediction, Space, TaskModel, TuningLimits
 from scheduler.tuning._predict import Grid, MergeCosts, Outcomes, merge_costs, outcomes, prediction, share_of
 
 _MUCH = 1e-9
@@ -32,7 +32,7 @@ class _Evaluated:
     """Places of the grid that fit."""
 
 
-def configurations(task: Task, space: Space) -> Iterator[Configuration]:
+def configurations(task: TaskModel, space: Space) -> Iterator[Configuration]:
     """All of them, whether they fit or not."""
     for channel in _channels(task, space):
         for collective, workers, chunks in _merges(space):
@@ -41,17 +41,17 @@ def configurations(task: Task, space: Space) -> Iterator[Configuration]:
                     yield Configuration(memory_mb, workers, batch, collective, chunks, channel)
 
 
-def cheapest(task: Task, space: Space, limits: Limits = Limits()) -> Prediction | None:  # noqa: B008 - frozen
+def cheapest(task: TaskModel, space: Space, limits: TuningLimits = TuningLimits()) -> Prediction | None:  # noqa: B008 - frozen
     """The cheapest configuration that keeps the limits, of equals the fastest; None: there is none."""
     return _best(task, space, limits, by_cost=True)
 
 
-def fastest(task: Task, space: Space, limits: Limits = Limits()) -> Prediction | None:  # noqa: B008 - frozen
+def fastest(task: TaskModel, space: Space, limits: TuningLimits = TuningLimits()) -> Prediction | None:  # noqa: B008 - frozen
     """The fastest configuration that keeps the limits, of equals the cheapest; None: there is none."""
     return _best(task, space, limits, by_cost=False)
 
 
-def front(task: Task, space: Space, limits: Limits = Limits()) -> tuple[Prediction, ...]:  # noqa: B008 - frozen
+def front(task: TaskModel, space: Space, limits: TuningLimits = TuningLimits()) -> tuple[Prediction, ...]:  # noqa: B008 - frozen
     """The Pareto front of time and money, the fastest first: nothing else is better than one of these in both."""
     found: list[tuple[float, float, _Evaluated, int]] = []
     for evaluated in _evaluate(task, space):
@@ -68,7 +68,7 @@ def front(task: Task, space: Space, limits: Limits = Limits()) -> tuple[Predicti
     return tuple(told)
 
 
-def _best(task: Task, space: Space, limits: Limits, *, by_cost: bool) -> Prediction | None:
+def _best(task: TaskModel, space: Space, limits: TuningLimits, *, by_cost: bool) -> Prediction | None:
     best: tuple[float, float, _Evaluated, int] | None = None
     for evaluated in _evaluate(task, space):
         seconds, usd = evaluated.told.seconds[evaluated.at], evaluated.told.usd[evaluated.at]
@@ -85,14 +85,14 @@ def _best(task: Task, space: Space, limits: Limits, *, by_cost: bool) -> Predict
     return None if best is None else prediction(_named(best[2], best[3]), best[2].told, best[3])
 
 
-def _evaluate(task: Task, space: Space) -> Iterator[_Evaluated]:
+def _evaluate(task: TaskModel, space: Space) -> Iterator[_Evaluated]:
     for name in _channels(task, space):
         grid, costs = _grid(task, space, name)
         evaluated = outcomes(task, grid, costs)
         yield _Evaluated(grid, evaluated, np.flatnonzero(evaluated.fits))
 
 
-def _grid(task: Task, space: Space, name: str) -> tuple[Grid, MergeCosts]:
+def _grid(task: TaskModel, space: Space, name: str) -> tuple[Grid, MergeCosts]:
     """Every combination for one channel, with what its merge takes."""
     channel = next(one for one in task.channels if one.name == name)
     shares = [share_of(memory_mb, channel.full_rate_mb) for memory_mb in space.memories_mb]
@@ -125,7 +125,7 @@ def _merges(space: Space) -> list[tuple[str, int, int]]:
     return list(ways)
 
 
-def _channels(task: Task, space: Space) -> tuple[str, ...]:
+def _channels(task: TaskModel, space: Space) -> tuple[str, ...]:
     known = tuple(channel.name for channel in task.channels)
     return known if space.channels is None else tuple(name for name in known if name in space.channels)
 

@@ -34,7 +34,7 @@ from scheduler.simulate import (
     ElasticFlow,
     Incidents,
     Pauses,
-    Run,
+    SimulationRun,
     SpotSettings,
     Tables,
     TraceJob,
@@ -148,7 +148,7 @@ def _run(
     per_node: int,
     *,
     everyone: bool = True,
-) -> Run:
+) -> SimulationRun:
     chosen, pauses = policy_named(policy, nodes * per_node, SLOTS.get(trace, 60.0), everyone=everyone)
     begun = time.process_time()
     run = simulate(jobs, chosen, nodes, per_node, pauses)
@@ -156,7 +156,7 @@ def _run(
     return run
 
 
-def _note(report: Report, part: str, trace: str, run: Run, **more: object) -> None:
+def _note(report: Report, part: str, trace: str, run: SimulationRun, **more: object) -> None:
     report.runs.append(
         {"part": part, "trace": trace, "devices": run.devices, "policy": run.policy, "jobs": len(run.outcomes)}
         | {"met": run.met, "ratio": run.ratio, "promised": run.promised, "broken": run.broken}
@@ -191,7 +191,9 @@ def _calibrate(report: Report, traces: _Traces) -> None:
         print(f"{trace:<18}{devices:>8}{cells[0]:>18}{cells[1]:>14}{cells[2]:>14}")
 
 
-def _paused(name: str, jobs: Sequence[TraceJob], slot: float, nodes: int, per_node: int, overhead: Overhead) -> Run:
+def _paused(
+    name: str, jobs: Sequence[TraceJob], slot: float, nodes: int, per_node: int, overhead: Overhead
+) -> SimulationRun:
     return simulate(jobs, policy_named(name, nodes * per_node, slot)[0], nodes, per_node, Pauses(overhead))
 
 
@@ -245,7 +247,7 @@ def _names(jobs: Sequence[TraceJob], at_full_size: bool) -> Sequence[str]:
 
 
 def _deadline_bars(
-    report: Report, trace: str, devices: int, run: Run, most: float, part: int, *, everyone: bool
+    report: Report, trace: str, devices: int, run: SimulationRun, most: float, part: int, *, everyone: bool
 ) -> None:
     if not everyone:
         if trace != T4:

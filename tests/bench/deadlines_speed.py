@@ -6,7 +6,7 @@ import gc
 import random
 import time
 
-from scheduler.deadline import Capacity, Curve, Job, Overhead, Rules, admit, spread
+from scheduler.deadline import DeadlineJob, DeviceCapacity, Overhead, Rules, SpeedCurve, admit, spread
 
 _REGION = "here"
 FULL, NEARLY_FULL = 1.4, 1.8
@@ -17,7 +17,7 @@ _LEVELS = (1, 2, 4, 8, 16, 32)
 def admissions(active: int, asked: int, seed: int, devices_per_job: float = FULL) -> list[float]:
     """CPU seconds of each of many requests, one at a time, in a region where so many jobs have their promise."""
     draw = random.Random(seed)
-    capacity = {_REGION: Capacity(int(devices_per_job * active))}
+    capacity = {_REGION: DeviceCapacity(int(devices_per_job * active))}
     rules = Rules(Overhead())
     promised = _jobs(active, draw, "old")
     answer = admit(0.0, capacity, promised, (), rules)
@@ -39,7 +39,7 @@ def admissions(active: int, asked: int, seed: int, devices_per_job: float = FULL
 def plan_seconds(jobs: int, seed: int, devices_per_job: float) -> float:
     """CPU seconds to fill a region with all its jobs from nothing, and to give out what is left."""
     draw = random.Random(seed)
-    capacity = {_REGION: Capacity(int(devices_per_job * jobs))}
+    capacity = {_REGION: DeviceCapacity(int(devices_per_job * jobs))}
     promised = _jobs(jobs, draw, "old")
     rules = Rules(Overhead())
     gc.collect()
@@ -49,15 +49,15 @@ def plan_seconds(jobs: int, seed: int, devices_per_job: float) -> float:
     return time.thread_time() - begun
 
 
-def _jobs(count: int, draw: random.Random, name: str) -> list[Job]:
+def _jobs(count: int, draw: random.Random, name: str) -> list[DeadlineJob]:
     curves = []
     for _ in range(16):
         loss = draw.uniform(0.02, 0.2)
-        curves.append(Curve(_LEVELS, tuple(level / (1 + loss * (level - 1) ** 0.7) for level in _LEVELS)))
+        curves.append(SpeedCurve(_LEVELS, tuple(level / (1 + loss * (level - 1) ** 0.7) for level in _LEVELS)))
     jobs = []
     for number in range(count):
         curve = draw.choice(curves)
         window_s = draw.lognormvariate(9.2, 1.0)
         work = curve.rate(draw.choice(_LEVELS[:4])) * window_s * draw.uniform(0.3, 0.9)
-        jobs.append(Job(f"{name}{number}", {_REGION: curve}, work, window_s, _REGION))
+        jobs.append(DeadlineJob(f"{name}{number}", {_REGION: curve}, work, window_s, _REGION))
     return jobs

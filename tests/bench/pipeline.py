@@ -31,15 +31,15 @@ from report import Bar, Report, options
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scheduler.pipeline import (
-    Channel,
     FunctionSize,
     Layer,
-    Line,
+    LayerProfile,
+    LinearCost,
     NothingFitsError,
-    Pipeline,
+    PipelineProblem,
     Place,
-    Problem,
-    Profile,
+    PlannedPipeline,
+    StageChannel,
     cheapest,
     fastest,
     front,
@@ -86,7 +86,7 @@ def _more(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--instances", type=int, metavar="N", help="random problems; default: 200, with --quick 12")
 
 
-def chain(layers: int, seed: int, *, most_workers: int = 64) -> Problem:
+def chain(layers: int, seed: int, *, most_workers: int = 64) -> PipelineProblem:
     """A model as deep as asked for, whose layers are all of the same kind, give or take; AWS Lambda's sizes."""
     draw = random.Random(seed)
     share = 12 / layers
@@ -100,14 +100,14 @@ def chain(layers: int, seed: int, *, most_workers: int = 64) -> Problem:
                 int(draw.uniform(10, 60) * MB * share),
                 int(draw.uniform(4, 16) * MB * share),
                 int(draw.uniform(0.1, 1.5) * MB),
-                Line(forward / 10, forward),
-                Line(backward / 10, backward),
+                LinearCost(forward / 10, forward),
+                LinearCost(backward / 10, backward),
             )
         )
     sizes = tuple(FunctionSize(size, min(1.0, size / 1769), 1.66667e-5) for size in MEMORIES_MB)
-    store = Channel(0.03, 0.02, 5e7, 7e7, 8, 5e-6, 4e-7)
-    return Problem(
-        Profile(tuple(made), 600_000, 1.0),
+    store = StageChannel(0.03, 0.02, 5e7, 7e7, 8, 5e-6, 4e-7)
+    return PipelineProblem(
+        LayerProfile(tuple(made), 600_000, 1.0),
         64,
         (Place("a", sizes, store),),
         degrees=tuple(range(1, 9)),
@@ -115,7 +115,7 @@ def chain(layers: int, seed: int, *, most_workers: int = 64) -> Problem:
     )
 
 
-def tapered(layers: int, seed: int) -> Problem:
+def tapered(layers: int, seed: int) -> PipelineProblem:
     """The same, but what layers keep and send shrinks towards the end, and their parameters grow, as in a CNN."""
     alike = chain(layers, seed)
     factors = [4.0 ** (1 - 2 * number / (layers - 1)) for number in range(layers)]
@@ -131,7 +131,7 @@ def tapered(layers: int, seed: int) -> Problem:
     return replace(alike, profile=replace(alike.profile, layers=made))
 
 
-def one_size(layers: int, seed: int) -> Problem:
+def one_size(layers: int, seed: int) -> PipelineProblem:
     """What a plan of a job asks for: two replicas, and one function size for all stages."""
     problem = chain(layers, seed)
     place = replace(problem.places[0], sizes=(problem.places[0].sizes[4],))
@@ -181,7 +181,7 @@ def _exactness(report: Report, instances: int) -> None:
     ]
 
 
-def _timed(problem: Problem, within: float) -> tuple[tuple[Pipeline, ...], Took]:
+def _timed(problem: PipelineProblem, within: float) -> tuple[tuple[PlannedPipeline, ...], Took]:
     begun, worked = time.perf_counter(), time.process_time()
     plans = front(problem, within)
     return plans, Took(time.perf_counter() - begun, time.process_time() - worked)
@@ -208,7 +208,9 @@ def _speed(report: Report, times: int) -> None:
     ]
 
 
-def _in_turn(problem: Problem, times: int) -> tuple[dict[float, tuple[Pipeline, ...]], dict[float, Took]]:
+def _in_turn(
+    problem: PipelineProblem, times: int
+) -> tuple[dict[float, tuple[PlannedPipeline, ...]], dict[float, Took]]:
     """By share: the front, and the medians of so many runs."""
     runs = [{share: _timed(problem, share) for share in SHARES} for _ in range(times)]
     fronts = {share: plans for share, (plans, _) in runs[0].items()}
@@ -227,7 +229,7 @@ def _row(
     report: Report,
     layers: int,
     within: float,
-    plans: Sequence[Pipeline],
+    plans: Sequence[PlannedPipeline],
     took: Took,
     missed: Sequence[float] = (),
     note: str = "",
@@ -239,7 +241,7 @@ def _row(
     report.runs[-1] |= {"wall_s": took.wall_s, "cpu_s": took.cpu_s, "missed": list(missed), "note": note}
 
 
-def _missed(exact: Sequence[Pipeline], near: Sequence[Pipeline]) -> list[float]:
+def _missed(exact: Sequence[PlannedPipeline], near: Sequence[PlannedPipeline]) -> list[float]:
     """For each point of the front: by what share something else is dearer that is found as fast, give or take."""
     return [
         min(max(plan.seconds / one.seconds, plan.usd / one.usd) for plan in near) - 1.0 for one in exact

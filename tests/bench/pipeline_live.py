@@ -168,7 +168,7 @@ class Contender:
     """One way to run a plan."""
 
     name: str
-    plan: pipeline.Pipeline
+    plan: pipeline.PlannedPipeline
     overlap: bool
     pattern: str = "pipelined-scatter-reduce"
     codec: str = "fp32"
@@ -183,8 +183,8 @@ def _layer(
     name: str, megabytes: float, out_kib: float, act_kib: float, millis: float, back: float | None = None
 ) -> pipeline.Layer:
     """``millis``: forward, for one sample; backward takes ``back``, or else twice as long."""
-    there = pipeline.Line(0.002, millis / 1e3)
-    back_line = pipeline.Line(0.004, (2 * millis if back is None else back) / 1e3)
+    there = pipeline.LinearCost(0.002, millis / 1e3)
+    back_line = pipeline.LinearCost(0.004, (2 * millis if back is None else back) / 1e3)
     return pipeline.Layer(name, int(megabytes * MIB), int(act_kib * 1024), int(out_kib * 1024), there, back_line)
 
 
@@ -229,14 +229,14 @@ def amoebanet() -> tuple[pipeline.Layer, ...]:
 
 def problem(
     layers: tuple[pipeline.Layer, ...], batch: int, degrees: tuple[int, ...], hop_s: float = PUT_SECONDS + GET_SECONDS
-) -> pipeline.Problem:
+) -> pipeline.PipelineProblem:
     """With momentum, and a tenth of the 200 MB that FuncPipe keeps free. ``hop_s``: measured, from the call that puts a
     short value until another worker has it."""
     more = (hop_s - PUT_SECONDS - GET_SECONDS) / 2
     sizes = tuple(pipeline.FunctionSize(memory, speed, 1.66667e-5) for memory, speed in SPEEDS.items())
-    channel = pipeline.Channel(PUT_SECONDS + more, GET_SECONDS + more, RATE, RATE)
-    profile = pipeline.Profile(layers, input_bytes=16_000, state_factor=1.0, base_mb=20.0)
-    return pipeline.Problem(
+    channel = pipeline.StageChannel(PUT_SECONDS + more, GET_SECONDS + more, RATE, RATE)
+    profile = pipeline.LayerProfile(layers, input_bytes=16_000, state_factor=1.0, base_mb=20.0)
+    return pipeline.PipelineProblem(
         profile,
         batch,
         (pipeline.Place("here", sizes, channel),),
@@ -362,10 +362,10 @@ def _merges(bench: Bench, report: Report, count: int) -> list[Bar]:
 
 def pipeline_way(degree: int, micro_batch: int, order: str) -> Any:
     """What all stages of a pipeline have in common."""
-    return pipeline.Way(degree, micro_batch, order)  # type: ignore[arg-type]
+    return pipeline.PipelineOptions(degree, micro_batch, order)  # type: ignore[arg-type]
 
 
-def _as_run(asked: pipeline.Problem) -> pipeline.Pipeline:
+def _as_run(asked: pipeline.PipelineProblem) -> pipeline.PlannedPipeline:
     """FuncPipe's own experiments: four stages of the largest memory, micro-batches of 4 (its code's settings); here
     cut equally, with two replicas of each."""
     length, largest = len(asked.profile.layers), len(asked.places[0].sizes) - 1
@@ -432,7 +432,7 @@ def _end_to_end(bench: Bench, report: Report, count: int, batch: int) -> list[Ba
     return [*bars, *_prediction(bench, report, errors, count)]
 
 
-def _ours(asked: pipeline.Problem, theirs: pipeline.Pipeline) -> pipeline.Pipeline:
+def _ours(asked: pipeline.PipelineProblem, theirs: pipeline.PlannedPipeline) -> pipeline.PlannedPipeline:
     found = pipeline.fastest(pipeline.front(asked), theirs.usd)
     assert found is not None, "every plan of the baseline is among those that the search covers"
     return found

@@ -27,9 +27,9 @@ from placement_draws import DATA, KINDS, Market, drawn_federation, drawn_jobs, m
 from report import Bar, Report, options
 
 from scheduler.placement import (
-    Federation,
-    Job,
-    Outcome,
+    PlacementFederation,
+    PlacementJob,
+    PlacementOutcome,
     audit,
     cheapest_single_region,
     greedy,
@@ -120,7 +120,11 @@ def _print(name: str, runs: list[dict[str, object]]) -> None:
 
 
 def _saving(
-    rule: str, theirs: Outcome, federation: Federation, jobs: tuple[Job, ...], everything: Outcome
+    rule: str,
+    theirs: PlacementOutcome,
+    federation: PlacementFederation,
+    jobs: tuple[PlacementJob, ...],
+    everything: PlacementOutcome,
 ) -> dict[str, object]:
     admitted = {placement.job for placement in theirs.placements}
     same = [job for job in jobs if job.name in admitted]
@@ -193,7 +197,9 @@ def _gaps(report: Report, drawn: Market, quick: bool, seconds: float, longer: fl
     ]
 
 
-def _gap(federation: Federation, jobs: tuple[Job, ...], seconds: float, longer: float) -> dict[str, object]:
+def _gap(
+    federation: PlacementFederation, jobs: tuple[PlacementJob, ...], seconds: float, longer: float
+) -> dict[str, object]:
     """Costs with refusals at their penalties, which are the same for both."""
     begun = time.perf_counter()
     ours = place(federation, jobs)
@@ -220,7 +226,7 @@ def _gap(federation: Federation, jobs: tuple[Job, ...], seconds: float, longer: 
     }
 
 
-def _least(ours: Outcome, exact: Outcome) -> float:
+def _least(ours: PlacementOutcome, exact: PlacementOutcome) -> float:
     """What no placement costs less than, as far as both know."""
     assert ours.bound_usd is not None
     assert exact.bound_usd is not None

@@ -16,7 +16,7 @@ from pathlib import Path as File
 import numpy as np
 
 from scheduler import Path
-from scheduler.placement import Device, Federation, Job, Region, Shard, federation
+from scheduler.placement import Device, PlacementFederation, PlacementJob, PlacementRegion, PlacementShard, federation
 
 DATA = File(__file__).resolve().parents[3] / "shared" / "data"
 LOCKED = 0.35
@@ -119,7 +119,7 @@ def _generated() -> Market:
     return Market(prices, links, "generated prices and links")
 
 
-def drawn_federation(market: Market, count: int, units: int, draw: random.Random) -> Federation:
+def drawn_federation(market: Market, count: int, units: int, draw: random.Random) -> PlacementFederation:
     """Some of the market's regions; a region has about `units` machines of each type, from half to twice as many."""
     names = sorted(draw.sample(sorted(market.prices), count))
     regions = tuple(_region(name, market.prices[name], units, draw) for name in names)
@@ -127,16 +127,16 @@ def drawn_federation(market: Market, count: int, units: int, draw: random.Random
     return federation(regions, {link: path for link, path in market.links.items() if chosen.issuperset(link)})
 
 
-def _region(name: str, prices: tuple[float, ...], units: int, draw: random.Random) -> Region:
+def _region(name: str, prices: tuple[float, ...], units: int, draw: random.Random) -> PlacementRegion:
     cloud = name.partition(":")[0]
     devices = tuple(
         Device(kind, max(1, round(units * 2 ** draw.uniform(-1, 1))), speed, usd, memory)
         for kind, speed, usd, memory in zip(TYPES[cloud], SPEEDS, prices, MEMORIES, strict=False)
     )
-    return Region(name, cloud, devices, prices[2])
+    return PlacementRegion(name, cloud, devices, prices[2])
 
 
-def multiplied_federation(market: Market, count: int, units: int, draw: random.Random) -> Federation:
+def multiplied_federation(market: Market, count: int, units: int, draw: random.Random) -> PlacementFederation:
     """More regions than the market has: copies of each, prices off by up to a tenth, 0.01 USD/GB between copies."""
     originals = sorted(market.prices)
     parents = [originals[place % len(originals)] for place in range(count)]
@@ -153,24 +153,24 @@ def multiplied_federation(market: Market, count: int, units: int, draw: random.R
                 path = market.links[source, destination]
                 rates[a, b], egress[a, b] = path.mbps, path.usd_per_gb
     row = np.array([place % len(originals) for place in range(count)])
-    return Federation(tuple(regions), rates[np.ix_(row, row)], egress[np.ix_(row, row)])
+    return PlacementFederation(tuple(regions), rates[np.ix_(row, row)], egress[np.ix_(row, row)])
 
 
 def drawn_jobs(
     names: Sequence[str], count: int, draw: random.Random, kind: Kind = KINDS["compute-heavy"]
-) -> tuple[Job, ...]:
+) -> tuple[PlacementJob, ...]:
     """Jobs over data in 1 to 4 regions; 35 % of the shards may not leave theirs, the others may go anywhere."""
     return tuple(_job(f"job-{number}", names, draw, kind) for number in range(count))
 
 
-def _job(name: str, names: Sequence[str], draw: random.Random, kind: Kind) -> Job:
+def _job(name: str, names: Sequence[str], draw: random.Random, kind: Kind) -> PlacementJob:
     shards = []
     for region in draw.sample(list(names), draw.randint(1, min(4, len(names)))):
         size = int(draw.lognormvariate(math.log(kind.shard_gb * 1e9), kind.size_spread))
         rule = "region" if draw.random() < LOCKED else "anywhere"
-        shards.append(Shard(f"{name}/{region}", region, size // BYTES_PER_SAMPLE + 1, size, rule))
+        shards.append(PlacementShard(f"{name}/{region}", region, size // BYTES_PER_SAMPLE + 1, size, rule))
     hours = draw.lognormvariate(math.log(kind.hours_per_gb), kind.work_spread)
-    return Job(
+    return PlacementJob(
         name=name,
         shards=tuple(shards),
         deadline_seconds=3600 * draw.uniform(2, 12),

@@ -18,7 +18,7 @@ from dataclasses import replace
 from placement_draws import DATA, drawn_jobs, market, multiplied_federation
 from report import Bar, Report, options
 
-from scheduler.placement import Index, Job
+from scheduler.placement import Index, PlacementJob
 
 REGIONS, ACTIVE, UNITS = 1000, 10_000, 100
 RUNS, QUICK_RUNS, OFFERS = 5, 1, 1000
@@ -58,7 +58,7 @@ def main() -> int:
     return report.close(given.json)
 
 
-def _run(index: Index, jobs: list[Job], active: list[str], draw: random.Random) -> dict[str, float]:
+def _run(index: Index, jobs: list[PlacementJob], active: list[str], draw: random.Random) -> dict[str, float]:
     took, walls, refused = [], [], 0
     for job in jobs:
         if len(active) >= ACTIVE:
@@ -80,7 +80,7 @@ def _run(index: Index, jobs: list[Job], active: list[str], draw: random.Random) 
     }
 
 
-def _come(index: Index, job: Job, active: list[str]) -> tuple[float, int]:
+def _come(index: Index, job: PlacementJob, active: list[str]) -> tuple[float, int]:
     """Milliseconds on the processor, and whether there was no place."""
     begun = time.thread_time()
     placement = index.offer(job)

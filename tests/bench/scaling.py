@@ -48,7 +48,7 @@ from scaling_learning import POOL, SETTINGS, PoolTime, Run, play, pool_time, tas
 from scaling_live import live
 from scaling_oracle import schedules
 
-from scheduler.scaling import Goal, PublishedSettings, PublishedTuner, ScalingTuner
+from scheduler.scaling import PublishedSettings, PublishedTuner, ScalingGoal, ScalingTuner
 
 COUNTS, QUICK_COUNTS = (POOL, 20, 16, 14, 12, 10, 8, 6, 4, 3, 2, 1), (POOL, 16, 10, 6, 3)
 QUICK_ONLY = ("clicks", "images")
@@ -130,7 +130,7 @@ def _measure(
             run = play(task, name, PUBLISHED, seed, POOL, lambda o, t=published: t.observe(o).workers, one, target)
             rows.setdefault((name, label, PUBLISHED), []).append(run)
             for policy, patience in ((OURS, SLOWER - 1), (FROM_POOL, SLOWER - 1), (FREE, None)):
-                ours = ScalingTuner(one.terms(COMPUTE_OFF), Goal(target, patience))
+                ours = ScalingTuner(one.terms(COMPUTE_OFF), ScalingGoal(target, patience))
                 begin = POOL if policy == FROM_POOL else ours.begin()
                 run = play(task, name, policy, seed, begin, lambda o, t=ours: t.observe(o).workers, one, target)
                 rows.setdefault((name, label, policy), []).append(run)

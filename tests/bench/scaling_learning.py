@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from scheduler.scaling import Observation, Terms, learning_rate_factor
+from scheduler.scaling import StepObservation, Terms, learning_rate_factor
 from sync.collective import ChannelCosts, Merge, choose, estimate
 
 __all__ = ["POOL", "SETTINGS", "Controller", "PoolTime", "Run", "Setting", "play", "pool_time", "task_of"]
@@ -243,7 +243,7 @@ class Run:
         return math.inf, math.inf
 
 
-Controller = Callable[[Observation], int]
+Controller = Callable[[StepObservation], int]
 """Told every step, it says with how many workers to continue."""
 
 
@@ -277,7 +277,7 @@ def play(
         usd += terms.rate(workers) * took
         held_out = task.quality(flat.model)
         _note(run, step, held_out, seconds, usd, workers)
-        wanted = controller(Observation(step, seconds, held_out, workers, usd))
+        wanted = controller(StepObservation(step, seconds, held_out, workers, usd))
         if wanted != workers:
             most = max(wanted, workers)
             pause = JOIN_SECONDS if wanted > workers else times.merges[workers - 1]

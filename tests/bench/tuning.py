@@ -30,19 +30,19 @@ from tuning_live import MB, Measured, Setting, compute_seconds, measured
 
 from scheduler.tuning import (
     COLLECTIVES,
-    Channel,
+    ChannelProfile,
     Configuration,
+    Convergence,
     Correction,
-    Limits,
     Memory,
     MergePoint,
     Merges,
     Platform,
     Prediction,
-    Progress,
     Space,
     StepPoint,
-    Task,
+    TaskModel,
+    TuningLimits,
     as_published,
     cheapest,
     configurations,
@@ -76,9 +76,9 @@ QUICK_SECONDS = 0.002
 class Learned:
     """All that is fitted."""
 
-    channels: dict[str, Channel]
+    channels: dict[str, ChannelProfile]
     corrections: dict[str, Correction]
-    task: Task
+    task: TaskModel
 
 
 # Predicted
@@ -165,20 +165,20 @@ def learn(rows: Sequence[tuple[Setting, Measured, ChannelCosts]], quick: bool = 
         for kind, channel in channels.items()
     }
     platform = Platform(USD_PER_GB_SECOND, 2e-7, 0.0, 30.0, 1.0, 0.05)
-    progress = Progress(least_steps=LEAST_STEPS, noise_samples=NOISE_SAMPLES)
-    task = Task(
+    progress = Convergence(least_steps=LEAST_STEPS, noise_samples=NOISE_SAMPLES)
+    task = TaskModel(
         4 * MB, fit_compute(steps), Memory(300.0, 1.0), progress, platform, tuple(channels.values()), corrections
     )
     return Learned(channels, corrections, task)
 
 
-def _channel(kind: str, costs: Sequence[ChannelCosts]) -> Channel:
+def _channel(kind: str, costs: Sequence[ChannelCosts]) -> ChannelProfile:
     """The median of what was probed."""
     names = [name for name in ChannelCosts.__dataclass_fields__ if name != "parallel"]
     values = {name: statistics.median(getattr(one, name) for one in costs) for name in names}
     prices = REQUEST_PRICES["s3/us-east-1" if kind == "s3" else "redis"]
     values |= {"put_usd": prices.put or 0.0, "get_usd": prices.get or 0.0, "list_usd": prices.list or 0.0}
-    return Channel(kind, **values, parallel=16)
+    return ChannelProfile(kind, **values, parallel=16)
 
 
 def _point(one: Setting, took: Measured) -> MergePoint:
@@ -278,9 +278,9 @@ def searched(report: Report) -> None:
 FULL = Space((256, 512, 768, 1024, 1536, 1769, 2048, 3008), tuple(range(1, 33)), (16, 32, 64, 128), COLLECTIVES)
 
 
-def _timed(task: Task) -> float:
+def _timed(task: TaskModel) -> float:
     begun = time.perf_counter()
-    cheapest(task, FULL, Limits(1e6))
+    cheapest(task, FULL, TuningLimits(1e6))
     return time.perf_counter() - begun
 
 
@@ -305,11 +305,11 @@ class Rival:
     told: Prediction | None
     took: list[Measured]
 
-    def seconds(self, task: Task) -> float:
+    def seconds(self, task: TaskModel) -> float:
         """To the target: measured iterations, as many as the noise scale says."""
         return self._iterations(task) * statistics.median(one.seconds for one in self.took)
 
-    def usd(self, task: Task) -> float:
+    def usd(self, task: TaskModel) -> float:
         prices, one = REQUEST_PRICES["s3/us-east-1"], self.took[-1].requests
         puts, lists = one.get("puts", 0), one.get("lists", 0)
         gets = one.get("gets", 0) + one.get("misses", 0) + one.get("looks", 0)
@@ -317,7 +317,7 @@ class Rival:
         rate = self.choice.workers * self.choice.memory_mb / 1024 * USD_PER_GB_SECOND
         return self.seconds(task) * rate + self._iterations(task) * asked
 
-    def _iterations(self, task: Task) -> int:
+    def _iterations(self, task: TaskModel) -> int:
         told = predict(task, [self.choice])[0]
         assert told is not None
         return told.iterations
@@ -338,7 +338,7 @@ def chosen(report: Report, known: Learned) -> None:
     theirs = Configuration(3008, 8, 32, "scatter-reduce", 8, "s3")
     rivals = [Rival("LambdaML: scatter-reduce, 8 workers of 3008 MB", theirs, True, None, [])]
     _run(rivals, 1)
-    limits = Limits(2 / 3 * rivals[0].seconds(task))
+    limits = TuningLimits(2 / 3 * rivals[0].seconds(task))
     ours = cheapest(task, space, limits)
     published = as_published(replace(task, corrections={}))
     fasdl = fasdl_heuristic(published, replace(space, collectives=("k-reduce",)), limits, "s3")
@@ -346,7 +346,7 @@ def chosen(report: Report, known: Learned) -> None:
     in_time = fasdl is not None
     if fasdl is None:
         print("FasDL's heuristic over collectives as published finds nothing within the deadline")
-        fasdl = fasdl_heuristic(published, replace(space, collectives=("k-reduce",)), Limits(), "s3")
+        fasdl = fasdl_heuristic(published, replace(space, collectives=("k-reduce",)), TuningLimits(), "s3")
     assert ours is not None, "the search finds nothing within two thirds of LambdaML's time"
     more = [Rival("ours", ours.configuration, False, ours, [])]
     if fasdl is not None:

@@ -234,7 +234,7 @@ class Wild(Life):
 
 
 def _tuning(every: int = 1) -> Tuning:
-    from scheduler.scaling import Goal as ScalingGoal
+    from scheduler.scaling import ScalingGoal as ScalingGoal
     from scheduler.scaling import Terms
 
     terms = Terms((1.0,) * 12, 1e-5, 1e-6, 3.0, least=2)

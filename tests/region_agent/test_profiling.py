@@ -22,7 +22,7 @@ from region_agent.partition.runner import Surroundings
 from region_agent.profiling import Profiler
 from region_agent.worker import handler
 from region_agent.worker.handler import handle
-from scheduler.tuning import Profile
+from scheduler.tuning import TaskProfile
 from sync.framing import digest_of
 
 
@@ -143,7 +143,7 @@ def on_a_loop(test: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[P
 @on_a_loop
 async def test_what_is_told_is_a_profile_and_nothing_is_left_behind(scene: Scene) -> None:
     scene.ask()
-    told = TypeAdapter(Profile).validate_json((await scene.answer()).profile_json)
+    told = TypeAdapter(TaskProfile).validate_json((await scene.answer()).profile_json)
     assert (told.region, told.samples, told.model_bytes) == ("east", 40, 40)
     assert min(told.stored_bytes_per_second, told.fresh_bytes_per_second) > 0
     assert {(point.batch, point.memory_mb) for point in told.steps} == {

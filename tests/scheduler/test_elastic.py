@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler._elastic import MOST_PACES, Evaluated, Option, Staffing, options, taken
+from scheduler._elastic import MOST_PACES, EvaluatedOption, Option, Staffing, options, taken
 
 regions = st.lists(st.builds(Staffing, st.floats(0.01, 1e6), st.integers(1, 64)), min_size=1, max_size=12)
 
@@ -41,7 +41,7 @@ def test_paces_only_slow_down_and_use_what_is_free(held: list[Staffing]) -> None
 
 ways = st.lists(
     st.tuples(st.floats(1, 1e4), st.floats(0.01, 100)).map(
-        lambda w: Evaluated(Option("", (1,)), w[0], w[1], w[0] * 2, w[1] * 2)
+        lambda w: EvaluatedOption(Option("", (1,)), w[0], w[1], w[0] * 2, w[1] * 2)
     ),
     min_size=1,
     max_size=20,
@@ -51,9 +51,9 @@ limits = st.one_of(st.none(), st.floats(1, 1e4))
 
 @given(ways, st.sampled_from(["cost", "time"]), limits, limits)
 def test_what_is_taken_keeps_its_limits_where_anything_does(
-    held: list[Evaluated], minimise: str, deadline: float | None, budget: float | None
+    held: list[EvaluatedOption], minimise: str, deadline: float | None, budget: float | None
 ) -> None:
-    def kept(way: Evaluated) -> bool:
+    def kept(way: EvaluatedOption) -> bool:
         in_time = deadline is None or way.most_seconds <= deadline
         return in_time and (budget is None or way.most_usd <= budget)
 

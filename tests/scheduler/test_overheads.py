@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from scheduler import Partition, Plan, Snapshot
 from scheduler._overheads import Overheads, overheads, slice_ends
-from scheduler.tuning import Profile
+from scheduler.tuning import TaskProfile
 from tests.scheduler.test_pipelined import cut, deep, snapshot
 from tests.scheduler.test_plan import demand, planned
 
@@ -20,7 +20,7 @@ RATES = {"stored_bytes_per_second": 3e8, "fresh_bytes_per_second": 1e9}
 SECONDS = ("first_model", "first_step", "round_end", "leave", "enter", "again", "result")
 
 
-def measured(profile: Profile, *, state: float = 1.0, make: float = 0.1, **more: Any) -> Profile:
+def measured(profile: TaskProfile, *, state: float = 1.0, make: float = 0.1, **more: Any) -> TaskProfile:
     """One that says what storing takes."""
     layers = tuple(
         {**layer, "optimizer_bytes": state * float(layer["parameter_bytes"]), "make_seconds": make}
@@ -39,7 +39,7 @@ def staged(found: Snapshot | None = None) -> Partition:
     return cut(planned(found or known(), demand(parallelism="pipeline", stages=3, workers=3)))[0]
 
 
-def told(part: Partition, profile: Profile) -> tuple[float, ...]:
+def told(part: Partition, profile: TaskProfile) -> tuple[float, ...]:
     found = overheads(part, profile)
     return tuple(float(getattr(found, name)) for name in SECONDS)
 

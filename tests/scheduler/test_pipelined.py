@@ -9,7 +9,7 @@ import pytest
 from scheduler import Capacity, Declined, Partition, Plan, Snapshot, plan
 from scheduler._pipelined import staged
 from scheduler.pipeline import cuts_of, evaluate, played, ways_of
-from scheduler.tuning import Profile, StepPoint
+from scheduler.tuning import StepPoint, TaskProfile
 from tests.scheduler.test_plan import demand, planned
 from tests.scheduler.test_tuned import profile, there
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 LAYERS = 6
 
 
-def deep(name: str, *, peak_mb: float = 300.0, layer_mb: float = 40.0) -> Profile:
+def deep(name: str, *, peak_mb: float = 300.0, layer_mb: float = 40.0) -> TaskProfile:
     """A model of equal layers."""
     layer = {
         "kind": "Linear",

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from scheduler import Capacity, Declined, Region, Snapshot, plan
-from scheduler.tuning import Channel, MergePoint, NormPair, Profile, StepPoint
+from scheduler.tuning import ChannelProfile, MergePoint, NormPair, StepPoint, TaskProfile
 from tests.scheduler.test_plan import demand, planned, region
 
 
 def profile(
     name: str, *, peak_mb: float = 300.0, put_seconds: float = 0.001, put_usd: float = 0.0, channel: str = "redis"
-) -> Profile:
-    return Profile(
+) -> TaskProfile:
+    return TaskProfile(
         region=name,
         samples=1000,
         batch=32,
@@ -24,7 +24,7 @@ def profile(
         update_seconds=0.001,
         norms=(NormPair(8, 10.0, 64, 2.0),),
         evaluation_peak_mb=0.0,
-        channel=Channel(channel, put_seconds, put_seconds, 1e8, 1e8, put_usd=put_usd),
+        channel=ChannelProfile(channel, put_seconds, put_seconds, 1e8, 1e8, put_usd=put_usd),
         start_seconds=1.0,
         again_seconds=0.1,
         gb_seconds=1.0,
@@ -37,7 +37,7 @@ def there(name: str, channel: str = "redis", **more: object) -> Region:
     return region(name, channel=channel, **more)
 
 
-def snapshot(*profiles: Profile, channel: str = "redis") -> Snapshot:
+def snapshot(*profiles: TaskProfile, channel: str = "redis") -> Snapshot:
     regions = tuple(there(name, channel) for name in "ab")
     return Snapshot(regions, model_bytes=4_000_000, profiles={one.region: one for one in profiles})
 

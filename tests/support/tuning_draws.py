@@ -6,26 +6,26 @@ import random
 
 from scheduler.tuning import (
     COLLECTIVES,
-    Channel,
+    ChannelProfile,
     Compute,
+    Convergence,
     Correction,
-    Limits,
     Memory,
     Platform,
     Prediction,
-    Progress,
     Space,
-    Task,
+    TaskModel,
+    TuningLimits,
     configurations,
     predict,
 )
 
 
-def drawn_task(rng: random.Random) -> Task:
+def drawn_task(rng: random.Random) -> TaskModel:
     """Anything between a laptop's shared memory and an object store far away."""
     channels = tuple(_channel(rng, name) for name in ("near", "far")[: rng.randint(1, 2)])
     epochs = rng.random() < 0.5
-    progress = Progress(
+    progress = Convergence(
         samples=float(rng.randint(100, 200_000)) if epochs else None,
         least_steps=0.0 if epochs else 10 ** rng.uniform(1, 4),
         noise_samples=10 ** rng.uniform(1, 4),
@@ -33,7 +33,7 @@ def drawn_task(rng: random.Random) -> Task:
         staleness=rng.randint(0, 2),
         most_batch=rng.choice([float("inf"), float(rng.randint(64, 4096))]),
     )
-    return Task(
+    return TaskModel(
         model_bytes=10 ** rng.uniform(4.5, 8.3),
         compute=Compute(10 ** rng.uniform(-3, 0), 10 ** rng.uniform(-5, -1), rng.choice([0.0, 1769.0])),
         memory=Memory(rng.uniform(100, 900), rng.uniform(0, 8)),
@@ -48,9 +48,9 @@ def drawn_task(rng: random.Random) -> Task:
     )  # fmt: skip
 
 
-def _channel(rng: random.Random, name: str) -> Channel:
+def _channel(rng: random.Random, name: str) -> ChannelProfile:
     priced = rng.random() < 0.5
-    return Channel(
+    return ChannelProfile(
         name,
         10 ** rng.uniform(-3.5, -0.7),
         10 ** rng.uniform(-3.5, -1),
@@ -80,18 +80,18 @@ def drawn_space(rng: random.Random, most_workers: int = 8) -> Space:
     return Space(tuple(memories), tuple(workers), tuple(batches), collectives)
 
 
-def drawn_limits(rng: random.Random, every: list[Prediction]) -> Limits:
-    """Limits that some of the configurations keep, that one just keeps, or that none does."""
+def drawn_limits(rng: random.Random, every: list[Prediction]) -> TuningLimits:
+    """TuningLimits that some of the configurations keep, that one just keeps, or that none does."""
     if not every:
-        return Limits(rng.uniform(1, 1000))
+        return TuningLimits(rng.uniform(1, 1000))
     some = rng.choice(every)
-    return Limits(
+    return TuningLimits(
         rng.choice([float("inf"), some.seconds, some.seconds * rng.uniform(0.3, 2)]),
         rng.choice([float("inf"), some.usd, some.usd * rng.uniform(0.3, 2)]),
     )
 
 
-def enumerated(task: Task, space: Space) -> list[Prediction]:
+def enumerated(task: TaskModel, space: Space) -> list[Prediction]:
     """Every configuration that fits, each by itself."""
     told = predict(task, list(configurations(task, space)))
     return [one for one in told if one is not None]

@@ -19,7 +19,7 @@ from control_plane.cli._settings import Format, is_lively
 from geofed_pb.errors import GeofedError
 
 if TYPE_CHECKING:
-    from scheduler.simulate import Run, Tables, TraceJob
+    from scheduler.simulate import SimulationRun, Tables, TraceJob
 
 _CLUSTER = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 _MOST_DEVICES = 1 << 16
@@ -59,7 +59,7 @@ def simulate(
     ] = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Run a trace of jobs with deadlines under several schedulers."""
+    """SimulationRun a trace of jobs with deadlines under several schedulers."""
     from scheduler.simulate import Incidents, ceiling, policy_named
     from scheduler.simulate import simulate as run_trace
 
@@ -156,7 +156,7 @@ def _progress(name: str, jobs: int) -> AbstractContextManager[Callable[[int, int
     return _Bar(name, jobs) if is_lively() else nullcontext(lambda done, jobs: None)
 
 
-def _write_csv(path: Path, runs: Sequence[Run]) -> None:
+def _write_csv(path: Path, runs: Sequence[SimulationRun]) -> None:
     from scheduler.simulate import outcome_rows
 
     rows = [row for number, run in enumerate(runs) for row in outcome_rows(run)[bool(number) :]]
@@ -168,7 +168,7 @@ def _write_csv(path: Path, runs: Sequence[Run]) -> None:
     say(f"wrote {path}")
 
 
-def _write_plot(path: Path, runs: Sequence[Run]) -> None:
+def _write_plot(path: Path, runs: Sequence[SimulationRun]) -> None:
     from scheduler.simulate import chart
 
     try:
@@ -178,7 +178,7 @@ def _write_plot(path: Path, runs: Sequence[Run]) -> None:
     say(f"wrote {path}")
 
 
-def _view(run: Run, most: float | None) -> Data:
+def _view(run: SimulationRun, most: float | None) -> Data:
     view: Data = {
         "policy": run.policy,
         "jobs": len(run.outcomes),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from control_plane.service.planning._tuning import merge_from_json
 from control_plane.spec import JobSpec
 from control_plane.store import RunRow, WeightRow
-from scheduler.tuning import MergePoint, Profile, fit_compute
+from scheduler.tuning import MergePoint, TaskProfile, fit_compute
 
 __all__ = ["Learnt", "merges_of", "probed_speeds", "speeds_of", "stage_paces_of", "task_keys"]
 
@@ -68,7 +68,7 @@ def stage_paces_of(runs: Iterable[RunRow]) -> dict[str, float]:
 
 
 def speeds_of(
-    runs: Sequence[RunRow], batch: int, profiles: Mapping[str, Profile]
+    runs: Sequence[RunRow], batch: int, profiles: Mapping[str, TaskProfile]
 ) -> tuple[dict[str, float], frozenset[str]]:
     """Samples/s of one worker at a batch by region, by its newest run; and the regions where that is a guess.
 
@@ -103,7 +103,7 @@ def probed_speeds(weight: WeightRow | None, batch: int) -> dict[str, float]:
     return speeds_of(timed, batch, {})[0]
 
 
-def _line(own: Sequence[RunRow], profile: Profile | None) -> tuple[float, float]:
+def _line(own: Sequence[RunRow], profile: TaskProfile | None) -> tuple[float, float]:
     """Seconds of a step that are fixed, and of each sample; both 0: not known."""
     if profile is not None:
         compute = fit_compute(profile.steps)

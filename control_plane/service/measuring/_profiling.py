@@ -20,7 +20,7 @@ from control_plane.spec import JobSpec, parse_request, to_demand
 from control_plane.store import RunRow, Store
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, control_pb2
-from scheduler.tuning import Profile
+from scheduler.tuning import TaskProfile
 
 LIMIT_SECONDS = 60.0
 """For each memory; then no new measurement begins."""
@@ -129,7 +129,7 @@ def _command(
     )
 
 
-def _run_of(job: str, keys: tuple[str, str], at: float, profile: Profile, text: str) -> RunRow:
+def _run_of(job: str, keys: tuple[str, str], at: float, profile: TaskProfile, text: str) -> RunRow:
     return RunRow(
         job=job,
         region=profile.region,

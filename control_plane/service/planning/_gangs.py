@@ -14,7 +14,7 @@ from control_plane.service.planning._scaling import begins_with, is_tuned, tuned
 from control_plane.service.state._draft import JobEntry, RegionEntry
 from control_plane.spec import JobSpec, to_demand
 from scheduler import Plan, Staffed, pace, paces
-from scheduler.deadline import Capacity, Gang, Pace
+from scheduler.deadline import DeviceCapacity, Gang, StaffingPace
 
 __all__ = [
     "capacities_of",
@@ -37,19 +37,19 @@ ENDING_SECONDS = 5.0
 """For which a job that is being cancelled keeps its workers."""
 
 
-def capacities_of(regions: Iterable[RegionEntry]) -> dict[str, Capacity]:
+def capacities_of(regions: Iterable[RegionEntry]) -> dict[str, DeviceCapacity]:
     """Workers of the regions that can be used; one that is silent within its lease counts."""
     return {
-        entry.row.name: Capacity(entry.catalogue.capacity.workers)
+        entry.row.name: DeviceCapacity(entry.catalogue.capacity.workers)
         for entry in regions
         if entry.catalogue is not None and entry.state.phase in ("live", "unreachable")
     }
 
 
-def preemptible_of(regions: Iterable[RegionEntry]) -> dict[str, Capacity]:
+def preemptible_of(regions: Iterable[RegionEntry]) -> dict[str, DeviceCapacity]:
     """The workers there now that may be taken away."""
     return {
-        entry.row.name: Capacity(entry.catalogue.capacity.preemptible)
+        entry.row.name: DeviceCapacity(entry.catalogue.capacity.preemptible)
         for entry in regions
         if entry.catalogue is not None
         and entry.catalogue.capacity.preemptible
@@ -121,7 +121,9 @@ def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry
     held = {region: count for region, count in workers_now(entry).items() if count}
     if state.phase == "cancelling" and held:
         kind = on_preemptible(entry)
-        return Gang(name, (Pace(held, 1.0),), ENDING_SECONDS, held=0, fixed=True, since_s=since_s, preemptible=kind)
+        return Gang(
+            name, (StaffingPace(held, 1.0),), ENDING_SECONDS, held=0, fixed=True, since_s=since_s, preemptible=kind
+        )
     preempted = any(part.preempted for part in state.partitions)
     if state.phase not in ("starting", "running") or not (held or state.gave_way or preempted):
         return None
@@ -230,12 +232,12 @@ def _ways(
     *,
     tuned: bool = False,
     promised: bool = False,
-) -> tuple[Pace, ...]:
+) -> tuple[StaffingPace, ...]:
     """The paces to promise on; only the one with these workers where it is not elastic."""
     staffed = staffed_of(chosen, workers, regions, speeds, merges)
     if len(staffed) < len(workers):
         # A region that nobody knows (any more): nothing can be told but that it takes long.
-        return (Pace(dict(workers), chosen.rounds / chosen.estimate.seconds.high),)
+        return (StaffingPace(dict(workers), chosen.rounds / chosen.estimate.seconds.high),)
     if tuned and not elastic:
         batches = {part.region: part.batch for part in chosen.partitions}
         staffed = [replace(one, batch=batches[one.region] * one.workers) for one in staffed]
@@ -250,10 +252,10 @@ def _ways(
         usual = staffed_of(chosen, planned_workers(chosen), regions, {})
         rate = pace(usual, chosen.exchange_seconds, chosen.background)
         caution = max(1.0, chosen.estimate.seconds.high * rate / chosen.rounds)
-    return tuple(Pace(dict(ways), rate / caution) for ways, rate in found)
+    return tuple(StaffingPace(dict(ways), rate / caution) for ways, rate in found)
 
 
-def _index(ways: tuple[Pace, ...], wanted: Mapping[str, int]) -> int:
+def _index(ways: tuple[StaffingPace, ...], wanted: Mapping[str, int]) -> int:
     """The fastest with no more workers than wanted anywhere; the slowest where there is none."""
     within = [
         index

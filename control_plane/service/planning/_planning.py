@@ -15,7 +15,7 @@ from control_plane.service.state._draft import JobEntry, RegionEntry
 from control_plane.spec import JobSpec
 from geofed_pb.errors import GeofedError
 from scheduler import Declined, Plan, Snapshot
-from scheduler.tuning import Profile
+from scheduler.tuning import TaskProfile
 
 
 def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt: Learnt, batch: int = 0) -> Snapshot:
@@ -35,7 +35,7 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
             for region, workers in lasting_workers_now(job).items():
                 busy[region] = busy.get(region, 0) + workers
     runs, weight = learnt.runs, learnt.weight
-    profiles: dict[str, Profile] = {}
+    profiles: dict[str, TaskProfile] = {}
     for run in runs:
         if run.profile_json and run.region not in profiles:
             # One that another version of geofed has stored counts as a run without it.

@@ -14,19 +14,19 @@ from dataclasses import dataclass, field, replace
 from control_plane.core import Goal, JobState, federated_metrics
 from control_plane.spec import JobSpec
 from scheduler import Plan, Staffed
-from scheduler.deadline import Pace
+from scheduler.deadline import StaffingPace
 from scheduler.scaling import (
-    Decision,
-    Observation,
     PublishedSettings,
     PublishedTuner,
+    ScalingDecision,
     ScalingTuner,
+    StepObservation,
     Terms,
     dealt,
     federated_terms,
     learning_rate_factor,
 )
-from scheduler.scaling import Goal as ScalingGoal
+from scheduler.scaling import ScalingGoal as ScalingGoal
 
 __all__ = ["Tuning", "batch_with", "begins_with", "is_tuned", "pool_of", "told", "tuned_paces"]
 
@@ -74,7 +74,7 @@ def begins_with(spec: JobSpec, chosen: Plan, staffed: Sequence[Staffed]) -> dict
 
 def tuned_paces(
     chosen: Plan, staffed: Sequence[Staffed], held: Mapping[str, int], *, promised: bool
-) -> tuple[Pace, ...]:
+) -> tuple[StaffingPace, ...]:
     """The ways to staff a tuned job, each with no fewer workers anywhere than the one before.
 
     Fewer workers make a round with fewer samples, not a longer one: what is ``promised`` is that the planned rounds are
@@ -95,7 +95,7 @@ def tuned_paces(
     def rate(place: int, workers: int) -> float:
         return slowest * (1 + place * _LEVEL if promised else 2 / (1 + most / workers))
 
-    return tuple(Pace(way, rate(place, sum(way.values()))) for place, way in enumerate(ways))
+    return tuple(StaffingPace(way, rate(place, sum(way.values()))) for place, way in enumerate(ways))
 
 
 def _in_line(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
@@ -159,7 +159,7 @@ class Tuning:
         """By region."""
         return dealt(workers, self.pool)
 
-    def heard(self, state: JobState, at: float) -> tuple[Observation, Decision] | None:
+    def heard(self, state: JobState, at: float) -> tuple[StepObservation, ScalingDecision] | None:
         """What is new since the last time, as the tuner was told it, and its answer; None: nothing, or its tuner has
         failed.
 
@@ -176,9 +176,9 @@ class Tuning:
         """The tuner broke on what it was told: the job continues with what it wanted last. For an event, as `told`."""
         self.tuner = None
         reason = f"the tuner has failed ({type(error).__name__}) and is not asked any more"
-        return _worded(self._evaluated, Decision(workers, False, reason), workers, None)
+        return _worded(self._evaluated, ScalingDecision(workers, False, reason), workers, None)
 
-    def observation(self, state: JobState, at: float) -> Observation | None:
+    def observation(self, state: JobState, at: float) -> StepObservation | None:
         """All regions have measured a round again.
 
         Workers are as many as their samples since the last time say, since a change takes a round or two to come into
@@ -207,15 +207,15 @@ class Tuning:
         before = state.started_at if self._at is None else self._at
         at = max(at, before)  # a clock may be set back
         self._usd, self._at = self._usd + (at - before) * self.terms.rate(round(workers)), at
-        return Observation(self._evaluated, at, metric, round(workers), self._usd)
+        return StepObservation(self._evaluated, at, metric, round(workers), self._usd)
 
 
-def told(seen: Observation, decision: Decision) -> tuple[str, dict[str, object]]:
+def told(seen: StepObservation, decision: ScalingDecision) -> tuple[str, dict[str, object]]:
     """For an event: what the tuner would have changed, and why."""
     return _worded(seen.step, decision, seen.workers, seen.loss)
 
 
-def _worded(step: int, decision: Decision, before: int, loss: float | None) -> tuple[str, dict[str, object]]:
+def _worded(step: int, decision: ScalingDecision, before: int, loss: float | None) -> tuple[str, dict[str, object]]:
     text = f"{before} → {decision.workers} workers after round {step}: {decision.reason}"
     data: dict[str, object] = {
         "before": before,

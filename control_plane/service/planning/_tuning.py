@@ -12,18 +12,29 @@ from pydantic import TypeAdapter, ValidationError
 
 from geofed_pb.errors import GeofedError
 from scheduler import Demand, Region
-from scheduler.tuning import Limits, MergePoint, Platform, Prediction, Profile, Space, Task, cheapest, fastest, front
+from scheduler.tuning import (
+    MergePoint,
+    Platform,
+    Prediction,
+    Space,
+    TaskModel,
+    TaskProfile,
+    TuningLimits,
+    cheapest,
+    fastest,
+    front,
+)
 from scheduler.tuning import space_of as tuning_space
 from scheduler.tuning import task_of as tuning_task
 
-_PROFILE = TypeAdapter(Profile)
+_PROFILE = TypeAdapter(TaskProfile)
 _MERGE = TypeAdapter(MergePoint)
 _SHOWN = 60
 """Of a longer front, evenly; its ends are kept."""
 
 
 @lru_cache(maxsize=256)
-def profile_from_json(text: str, region: str) -> Profile:
+def profile_from_json(text: str, region: str) -> TaskProfile:
     """What an agent has measured. Raises ``GeofedError("FRAME_INVALID")``."""
     try:
         profile = _PROFILE.validate_json(text)
@@ -46,7 +57,7 @@ def merge_from_json(text: str) -> MergePoint | None:
 
 
 def tuned(
-    profile: Profile,
+    profile: TaskProfile,
     region: Region,
     demand: Demand,
     samples_per_second: float | None = None,
@@ -57,7 +68,7 @@ def tuned(
     ``samples_per_second``, ``merges``: of runs that count more than the profile.
     """
     task, space = _task(profile, region, demand, samples_per_second, merges), _space(profile, region, demand)
-    limits = Limits(demand.deadline_seconds or math.inf, demand.budget_usd or math.inf)
+    limits = TuningLimits(demand.deadline_seconds or math.inf, demand.budget_usd or math.inf)
     chosen = (fastest if demand.minimise == "time" else cheapest)(task, space, limits)
     whole = front(task, space)
     return {
@@ -72,12 +83,12 @@ def tuned(
 
 
 def _task(
-    profile: Profile,
+    profile: TaskProfile,
     region: Region,
     demand: Demand,
     samples_per_second: float | None,
     merges: Sequence[MergePoint],
-) -> Task:
+) -> TaskModel:
     prices = region.prices
     if prices is None:
         raise GeofedError("PRICE_UNKNOWN", f"region {region.name} states no prices")
@@ -98,7 +109,7 @@ def _task(
     )
 
 
-def _space(profile: Profile, region: Region, demand: Demand) -> Space:
+def _space(profile: TaskProfile, region: Region, demand: Demand) -> Space:
     workers = demand.workers if isinstance(demand.workers, int | None) else demand.workers.get(region.name)
     collective = demand.collective if demand.collective != "isp" else None
     return tuning_space(

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from control_plane.store import UserRow
 from scheduler import Declined, Reason
-from scheduler.deadline import LIVE, Capacity, Gang, Held, Rules, offer
+from scheduler.deadline import LIVE, DeviceCapacity, Gang, Held, Rules, offer
 
 __all__ = ["over_quota", "quota_of", "turn_of"]
 
@@ -30,7 +30,7 @@ def turn_of(gang: Gang) -> tuple[float, float, float]:
 
 def over_quota(
     now: float,
-    capacities: Mapping[str, Capacity],
+    capacities: Mapping[str, DeviceCapacity],
     gangs: Sequence[Gang],
     new: Gang,
     rules: Rules,

@@ -9,24 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import budget
 
-from scheduler.deadline import Capacity, Curve, Job, Overhead, Rules, admit
+from scheduler.deadline import DeadlineJob, DeviceCapacity, Overhead, Rules, SpeedCurve, admit
 
 R = "r"
-LINE = Curve((1, 2, 4, 8), (1.0, 2.0, 4.0, 8.0))
+LINE = SpeedCurve((1, 2, 4, 8), (1.0, 2.0, 4.0, 8.0))
 FREE_CHANGES = Rules(Overhead(0.0, 0.0), margin=0.0, kept_margin=0.0)
 
 
-def job(name: str, work: float, deadline_s: float, **more: object) -> Job:
-    return Job(name, {R: LINE}, work, deadline_s, **more)  # type: ignore[arg-type]  # what a test says
+def job(name: str, work: float, deadline_s: float, **more: object) -> DeadlineJob:
+    return DeadlineJob(name, {R: LINE}, work, deadline_s, **more)  # type: ignore[arg-type]  # what a test says
 
 
-def names(jobs: tuple[Job, ...]) -> set[str]:
+def names(jobs: tuple[DeadlineJob, ...]) -> set[str]:
     return {entry.name for entry in jobs}
 
 
 def test_one_impossible_job_of_a_burst_declines_nobody_else() -> None:
     burst = [job("fits", 50, 100), job("never", 10_000, 100), job("too", 50, 100)]
-    answer = admit(0.0, {R: Capacity(4)}, (), burst, FREE_CHANGES)
+    answer = admit(0.0, {R: DeviceCapacity(4)}, (), burst, FREE_CHANGES)
     assert names(answer.promised) == {"fits", "too"}
     assert [refusal.job for refusal in answer.refused] == ["never"]
 
@@ -34,27 +34,29 @@ def test_one_impossible_job_of_a_burst_declines_nobody_else() -> None:
 def test_of_a_burst_as_many_as_can_be_have_a_promise() -> None:
     large = job("large", 390, 99)
     small = [job(f"small{i}", 95, 100) for i in range(4)]
-    answer = admit(0.0, {R: Capacity(4)}, (), [large, *small], FREE_CHANGES)
+    answer = admit(0.0, {R: DeviceCapacity(4)}, (), [large, *small], FREE_CHANGES)
     assert names(answer.promised) == names(tuple(small))
     assert [refusal.job for refusal in answer.refused] == ["large"]
 
 
 def test_a_valuable_job_is_not_dropped_for_small_ones() -> None:
     large = job("large", 390, 99, value=100.0)
-    answer = admit(0.0, {R: Capacity(4)}, (), [large, *(job(f"s{i}", 95, 100) for i in range(4))], FREE_CHANGES)
+    answer = admit(0.0, {R: DeviceCapacity(4)}, (), [large, *(job(f"s{i}", 95, 100) for i in range(4))], FREE_CHANGES)
     assert names(answer.promised) == {"large"}
 
 
 def test_a_promise_once_given_is_not_taken_back() -> None:
     old = job("old", 390, 99, region=R, share=4)
-    answer = admit(0.0, {R: Capacity(4)}, [old], [job(f"s{i}", 95, 100, value=9.0) for i in range(4)], FREE_CHANGES)
+    answer = admit(
+        0.0, {R: DeviceCapacity(4)}, [old], [job(f"s{i}", 95, 100, value=9.0) for i in range(4)], FREE_CHANGES
+    )
     assert not answer.promised
     assert not answer.books[R].holdings["old"].late
 
 
 def test_a_job_with_an_earlier_deadline_pushes_others_back() -> None:
     slow = job("slow", 380, 200, region=R, share=4)
-    answer = admit(0.0, {R: Capacity(4)}, [slow], [job("quick", 380, 100)], FREE_CHANGES)
+    answer = admit(0.0, {R: DeviceCapacity(4)}, [slow], [job("quick", 380, 100)], FREE_CHANGES)
     assert names(answer.promised) == {"quick"}
     assert not answer.books[R].holdings["slow"].late
 
@@ -62,39 +64,39 @@ def test_a_job_with_an_earlier_deadline_pushes_others_back() -> None:
 def test_a_soft_deadline_is_promised_at_the_first_step_that_is_possible() -> None:
     busy = job("busy", 390, 100, region=R, share=4)
     soft = job("soft", 390, 100, value=10.0, later=((150.0, 5.0), (250.0, 2.0)))
-    answer = admit(0.0, {R: Capacity(4)}, [busy], [soft], FREE_CHANGES)
+    answer = admit(0.0, {R: DeviceCapacity(4)}, [busy], [soft], FREE_CHANGES)
     assert [(entry.deadline_s, entry.value) for entry in answer.promised] == [(250.0, 2.0)]
 
 
 def test_a_group_is_promised_together_or_not_at_all() -> None:
-    capacities = {"a": Capacity(4), "b": Capacity(1)}
+    capacities = {"a": DeviceCapacity(4), "b": DeviceCapacity(1)}
     parts = [
-        Job("in a", {"a": LINE}, 390, 100, group="g"),
-        Job("in b", {"b": LINE}, 390, 100, group="g"),
+        DeadlineJob("in a", {"a": LINE}, 390, 100, group="g"),
+        DeadlineJob("in b", {"b": LINE}, 390, 100, group="g"),
     ]
     assert not admit(0.0, capacities, (), parts, FREE_CHANGES).promised
-    both = admit(0.0, {"a": Capacity(4), "b": Capacity(4)}, (), parts, FREE_CHANGES)
+    both = admit(0.0, {"a": DeviceCapacity(4), "b": DeviceCapacity(4)}, (), parts, FREE_CHANGES)
     assert {(entry.name, entry.region) for entry in both.promised} == {("in a", "a"), ("in b", "b")}
     alone = admit(0.0, capacities, (), [replace(parts[0], group="")], FREE_CHANGES)
     assert names(alone.promised) == {"in a"}, "the group took nothing with it"
 
 
 def test_a_job_goes_where_it_takes_the_least_and_only_where_it_may() -> None:
-    slow = Curve((1, 2, 4, 8), (0.5, 1.0, 2.0, 4.0))
-    capacities = {"near": Capacity(8), "far": Capacity(8), "forbidden": Capacity(64)}
-    entry = Job("j", {"near": slow, "far": LINE}, 390, 100)
+    slow = SpeedCurve((1, 2, 4, 8), (0.5, 1.0, 2.0, 4.0))
+    capacities = {"near": DeviceCapacity(8), "far": DeviceCapacity(8), "forbidden": DeviceCapacity(64)}
+    entry = DeadlineJob("j", {"near": slow, "far": LINE}, 390, 100)
     assert admit(0.0, capacities, (), [entry], FREE_CHANGES).promised[0].region == "far"
-    full = Job("full", {"far": LINE}, 790, 100, "far", 8)
+    full = DeadlineJob("full", {"far": LINE}, 790, 100, "far", 8)
     assert admit(0.0, capacities, [full], [entry], FREE_CHANGES).promised[0].region == "near"
-    both = [full, Job("also", {"near": slow}, 390, 100, "near", 8)]
+    both = [full, DeadlineJob("also", {"near": slow}, 390, 100, "near", 8)]
     assert not admit(0.0, capacities, both, [entry], FREE_CHANGES).promised
 
 
 def test_a_quota_holds_at_every_instant_and_over_all_regions() -> None:
     rules = replace(FREE_CHANGES, quotas={"u": 5})
-    capacities = {"a": Capacity(8), "b": Capacity(8)}
-    mine = Job("mine", {"a": LINE}, 400, 100, "a", 4, user="u")
-    more = Job("more", {"b": LINE}, 390, 100, user="u")
+    capacities = {"a": DeviceCapacity(8), "b": DeviceCapacity(8)}
+    mine = DeadlineJob("mine", {"a": LINE}, 400, 100, "a", 4, user="u")
+    more = DeadlineJob("more", {"b": LINE}, 390, 100, user="u")
     answer = admit(0.0, capacities, [mine], [more], rules)
     assert not answer.promised
     assert "quota" in answer.refused[0].reason
@@ -105,13 +107,13 @@ def test_a_quota_holds_at_every_instant_and_over_all_regions() -> None:
 def test_where_it_is_full_only_jobs_of_the_usual_size_come_in() -> None:
     rules = replace(FREE_CHANGES, usual_device_s=100.0)
     busy = job("busy", 700, 100, region=R, share=7)
-    assert not admit(0.0, {R: Capacity(10)}, [busy], [job("large", 290, 100)], rules).promised
-    assert admit(0.0, {R: Capacity(10)}, [busy], [job("usual", 90, 100)], rules).promised
-    assert admit(0.0, {R: Capacity(10)}, (), [job("large", 290, 100)], rules).promised
+    assert not admit(0.0, {R: DeviceCapacity(10)}, [busy], [job("large", 290, 100)], rules).promised
+    assert admit(0.0, {R: DeviceCapacity(10)}, [busy], [job("usual", 90, 100)], rules).promised
+    assert admit(0.0, {R: DeviceCapacity(10)}, (), [job("large", 290, 100)], rules).promised
 
 
 def test_a_region_that_is_not_there_is_said() -> None:
-    answer = admit(0.0, {"elsewhere": Capacity(4)}, (), [job("j", 10, 100)], FREE_CHANGES)
+    answer = admit(0.0, {"elsewhere": DeviceCapacity(4)}, (), [job("j", 10, 100)], FREE_CHANGES)
     assert answer.refused[0].reason == "none of its regions has capacity"
     assert math.isinf(answer.refused[0].earliest_s)
 
@@ -121,18 +123,18 @@ def test_a_region_that_is_not_there_is_said() -> None:
 def test_what_a_refusal_says_would_help_does(busy: list[tuple[float, float]], work: float) -> None:
     rules = Rules()
     before = [job(f"b{i}", some, window) for i, (some, window) in enumerate(busy)]
-    taken = admit(0.0, {R: Capacity(8)}, (), before, rules).promised
+    taken = admit(0.0, {R: DeviceCapacity(8)}, (), before, rules).promised
     asked = job("asked", work, 300.0)
-    answer = admit(0.0, {R: Capacity(8)}, taken, [asked], rules)
+    answer = admit(0.0, {R: DeviceCapacity(8)}, taken, [asked], rules)
     for refusal in answer.refused:
         assert refusal.earliest_s > asked.deadline_s
         later = replace(asked, deadline_s=refusal.earliest_s + 1e-3)
-        assert admit(0.0, {R: Capacity(8)}, taken, [later], rules).promised
+        assert admit(0.0, {R: DeviceCapacity(8)}, taken, [later], rules).promised
         if refusal.work_possible > 1.0:
             less = replace(asked, work=refusal.work_possible * 0.999)
-            assert admit(0.0, {R: Capacity(8)}, taken, [less], rules).promised
+            assert admit(0.0, {R: DeviceCapacity(8)}, taken, [less], rules).promised
         if math.isfinite(refusal.devices_short):
-            more = Capacity(8 + int(refusal.devices_short))
+            more = DeviceCapacity(8 + int(refusal.devices_short))
             assert admit(0.0, {R: more}, taken, [asked], rules).promised
 
 
@@ -142,7 +144,7 @@ def test_answers_do_not_depend_on_whether_books_are_kept(asked: list[tuple[float
     """Promises given one by one on kept books hold when everything is filled anew."""
     rules, books, promised = FREE_CHANGES, None, []
     for number, (work, window) in enumerate(asked):
-        answer = admit(0.0, {R: Capacity(devices)}, promised, [job(f"j{number}", work, window)], rules, books)
+        answer = admit(0.0, {R: DeviceCapacity(devices)}, promised, [job(f"j{number}", work, window)], rules, books)
         books = answer.books
         promised += answer.promised
     assert books is not None

@@ -11,7 +11,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.budget import budget
 
-from scheduler.deadline import LIVE, Capacity, Gang, Held, Overhead, Pace, Rules, allot, offer, promised_at_once
+from scheduler.deadline import (
+    LIVE,
+    DeviceCapacity,
+    Gang,
+    Held,
+    Overhead,
+    Rules,
+    StaffingPace,
+    allot,
+    offer,
+    promised_at_once,
+)
 
 REGIONS = ("east", "west")
 EXACT = Rules(Overhead(base_s=0.0, doubling_s=0.0), margin=0.0, kept_margin=0.0)
@@ -28,12 +39,12 @@ def gang(
     **more: object,
 ) -> Gang:
     """Its speed is the number of workers in each region."""
-    paces = tuple(Pace(dict.fromkeys(regions, count), float(count)) for count in range(least, most + 1))
+    paces = tuple(StaffingPace(dict.fromkeys(regions, count), float(count)) for count in range(least, most + 1))
     return replace(Gang(name, paces, work, deadline_s, wish=len(paces) - 1), **more)  # type: ignore[arg-type]
 
 
-def room(**devices: int) -> dict[str, Capacity]:
-    return {region: Capacity(count) for region, count in devices.items()}
+def room(**devices: int) -> dict[str, DeviceCapacity]:
+    return {region: DeviceCapacity(count) for region, count in devices.items()}
 
 
 @st.composite
@@ -48,7 +59,7 @@ def gangs(draw: st.DrawFn) -> list[Gang]:
         paces = []
         for rate in rates[: 1 if fixed else None]:
             workers = {region: held + draw(st.integers(1, 3)) for region, held in workers.items()}
-            paces.append(Pace(workers, rate))
+            paces.append(StaffingPace(workers, rate))
         deadline_s = draw(st.one_of(st.just(math.inf), st.floats(1, 400)))
         made.append(
             Gang(
@@ -83,7 +94,7 @@ def progress(job: Gang, held: Held) -> float:
 @settings(max_examples=budget(200), deadline=None)
 @given(gangs(), CAPACITIES)
 def test_nobody_has_what_is_not_there_and_what_is_held_does_the_work_in_time(
-    jobs: list[Gang], capacities: dict[str, Capacity]
+    jobs: list[Gang], capacities: dict[str, DeviceCapacity]
 ) -> None:
     answer = allot(0.0, capacities, jobs, LIVE)
     for region, count in used(answer.paces, jobs).items():
@@ -126,18 +137,31 @@ def with_nothing_to_spare() -> list[Gang]:
     east = [{"east": count} for count in range(6)]
     both = [{"east": count + 1, "west": count} for count in range(4)]
     return [
-        Gang("j0", (Pace(east[1], 1.0), Pace(east[2], 2.0), Pace(east[5], 3.0)), 1.0, 1.0),
-        Gang("j1", (Pace(east[1], 0.5), Pace(east[2], 1.0), Pace(east[3], 2.0)), 1.0, since_s=-1.0),
-        Gang("j2", (Pace(east[1], 0.5),), 1.0, 1.0, since_s=-2.0),
-        Gang("j3", (Pace(both[1], 1.0), Pace(both[2], 2.0), Pace(both[3], 3.0)), 1.0, 4.0, since_s=-3.0),
-        Gang("j4", (Pace(east[1], 0.5), Pace(east[2], 1.0)), 141.0, since_s=-4.0),
+        Gang("j0", (StaffingPace(east[1], 1.0), StaffingPace(east[2], 2.0), StaffingPace(east[5], 3.0)), 1.0, 1.0),
+        Gang(
+            "j1",
+            (StaffingPace(east[1], 0.5), StaffingPace(east[2], 1.0), StaffingPace(east[3], 2.0)),
+            1.0,
+            since_s=-1.0,
+        ),
+        Gang("j2", (StaffingPace(east[1], 0.5),), 1.0, 1.0, since_s=-2.0),
+        Gang(
+            "j3",
+            (StaffingPace(both[1], 1.0), StaffingPace(both[2], 2.0), StaffingPace(both[3], 3.0)),
+            1.0,
+            4.0,
+            since_s=-3.0,
+        ),
+        Gang("j4", (StaffingPace(east[1], 0.5), StaffingPace(east[2], 1.0)), 141.0, since_s=-4.0),
     ]
 
 
 @settings(max_examples=budget(150), deadline=None)
 @given(gangs(), CAPACITIES)
 @example(with_nothing_to_spare(), room(east=9, west=11))
-def test_an_offer_can_be_kept_with_all_that_were_promised(jobs: list[Gang], capacities: dict[str, Capacity]) -> None:
+def test_an_offer_can_be_kept_with_all_that_were_promised(
+    jobs: list[Gang], capacities: dict[str, DeviceCapacity]
+) -> None:
     *others, new = jobs
     new = replace(new, deadline_s=min(new.deadline_s, 300.0))
     before = allot(0.0, capacities, others, LIVE).late
@@ -154,7 +178,7 @@ def test_an_offer_can_be_kept_with_all_that_were_promised(jobs: list[Gang], capa
 
 @settings(max_examples=budget(100), deadline=None)
 @given(gangs(), CAPACITIES)
-def test_promises_are_kept_as_time_passes(jobs: list[Gang], capacities: dict[str, Capacity]) -> None:
+def test_promises_are_kept_as_time_passes(jobs: list[Gang], capacities: dict[str, DeviceCapacity]) -> None:
     """Each job is asked for when its turn comes; then everybody continues, with a pause for each change."""
     there: dict[str, Gang] = {}
     pause_until: dict[str, float] = {}
@@ -198,7 +222,7 @@ def test_a_promise_waits_for_workers_that_others_have_until_then() -> None:
 def test_both_regions_must_be_free_at_the_same_time() -> None:
     """East is free at first and west later: each alone would do, together they do not."""
     early = gang("east then", 30.0, most=4, least=4, regions=("west",), fixed=True, held=0)
-    capacities = {"east": Capacity(4, ((10.0, 0),)), "west": Capacity(4)}
+    capacities = {"east": DeviceCapacity(4, ((10.0, 0),)), "west": DeviceCapacity(4)}
     assert offer(0.0, capacities, [early], gang("new", 20.0, 60.0), EXACT).deadline_s is None
     assert offer(0.0, capacities, [], gang("new", 20.0, 60.0), EXACT).deadline_s == 60.0
 
@@ -220,7 +244,9 @@ def test_a_large_job_is_not_passed_for_ever() -> None:
 
 def test_what_is_fixed_begins_only_where_no_promise_needs_its_workers() -> None:
     later = gang("later", 100.0, 40.0, least=4)
-    capacities = {region: Capacity(0, ((10.0, 4),)) if region == "west" else Capacity(4) for region in REGIONS}
+    capacities = {
+        region: DeviceCapacity(0, ((10.0, 4),)) if region == "west" else DeviceCapacity(4) for region in REGIONS
+    }
     fixed = gang("fixed", 100.0, most=1, regions=("east",), fixed=True)
     assert allot(0.0, capacities, [later, fixed], EXACT).paces == {"later": -1, "fixed": -1}
     assert allot(0.0, capacities, [later, replace(fixed, work=5.0)], EXACT).paces == {"later": -1, "fixed": 0}
@@ -256,7 +282,7 @@ def test_best_effort_work_takes_nothing_of_a_quota() -> None:
 @settings(deadline=None, max_examples=budget(80))
 @given(st.lists(gangs().map(lambda made: made[0]), min_size=2, max_size=6), CAPACITIES, st.integers(0, 8))
 def test_no_offer_has_a_user_hold_more_than_its_quota(
-    asked: list[Gang], capacities: dict[str, Capacity], limit: int
+    asked: list[Gang], capacities: dict[str, DeviceCapacity], limit: int
 ) -> None:
     rules, taken = replace(EXACT, quotas={"ann": limit}), []
     held: Mapping[str, Held] = {}
@@ -291,7 +317,7 @@ def test_a_promise_in_danger_gets_all_there_is_and_is_told() -> None:
 
 def test_paces_that_do_not_ascend_are_refused() -> None:
     with pytest.raises(ValueError, match="do not ascend"):
-        Gang("odd", (Pace({"east": 2}, 1.0), Pace({"east": 1}, 2.0)), 1.0)
+        Gang("odd", (StaffingPace({"east": 2}, 1.0), StaffingPace({"east": 1}, 2.0)), 1.0)
     with pytest.raises(ValueError, match="no pace"):
         Gang("none", (), 1.0)
 
@@ -323,7 +349,7 @@ def test_what_was_held_is_read_in_workers_not_in_indices() -> None:
     job = gang("a", 100.0, 40.0, held=1)
     held = Held((0.0, 5.0, 40.0), (1, 3), course=((0.0, 1), (5.0, 3), (9.0, -1)), ladder=job.paces)
     assert held.on(replace(job, work=1.0)) is held
-    others = tuple(Pace(dict.fromkeys(REGIONS, count), float(count)) for count in (2, 3, 5, 8))
+    others = tuple(StaffingPace(dict.fromkeys(REGIONS, count), float(count)) for count in (2, 3, 5, 8))
     now = held.on(replace(job, paces=others))
     assert now == Held((0.0, 5.0, 40.0), (0, 1), course=((0.0, 0), (5.0, 1), (9.0, -1)), ladder=others)
     assert held.on(replace(job, paces=others[1:])) is None, "2 are too few for the slowest"
@@ -343,7 +369,7 @@ def test_what_is_fixed_and_runs_stays_whatever_its_course_was() -> None:
 @settings(max_examples=budget(150), deadline=None)
 @given(gangs(), gangs(), CAPACITIES, st.data())
 def test_paces_may_become_others_from_one_answer_to_the_next(
-    jobs: list[Gang], later: list[Gang], capacities: dict[str, Capacity], data: st.DataObject
+    jobs: list[Gang], later: list[Gang], capacities: dict[str, DeviceCapacity], data: st.DataObject
 ) -> None:
     before = allot(0.0, capacities, jobs, LIVE).held
     for job in later:

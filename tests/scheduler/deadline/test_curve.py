@@ -7,26 +7,26 @@ import math
 import numpy as np
 import pytest
 
-from scheduler.deadline import Curve, Experience, curve_from_table, fit_curve
+from scheduler.deadline import Experience, SpeedCurve, curve_from_table, fit_curve
 
 
 def test_only_levels_that_pay_are_kept() -> None:
     table = {1: 46.9, 2: 37.6, 4: 56.3, 8: 23.2, 16: math.nan, 32: 0.0}
-    assert curve_from_table(table) == Curve((1, 4), (46.9, 56.3))
+    assert curve_from_table(table) == SpeedCurve((1, 4), (46.9, 56.3))
     assert curve_from_table({1: 0.0, 2: math.nan}) is None
 
 
 @pytest.mark.parametrize(("levels", "rates"), [((), ()), ((1, 2), (2.0, 2.0)), ((2, 1), (1.0, 2.0)), ((1,), (0.0,))])
 def test_a_curve_ascends(levels: tuple[int, ...], rates: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="curve"):
-        Curve(levels, rates)
+        SpeedCurve(levels, rates)
 
 
 def test_nothing_is_read_between_or_beyond_levels() -> None:
-    curve = Curve((2, 8), (1.0, 3.0))
+    curve = SpeedCurve((2, 8), (1.0, 3.0))
     assert [curve.rate(share) for share in (0, 1, 2, 7, 8, 64)] == [0.0, 0.0, 1.0, 1.0, 3.0, 3.0]
     assert [curve.fitting(free) for free in (0, 1, 2, 7, 64)] == [0, 0, 2, 2, 8]
-    assert curve.capped(4) == Curve((2,), (1.0,))
+    assert curve.capped(4) == SpeedCurve((2,), (1.0,))
     assert curve.capped(1) is None
 
 
@@ -47,12 +47,12 @@ def test_a_fit_takes_noise_out_and_adds_no_level() -> None:
 
 
 def test_a_fit_of_few_levels_is_their_medians() -> None:
-    assert fit_curve([(1, 1.0), (1, 3.0), (1, 1.1), (4, 0.5)]) == Curve((1, 4), (1 / 1.1, 2.0))
+    assert fit_curve([(1, 1.0), (1, 3.0), (1, 1.1), (4, 0.5)]) == SpeedCurve((1, 4), (1 / 1.1, 2.0))
     assert fit_curve([]) is None
 
 
 def test_caution_grows_with_the_error_that_was_seen_and_goes_with_it() -> None:
-    curve = Curve((1, 2, 4), (1.0, 2.0, 3.5))
+    curve = SpeedCurve((1, 2, 4), (1.0, 2.0, 3.5))
     experience = Experience()
     assert experience.cautious(curve, {}) == curve
     for _ in range(20):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import budget
 
-from scheduler.deadline import Capacity, Curve, Job, Overhead, Rules, admit, least_device_seconds
+from scheduler.deadline import DeadlineJob, DeviceCapacity, Overhead, Rules, SpeedCurve, admit, least_device_seconds
 from scheduler.deadline._book import Book, Holding
 
 R = "r"
@@ -20,34 +20,34 @@ FREE_CHANGES = Rules(Overhead(0.0, 0.0), margin=0.0, kept_margin=0.0)
 
 
 @st.composite
-def curves(draw: st.DrawFn) -> Curve:
+def curves(draw: st.DrawFn) -> SpeedCurve:
     """Ascending, not always concave."""
     count = draw(st.integers(1, 6))
     steps = draw(st.lists(st.floats(0.05, 3.0), min_size=count, max_size=count))
-    return Curve(tuple(2**i for i in range(count)), tuple(float(rate) for rate in np.cumsum(steps)))
+    return SpeedCurve(tuple(2**i for i in range(count)), tuple(float(rate) for rate in np.cumsum(steps)))
 
 
 @st.composite
-def regions(draw: st.DrawFn) -> tuple[Capacity, list[Job]]:
-    capacity = Capacity(draw(st.integers(1, 48)), ((500.0, draw(st.integers(1, 48))),))
+def regions(draw: st.DrawFn) -> tuple[DeviceCapacity, list[DeadlineJob]]:
+    capacity = DeviceCapacity(draw(st.integers(1, 48)), ((500.0, draw(st.integers(1, 48))),))
     jobs = []
     for number in range(draw(st.integers(1, 12))):
         curve = draw(curves())
         window = draw(st.floats(20, 3000))
         work = draw(st.floats(0.02, 1.3)) * window * curve.rate(draw(st.sampled_from(curve.levels)))
         share = draw(st.sampled_from((0, 0, *curve.levels)))
-        jobs.append(Job(f"j{number}", {R: curve}, work, window, R, share, user=draw(st.sampled_from("ab"))))
+        jobs.append(DeadlineJob(f"j{number}", {R: curve}, work, window, R, share, user=draw(st.sampled_from("ab"))))
     return capacity, jobs
 
 
-def done_by(held: Holding, curve: Curve, now: float, until_s: float) -> float:
+def done_by(held: Holding, curve: SpeedCurve, now: float, until_s: float) -> float:
     """Steps that a holding makes, by its shares at every instant at which they may change."""
     points = [now, held.switch_s, held.end_s, until_s, *([] if held.times is None else held.times.tolist())]
     times = sorted({at for at in points if now <= at <= until_s and math.isfinite(at)})
     return sum((b - a) * curve.rate(held.share_at((a + b) / 2)) for a, b in pairwise(times))
 
 
-def check(book: Book, capacity: Capacity, jobs: list[Job]) -> None:
+def check(book: Book, capacity: DeviceCapacity, jobs: list[DeadlineJob]) -> None:
     assert book.free.min() >= 0
     for at in book.times:
         there = capacity.changes[0][1] if at >= capacity.changes[0][0] else capacity.devices
@@ -62,7 +62,9 @@ def check(book: Book, capacity: Capacity, jobs: list[Job]) -> None:
 
 @settings(max_examples=budget(60), deadline=None)
 @given(regions(), st.booleans())
-def test_every_promise_is_covered_and_nothing_is_given_twice(region: tuple[Capacity, list[Job]], pauses: bool) -> None:
+def test_every_promise_is_covered_and_nothing_is_given_twice(
+    region: tuple[DeviceCapacity, list[DeadlineJob]], pauses: bool
+) -> None:
     capacity, jobs = region
     rules = Rules(Overhead(everyone=pauses)) if pauses else FREE_CHANGES
     answer = admit(0.0, {R: capacity}, (), [replace(job, share=0) for job in jobs], rules)
@@ -78,9 +80,9 @@ def test_every_promise_is_covered_and_nothing_is_given_twice(region: tuple[Capac
 
 @settings(max_examples=budget(60), deadline=None)
 @given(curves(), st.floats(50, 5000), st.floats(0.05, 0.98))
-def test_alone_a_job_takes_no_more_than_any_single_level(curve: Curve, window: float, part: float) -> None:
-    job = Job("j", {R: curve}, part * window * curve.rates[-1], window)
-    answer = admit(0.0, {R: Capacity(64)}, (), [job], FREE_CHANGES)
+def test_alone_a_job_takes_no_more_than_any_single_level(curve: SpeedCurve, window: float, part: float) -> None:
+    job = DeadlineJob("j", {R: curve}, part * window * curve.rates[-1], window)
+    answer = admit(0.0, {R: DeviceCapacity(64)}, (), [job], FREE_CHANGES)
     taken = answer.reservation(answer.promised[0]).device_seconds
     for level, rate in zip(curve.levels, curve.rates, strict=True):
         if job.work / rate <= window:
@@ -89,9 +91,9 @@ def test_alone_a_job_takes_no_more_than_any_single_level(curve: Curve, window: f
 
 
 def test_two_neighbouring_levels_the_smaller_first() -> None:
-    curve = Curve((1, 2, 4), (1.0, 1.8, 3.0))
-    job = Job("j", {R: curve}, 1400.0, 1000.0)
-    answer = admit(0.0, {R: Capacity(8)}, (), [job], FREE_CHANGES)
+    curve = SpeedCurve((1, 2, 4), (1.0, 1.8, 3.0))
+    job = DeadlineJob("j", {R: curve}, 1400.0, 1000.0)
+    answer = admit(0.0, {R: DeviceCapacity(8)}, (), [job], FREE_CHANGES)
     held = answer.reservation(answer.promised[0])
     assert held.shares == (1, 2)
     assert held.times == (0.0, 500.0)
@@ -101,31 +103,31 @@ def test_two_neighbouring_levels_the_smaller_first() -> None:
 
 
 def test_a_running_job_keeps_the_larger_level_first_and_changes_once() -> None:
-    curve = Curve((1, 2, 4), (1.0, 1.8, 3.0))
-    job = Job("j", {R: curve}, 1400.0, 1000.0, R, share=2)
-    held = admit(0.0, {R: Capacity(8)}, [job], (), FREE_CHANGES).reservation(job)
+    curve = SpeedCurve((1, 2, 4), (1.0, 1.8, 3.0))
+    job = DeadlineJob("j", {R: curve}, 1400.0, 1000.0, R, share=2)
+    held = admit(0.0, {R: DeviceCapacity(8)}, [job], (), FREE_CHANGES).reservation(job)
     assert held.shares[0] == 2
 
 
 def test_levels_that_a_mixture_beats_are_passed_over() -> None:
-    table = Curve((1, 2, 4), (0.7, 1.2, 2.6))
+    table = SpeedCurve((1, 2, 4), (0.7, 1.2, 2.6))
     assert table.lean == (0, 2)
-    assert least_device_seconds(Job("j", {R: table}, 1200.0, 1000.0), table, 0.0) < 2 * 1000.0
+    assert least_device_seconds(DeadlineJob("j", {R: table}, 1200.0, 1000.0), table, 0.0) < 2 * 1000.0
 
 
 def test_what_changes_take_is_in_the_plan() -> None:
-    curve = Curve((1,), (1.0,))
+    curve = SpeedCurve((1,), (1.0,))
     overhead = Overhead(base_s=10.0, doubling_s=0.0)
     rules = Rules(overhead, margin=0.0, kept_margin=0.0)
-    assert not admit(0.0, {R: Capacity(1)}, (), [Job("j", {R: curve}, 95.0, 100.0)], rules).promised
-    assert admit(0.0, {R: Capacity(1)}, (), [Job("j", {R: curve}, 89.0, 100.0)], rules).promised
+    assert not admit(0.0, {R: DeviceCapacity(1)}, (), [DeadlineJob("j", {R: curve}, 95.0, 100.0)], rules).promised
+    assert admit(0.0, {R: DeviceCapacity(1)}, (), [DeadlineJob("j", {R: curve}, 89.0, 100.0)], rules).promised
 
 
 def test_a_promise_in_danger_gets_what_there_is() -> None:
-    curve = Curve((1, 2), (1.0, 2.0))
-    lost = Job("lost", {R: curve}, 500.0, 100.0, R, share=2)
-    other = Job("other", {R: curve}, 50.0, 400.0, R, share=1)
-    book = admit(0.0, {R: Capacity(3)}, [lost, other], (), FREE_CHANGES).books[R]
+    curve = SpeedCurve((1, 2), (1.0, 2.0))
+    lost = DeadlineJob("lost", {R: curve}, 500.0, 100.0, R, share=2)
+    other = DeadlineJob("other", {R: curve}, 50.0, 400.0, R, share=1)
+    book = admit(0.0, {R: DeviceCapacity(3)}, [lost, other], (), FREE_CHANGES).books[R]
     assert book.holdings["lost"].late
     assert book.holdings["lost"].share() == 2
     assert book.holdings["lost"].end_s == 250.0
@@ -133,22 +135,24 @@ def test_a_promise_in_danger_gets_what_there_is() -> None:
 
 
 def test_capacity_that_will_go_is_not_promised() -> None:
-    curve = Curve((1, 2, 4), (1.0, 2.0, 4.0))
-    job = Job("j", {R: curve}, 400.0, 100.0)
-    assert admit(0.0, {R: Capacity(4)}, (), [job], FREE_CHANGES).promised
-    assert not admit(0.0, {R: Capacity(4, ((50.0, 1),))}, (), [job], FREE_CHANGES).promised
+    curve = SpeedCurve((1, 2, 4), (1.0, 2.0, 4.0))
+    job = DeadlineJob("j", {R: curve}, 400.0, 100.0)
+    assert admit(0.0, {R: DeviceCapacity(4)}, (), [job], FREE_CHANGES).promised
+    assert not admit(0.0, {R: DeviceCapacity(4, ((50.0, 1),))}, (), [job], FREE_CHANGES).promised
 
 
 def test_many_jobs_on_a_grid_of_instants_are_covered_too() -> None:
     draw = np.random.default_rng(4)
-    curve = Curve((1, 2, 4, 8), (1.0, 1.9, 3.4, 5.0))
+    curve = SpeedCurve((1, 2, 4, 8), (1.0, 1.9, 3.4, 5.0))
     windows = draw.lognormal(8.0, 1.0, 1800) + 30.0
     parts, levels = draw.uniform(0.3, 0.9, 1800), draw.choice(curve.levels[:3], 1800)
     jobs = [
-        Job(f"j{i}", {R: curve}, float(part * window * curve.rate(int(level))), float(window), R, int(draw.integers(2)))
+        DeadlineJob(
+            f"j{i}", {R: curve}, float(part * window * curve.rate(int(level))), float(window), R, int(draw.integers(2))
+        )
         for i, (window, part, level) in enumerate(zip(windows, parts, levels, strict=True))
     ]
-    capacity = Capacity(4500, ((1e9, 4500),))
+    capacity = DeviceCapacity(4500, ((1e9, 4500),))
     book = admit(0.0, {R: capacity}, jobs, (), Rules()).books[R]
     assert not book.uneasy
     assert len(book.times) < 3000, "a grid"
@@ -158,9 +162,12 @@ def test_many_jobs_on_a_grid_of_instants_are_covered_too() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_giving_back_undoes_taking(seed: int) -> None:
     draw = np.random.default_rng(seed)
-    curve = Curve((1, 2, 4), (1.0, 1.9, 3.1))
-    jobs = [Job(f"j{i}", {R: curve}, float(draw.uniform(50, 900)), float(draw.uniform(300, 2000))) for i in range(12)]
-    answer = admit(0.0, {R: Capacity(9)}, (), jobs, FREE_CHANGES)
+    curve = SpeedCurve((1, 2, 4), (1.0, 1.9, 3.1))
+    jobs = [
+        DeadlineJob(f"j{i}", {R: curve}, float(draw.uniform(50, 900)), float(draw.uniform(300, 2000)))
+        for i in range(12)
+    ]
+    answer = admit(0.0, {R: DeviceCapacity(9)}, (), jobs, FREE_CHANGES)
     book = answer.books[R]
     for job in answer.promised:
         book.give_back(job.name)

@@ -12,15 +12,15 @@ from support.budget import budget
 
 from scheduler.deadline import (
     LIVE,
-    Capacity,
-    Curve,
+    DeadlineJob,
+    DeviceCapacity,
     Gang,
     Held,
-    Job,
     Kinds,
     Overhead,
-    Pace,
     Rules,
+    SpeedCurve,
+    StaffingPace,
     allot_kinds,
     offer,
     refuge,
@@ -48,10 +48,12 @@ def going(job: Gang, answer: Kinds) -> Gang:
 
 
 def test_a_job_with_slack_takes_preemptible_workers_and_leaves_them_at_the_last_moment() -> None:
-    paces = (Pace({"east": 1, "west": 1}, 1.0), Pace({"east": 2, "west": 2}, 1.5))
+    paces = (StaffingPace({"east": 1, "west": 1}, 1.0), StaffingPace({"east": 2, "west": 2}, 1.5))
     job, now = Gang("job", paces, 100.0, 200.0), 0.0
     held: Mapping[str, Held] = {}
-    alone = refuge(Job("job", {}, 100.0, 200.0), Curve((2, 4), (1.0, 1.5)), 0.0, EXACT.overhead, EXACT.kept_margin)
+    alone = refuge(
+        DeadlineJob("job", {}, 100.0, 200.0), SpeedCurve((2, 4), (1.0, 1.5)), 0.0, EXACT.overhead, EXACT.kept_margin
+    )
     while True:
         answer = allot_kinds(now, room(east=2, west=2), room(east=1, west=1), [job], EXACT, held)
         held, job = answer.held, going(job, answer)
@@ -113,11 +115,11 @@ def test_a_region_without_preemptible_workers_keeps_a_job_on_those_that_stay() -
 @settings(deadline=None, max_examples=budget(100))
 @given(gangs(), CAPACITIES, CAPACITIES, st.data())
 def test_neither_kind_is_given_twice(
-    jobs: list[Gang], lasting: dict[str, Capacity], cheap: dict[str, Capacity], data: st.DataObject
+    jobs: list[Gang], lasting: dict[str, DeviceCapacity], cheap: dict[str, DeviceCapacity], data: st.DataObject
 ) -> None:
     first = allot_kinds(0.0, lasting, cheap, jobs, RULES)
     after = [going(job, first) for job in jobs]
-    fewer = {region: Capacity(data.draw(st.integers(0, held.devices))) for region, held in cheap.items()}
+    fewer = {region: DeviceCapacity(data.draw(st.integers(0, held.devices))) for region, held in cheap.items()}
     second = allot_kinds(5.0, lasting, fewer, after, RULES, first.held)
     for answer, there in ((first, cheap), (second, fewer)):
         stays, goes = used(answer, jobs)
@@ -130,7 +132,7 @@ def test_neither_kind_is_given_twice(
 @settings(deadline=None, max_examples=budget(60))
 @given(gangs(), CAPACITIES, CAPACITIES, st.data())
 def test_promises_are_kept_whatever_becomes_of_preemptible_workers(
-    jobs: list[Gang], lasting: dict[str, Capacity], cheap: dict[str, Capacity], data: st.DataObject
+    jobs: list[Gang], lasting: dict[str, DeviceCapacity], cheap: dict[str, DeviceCapacity], data: st.DataObject
 ) -> None:
     """Played with every pause, and preemptible workers that come and go at any instant."""
     there: dict[str, Gang] = {}
@@ -173,7 +175,7 @@ def test_promises_are_kept_whatever_becomes_of_preemptible_workers(
         now = until
         if turns and now >= turns[0]:
             turns.pop(0)
-            cheap = {region: Capacity(data.draw(st.integers(0, 12))) for region in cheap}
+            cheap = {region: DeviceCapacity(data.draw(st.integers(0, 12))) for region in cheap}
     for job in jobs:
         if job.name in promised:
             assert ends.get(job.name, math.inf) <= job.deadline_s + 1e-3, f"{job.name} is late"

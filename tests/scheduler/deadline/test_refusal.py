@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.deadline import Capacity, Curve, Job, Overhead, Refusal, Rules, _admit, admit
+from scheduler.deadline import DeadlineJob, DeadlineRefusal, DeviceCapacity, Overhead, Rules, SpeedCurve, _admit, admit
 from tests.scheduler.deadline.test_admit import FREE_CHANGES, LINE, R, job, names
 
 BUSY = job("busy", 190, 100, region=R, share=2)
 """It has two devices until 95 s."""
 
 
-def told(rules: Rules, new: Job, *old: Job, devices: int = 4) -> Refusal:
-    answer = admit(0.0, {R: Capacity(devices)}, old, [new], rules)
+def told(rules: Rules, new: DeadlineJob, *old: DeadlineJob, devices: int = 4) -> DeadlineRefusal:
+    answer = admit(0.0, {R: DeviceCapacity(devices)}, old, [new], rules)
     assert not answer.promised
     (refusal,) = answer.refused
     return refusal
@@ -52,19 +52,19 @@ def test_who_could_not_be_in_time_alone_is_told_so() -> None:
 
 
 def test_of_several_regions_the_one_that_comes_nearest_is_told() -> None:
-    new = Job("new", {"a": LINE, "b": LINE, "nowhere": LINE}, 900, 100)
-    (refusal,) = admit(0.0, {"a": Capacity(4), "b": Capacity(8)}, (), [new], FREE_CHANGES).refused
+    new = DeadlineJob("new", {"a": LINE, "b": LINE, "nowhere": LINE}, 900, 100)
+    (refusal,) = admit(0.0, {"a": DeviceCapacity(4), "b": DeviceCapacity(8)}, (), [new], FREE_CHANGES).refused
     assert (refusal.region, refusal.earliest_s) == ("b", 112.5)
 
 
 def test_with_very_many_promises_the_devices_short_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Device seconds of one more would do; but nobody can use them so, what with the pauses between."""
-    pairs = Job("pairs", {R: Curve((2,), (1.0,))}, 20, 40)
+    pairs = DeadlineJob("pairs", {R: SpeedCurve((2,), (1.0,))}, 20, 40)
     burst = [pairs, job("first", 140, 90), job("last", 190, 100)]
     rules = replace(FREE_CHANGES, overhead=Overhead(2.0, 0.0))
     for few, short in ((2, 2), (1, 1)):
         monkeypatch.setattr(_admit, "_FEW", few)
-        answer = admit(0.0, {R: Capacity(3)}, (), burst, rules)
+        answer = admit(0.0, {R: DeviceCapacity(3)}, (), burst, rules)
         assert names(answer.promised) == {"pairs", "first"}
         assert [refusal.devices_short for refusal in answer.refused] == [short]
 
@@ -72,21 +72,23 @@ def test_with_very_many_promises_the_devices_short_are_not_tried(monkeypatch: py
 def test_nobody_comes_while_a_job_that_can_take_no_pause_ends() -> None:
     rules = Rules(Overhead(2.0, 0.0, everyone=True), margin=0.0, kept_margin=0.0, grace_s=100.0)
     frail, new = job("frail", 70.0, 71.0, region=R, share=1), job("new", 60.0, 60.0)
-    assert not admit(0.0, {R: Capacity(4)}, [frail], [new], rules).promised
-    later = admit(0.0, {R: Capacity(4)}, [frail], [replace(new, deadline_s=110.0)], rules)
+    assert not admit(0.0, {R: DeviceCapacity(4)}, [frail], [new], rules).promised
+    later = admit(0.0, {R: DeviceCapacity(4)}, [frail], [replace(new, deadline_s=110.0)], rules)
     assert names(later.promised) == {"new"}, "once it is done"
-    assert names(admit(0.0, {R: Capacity(4)}, [replace(frail, deadline_s=90.0)], [new], rules).promised) == {"new"}
+    assert names(admit(0.0, {R: DeviceCapacity(4)}, [replace(frail, deadline_s=90.0)], [new], rules).promised) == {
+        "new"
+    }
 
 
 def test_with_very_many_promises_a_job_pushes_a_dozen_others_back_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_admit, "_FEW", 0)
-    one = Curve((1,), (1.0,))
+    one = SpeedCurve((1,), (1.0,))
 
     def promised(count: int, work: float = 90.0) -> set[str]:
         """Of so many jobs that have all there is, and a quick one that needs all of it first."""
-        slow = [Job(f"slow{n}", {R: one}, work, 200.0 + n, R, 1) for n in range(count)]
-        quick = Job("quick", {R: Curve((count,), (float(count),))}, count * 90.0, 100.0)
-        answer = admit(0.0, {R: Capacity(count)}, slow, [quick], FREE_CHANGES)
+        slow = [DeadlineJob(f"slow{n}", {R: one}, work, 200.0 + n, R, 1) for n in range(count)]
+        quick = DeadlineJob("quick", {R: SpeedCurve((count,), (float(count),))}, count * 90.0, 100.0)
+        answer = admit(0.0, {R: DeviceCapacity(count)}, slow, [quick], FREE_CHANGES)
         assert not [held for held in answer.books[R].holdings.values() if held.late]
         return names(answer.promised)
 
@@ -96,8 +98,8 @@ def test_with_very_many_promises_a_job_pushes_a_dozen_others_back_and_no_more(mo
 
 
 def test_in_a_burst_a_place_is_taken_for_more_value_and_from_none_more_valuable() -> None:
-    def promised(*burst: Job) -> set[str]:
-        return names(admit(0.0, {R: Capacity(4)}, (), burst, FREE_CHANGES).promised)
+    def promised(*burst: DeadlineJob) -> set[str]:
+        return names(admit(0.0, {R: DeviceCapacity(4)}, (), burst, FREE_CHANGES).promised)
 
     assert promised(job("large", 390, 99, value=5.0), job("worth it", 380, 100, value=10.0)) == {"worth it"}
     assert promised(job("large", 390, 99, value=5.0), job("as dear", 380, 100, value=4.8)) == {"large"}

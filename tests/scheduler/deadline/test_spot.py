@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import budget
 
-from scheduler.deadline import Curve, Job, Overhead, refuge, spot_share
+from scheduler.deadline import DeadlineJob, Overhead, SpeedCurve, refuge, spot_share
 
-CURVE = Curve((1, 2, 4, 8), (1.0, 1.9, 3.4, 5.5))
+CURVE = SpeedCurve((1, 2, 4, 8), (1.0, 1.9, 3.4, 5.5))
 OVERHEAD = Overhead()
 
 
-def job(work: float, deadline_s: float) -> Job:
-    return Job("j", {"r": CURVE}, work, deadline_s)
+def job(work: float, deadline_s: float) -> DeadlineJob:
+    return DeadlineJob("j", {"r": CURVE}, work, deadline_s)
 
 
 @settings(max_examples=budget(100), deadline=None)

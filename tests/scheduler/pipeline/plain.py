@@ -3,7 +3,7 @@ in anything. For chains too long to try everything. What a stage takes is said i
 
 from __future__ import annotations
 
-from scheduler.pipeline import Problem, Way
+from scheduler.pipeline import PipelineOptions, PipelineProblem
 
 from .program import Stage, stages_of
 
@@ -11,7 +11,7 @@ Label = tuple[float, ...]
 """Forward: sum and slowest; backward: sum and slowest; ends, what keeps shared cores busy, rate, USD of requests."""
 
 
-def plain_front(problem: Problem, ways: tuple[Way, ...]) -> list[tuple[float, float]]:
+def plain_front(problem: PipelineProblem, ways: tuple[PipelineOptions, ...]) -> list[tuple[float, float]]:
     """Seconds and USD of an iteration, the fastest first."""
     found: list[tuple[float, float]] = []
     for way in ways:
@@ -28,7 +28,7 @@ def plain_front(problem: Problem, ways: tuple[Way, ...]) -> list[tuple[float, fl
     return best
 
 
-def _of_stages(problem: Problem, way: Way, number: int) -> list[tuple[float, float]]:
+def _of_stages(problem: PipelineProblem, way: PipelineOptions, number: int) -> list[tuple[float, float]]:
     """Of pipelines of so many stages."""
     more, length = way.micro_batches(problem.batch) - 1, len(problem.profile.layers)
     allowed = stages_of(problem, way, number)
@@ -46,7 +46,7 @@ def _of_stages(problem: Problem, way: Way, number: int) -> list[tuple[float, flo
     return ends
 
 
-def _in_front(stage: Stage, way: Way, more: int, label: Label) -> Label:
+def _in_front(stage: Stage, way: PipelineOptions, more: int, label: Label) -> Label:
     fill_f, beat_f, fill_b, beat_b, end, busy, rate, other = label
     forward, backward = sum(stage.forward), sum(stage.backward)
     slow_f, slow_b = max(stage.forward), max(stage.backward)

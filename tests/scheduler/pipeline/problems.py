@@ -8,24 +8,24 @@ from dataclasses import replace
 from itertools import combinations, product
 
 from scheduler.pipeline import (
-    Channel,
     Cut,
     FunctionSize,
     Hop,
     Layer,
-    Line,
-    Pipeline,
+    LayerProfile,
+    LinearCost,
+    PipelineOptions,
+    PipelineProblem,
     Place,
-    Problem,
-    Profile,
-    Way,
+    PlannedPipeline,
+    StageChannel,
     evaluate,
 )
 
 MB = 1 << 20
 
 
-def problem(seed: int, *, layers: int = 5, sizes: int = 3, places: int = 1) -> Problem:
+def problem(seed: int, *, layers: int = 5, sizes: int = 3, places: int = 1) -> PipelineProblem:
     """Memory is tight, transfers and compute are about as long; every third one has two places or more replicas."""
     draw = random.Random(seed)
     chain = tuple(_layer(draw, n) for n in range(draw.randint(2, layers)))
@@ -37,8 +37,8 @@ def problem(seed: int, *, layers: int = 5, sizes: int = 3, places: int = 1) -> P
         for b in where
         if a is not b
     }
-    asked = Problem(
-        Profile(chain, draw.randint(1, 500_000), draw.choice([0.0, 1.0, 2.0]), base_mb=100.0),
+    asked = PipelineProblem(
+        LayerProfile(chain, draw.randint(1, 500_000), draw.choice([0.0, 1.0, 2.0]), base_mb=100.0),
         draw.choice([4, 6, 8]),
         where,
         hops,
@@ -55,7 +55,7 @@ def problem(seed: int, *, layers: int = 5, sizes: int = 3, places: int = 1) -> P
     return _sharing(asked, draw) if draw.random() < 0.5 else asked
 
 
-def _sharing(asked: Problem, draw: random.Random) -> Problem:
+def _sharing(asked: PipelineProblem, draw: random.Random) -> PipelineProblem:
     """The same with an optimiser that takes time, and with cores that functions share, or more than enough."""
     layers = tuple(replace(layer, update_s=draw.uniform(0, 0.05)) for layer in asked.profile.layers)
     places = tuple(
@@ -76,8 +76,8 @@ def _layer(draw: random.Random, number: int) -> Layer:
         draw.randint(1, 40 * MB),
         draw.randint(0, 25 * MB),
         draw.randint(1000, 2 * MB),
-        Line(draw.uniform(0, 0.01), forward),
-        Line(draw.uniform(0, 0.01), forward * draw.uniform(0.8, 3)),
+        LinearCost(draw.uniform(0, 0.01), forward),
+        LinearCost(draw.uniform(0, 0.01), forward * draw.uniform(0.8, 3)),
     )
 
 
@@ -87,10 +87,10 @@ def _place(draw: random.Random, number: int, memories: list[int]) -> Place:
         FunctionSize(m, min(1.0, m / 1536) * draw.uniform(0.8, 1.2), price, draw.choice([0.5, 1.0])) for m in memories
     )
     up, down = draw.uniform(1e7, 1e8), draw.uniform(1e7, 1e8)
-    return Place(f"place{number}", sizes, Channel(0.01, 0.02, up, down, draw.choice([1, 8]), 5e-6, 4e-7))
+    return Place(f"place{number}", sizes, StageChannel(0.01, 0.02, up, down, draw.choice([1, 8]), 5e-6, 4e-7))
 
 
-def every_cut(problem: Problem, way: Way) -> Iterator[tuple[Cut, ...]]:
+def every_cut(problem: PipelineProblem, way: PipelineOptions) -> Iterator[tuple[Cut, ...]]:
     """All cuts, places, sizes and choices to compute again, whether they fit or not."""
     length, places = len(problem.profile.layers), problem.places
     options = [(p, s, again) for p, place in enumerate(places) for s in range(len(place.sizes)) for again in (0, 1)]
@@ -113,9 +113,9 @@ def every_cut(problem: Problem, way: Way) -> Iterator[tuple[Cut, ...]]:
                     )
 
 
-def brute_force(problem: Problem, ways: tuple[Way, ...]) -> list[tuple[float, float]]:
+def brute_force(problem: PipelineProblem, ways: tuple[PipelineOptions, ...]) -> list[tuple[float, float]]:
     """The front of seconds and USD by trying everything."""
-    found: list[Pipeline] = []
+    found: list[PlannedPipeline] = []
     for way in ways:
         found += [plan for cuts in every_cut(problem, way) if (plan := evaluate(problem, way, cuts)) is not None]
     best: list[tuple[float, float]] = []

@@ -25,7 +25,7 @@ from itertools import combinations_with_replacement
 import highspy
 import numpy as np
 
-from scheduler.pipeline import Layer, Place, Problem, Way
+from scheduler.pipeline import Layer, PipelineOptions, PipelineProblem, Place
 from scheduler.pipeline._evaluate import exposed_apart_seconds, exposed_seconds, held_bytes, merge_seconds
 from scheduler.pipeline._model import MIB, Cut
 
@@ -77,7 +77,7 @@ class _Program:
         return float(solver.getInfo().objective_function_value)
 
 
-def least_usd(problem: Problem, way: Way, limit_seconds: float) -> float | None:
+def least_usd(problem: PipelineProblem, way: PipelineOptions, limit_seconds: float) -> float | None:
     """The cheapest iteration of one way within a limit, in USD; None: there is none."""
     most = len(problem.profile.layers)
     if problem.most_workers is not None:
@@ -100,7 +100,7 @@ class Stage:
     other_usd: float
 
 
-def _of_stages(problem: Problem, way: Way, stages: int, limit: float) -> float | None:
+def _of_stages(problem: PipelineProblem, way: PipelineOptions, stages: int, limit: float) -> float | None:
     count = way.micro_batches(problem.batch)
     allowed = stages_of(problem, way, stages)
     program = _Program()
@@ -146,8 +146,8 @@ def _of_stages(problem: Problem, way: Way, stages: int, limit: float) -> float |
 
 def _price(
     program: _Program,
-    problem: Problem,
-    way: Way,
+    problem: PipelineProblem,
+    way: PipelineOptions,
     stages: int,
     allowed: list[Stage],
     chosen: list[int],
@@ -180,7 +180,7 @@ def _difference(
     return terms | {c: -sign * s.rate / unit for c, s in zip(chosen, allowed, strict=True)}
 
 
-def stages_of(problem: Problem, way: Way, stages: int) -> list[Stage]:
+def stages_of(problem: PipelineProblem, way: PipelineOptions, stages: int) -> list[Stage]:
     """All that fit at their place in a pipeline of so many stages."""
     length, place = len(problem.profile.layers), problem.places[0]
     channel, mu = place.channel, way.micro_batch
@@ -231,7 +231,7 @@ def stages_of(problem: Problem, way: Way, stages: int) -> list[Stage]:
     return found
 
 
-def _busy(problem: Problem, way: Way, cut: Cut, sides: tuple[bool, bool]) -> float:
+def _busy(problem: PipelineProblem, way: PipelineOptions, cut: Cut, sides: tuple[bool, bool]) -> float:
     """Seconds that a stage of all replicas keeps the cores of its place busy."""
     place, layers = problem.places[0], problem.profile.layers
     if not place.cores:
@@ -251,9 +251,9 @@ def _busy(problem: Problem, way: Way, cut: Cut, sides: tuple[bool, bool]) -> flo
 
 
 def _merge(
-    problem: Problem,
+    problem: PipelineProblem,
     held: Sequence[Layer],
-    way: Way,
+    way: PipelineOptions,
     place: Place,
     bandwidth: float,
     backward_s: float,

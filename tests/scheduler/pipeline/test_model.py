@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import budget
 
-from scheduler.pipeline import Cut, NothingFitsError, Problem, Way, evaluate, front, played
+from scheduler.pipeline import Cut, NothingFitsError, PipelineOptions, PipelineProblem, evaluate, front, played
 from scheduler.pipeline._evaluate import _lanes, merge_seconds
 from scheduler.pipeline._explain import cuts_of
 from sync.collective import ChannelCosts, Merge, estimate
@@ -33,7 +33,7 @@ def test_seconds_are_those_of_the_schedule(seed: int) -> None:
     for plan in plans[:: max(1, len(plans) // 4)]:
         cuts = cuts_of(asked, plan)
         for order in ("gpipe", "1f1b"):
-            way = Way(plan.way.degree, plan.way.micro_batch, order)
+            way = PipelineOptions(plan.way.degree, plan.way.micro_batch, order)
             own = evaluate(asked, way, cuts)
             if own is None:
                 continue
@@ -82,7 +82,7 @@ def test_on_shared_cores_the_schedule_takes_no_less(seed: int, cores: float) -> 
         assert last <= (work / cores + alone.seconds) * (1 + 1e-9)
 
 
-def _play(asked: Problem, way: Way, cuts: tuple[Cut, ...]) -> float:
+def _play(asked: PipelineProblem, way: PipelineOptions, cuts: tuple[Cut, ...]) -> float:
     """Seconds of one iteration, every task as soon as its lane is free, in each lane's order."""
     plan, count = evaluate(asked, way, cuts), way.micro_batches(asked.batch)
     assert plan is not None
@@ -99,7 +99,7 @@ Task = tuple[str, int, int]
 
 
 def _tasks(
-    asked: Problem, way: Way, cuts: tuple[Cut, ...]
+    asked: PipelineProblem, way: PipelineOptions, cuts: tuple[Cut, ...]
 ) -> tuple[dict[Task, float], dict[tuple[str, int], list[Task]], dict[Task, Task | None]]:
     """Seconds of each, the order in each lane, and what each needs besides."""
     plan = evaluate(asked, way, cuts)
@@ -130,7 +130,7 @@ def _tasks(
     return took, order, needs
 
 
-def _sequence(way: Way, g: int, stages: int, count: int) -> list[tuple[str, int, int]]:
+def _sequence(way: PipelineOptions, g: int, stages: int, count: int) -> list[tuple[str, int, int]]:
     if way.order == "gpipe":
         return [("F", g, m) for m in range(count)] + [("R", g, m) for m in range(count)]
     ahead = min(count, stages - g)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from scheduler import Path
-from scheduler.placement import Device, Federation, Job, Region, Shard, federation
+from scheduler.placement import Device, PlacementFederation, PlacementJob, PlacementRegion, PlacementShard, federation
 
 GB = 10**9
 NAMES = "abcdef"
 
 
 @st.composite
-def federations(draw: st.DrawFn, most: int = 5) -> Federation:
+def federations(draw: st.DrawFn, most: int = 5) -> PlacementFederation:
     regions = []
     for name in NAMES[: draw(st.integers(1, most))]:
         devices = tuple(
@@ -25,7 +25,7 @@ def federations(draw: st.DrawFn, most: int = 5) -> Federation:
             )
             for kind, speed, memory in (("small", 100.0, 8), ("large", 250.0, 32))[: draw(st.integers(1, 2))]
         )
-        regions.append(Region(name, draw(st.sampled_from(["x", "y"])), devices, draw(st.floats(0, 0.2))))
+        regions.append(PlacementRegion(name, draw(st.sampled_from(["x", "y"])), devices, draw(st.floats(0, 0.2))))
     links = {
         (a.name, b.name): Path(50.0, draw(st.sampled_from([5.0, 500.0, 5000.0])), draw(st.floats(0, 0.2)))
         for a in regions
@@ -36,14 +36,14 @@ def federations(draw: st.DrawFn, most: int = 5) -> Federation:
 
 
 @st.composite
-def jobs_over(draw: st.DrawFn, names: list[str], most: int = 6, shards: int = 4) -> tuple[Job, ...]:
+def jobs_over(draw: st.DrawFn, names: list[str], most: int = 6, shards: int = 4) -> tuple[PlacementJob, ...]:
     rules = st.one_of(
         st.sampled_from(["region", "cloud", "anywhere", "anywhere"]), st.frozensets(st.sampled_from(names), max_size=3)
     )
     found = []
     for number in range(draw(st.integers(1, most))):
         parts = tuple(
-            Shard(
+            PlacementShard(
                 f"s{place}",
                 draw(st.sampled_from(names)),
                 draw(st.integers(1_000, 2_000_000)),
@@ -53,7 +53,7 @@ def jobs_over(draw: st.DrawFn, names: list[str], most: int = 6, shards: int = 4)
             for place in range(draw(st.integers(1, shards)))
         )
         found.append(
-            Job(
+            PlacementJob(
                 name=f"job-{number}",
                 shards=parts,
                 deadline_seconds=draw(st.floats(10, 30_000)),
@@ -68,6 +68,8 @@ def jobs_over(draw: st.DrawFn, names: list[str], most: int = 6, shards: int = 4)
 
 
 @st.composite
-def worlds(draw: st.DrawFn, regions: int = 5, jobs: int = 6, shards: int = 4) -> tuple[Federation, tuple[Job, ...]]:
+def worlds(
+    draw: st.DrawFn, regions: int = 5, jobs: int = 6, shards: int = 4
+) -> tuple[PlacementFederation, tuple[PlacementJob, ...]]:
     drawn = draw(federations(regions))
     return drawn, draw(jobs_over([region.name for region in drawn.regions], jobs, shards))

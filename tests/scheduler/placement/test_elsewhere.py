@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from support.budget import budget
 
 from scheduler import Path
-from scheduler.placement import Device, Federation, Job, Outcome, Region, Shard, audit, federation
+from scheduler.placement import (
+    Device,
+    PlacementFederation,
+    PlacementJob,
+    PlacementOutcome,
+    PlacementRegion,
+    PlacementShard,
+    audit,
+    federation,
+)
 from scheduler.placement._cheapest import at_prices, priced
 from scheduler.placement._choice import bill_of, placement_of
 from scheduler.placement._elsewhere import elsewhere
@@ -23,7 +32,7 @@ QUICK = settings(max_examples=budget(60), deadline=None, suppress_health_check=[
 @QUICK
 @given(worlds(jobs=1), st.data())
 def test_whatever_moves_is_a_placement_that_costs_what_it_says(
-    world: tuple[Federation, tuple[Job, ...]], data: st.DataObject
+    world: tuple[PlacementFederation, tuple[PlacementJob, ...]], data: st.DataObject
 ) -> None:
     where, (job,) = world
     sites = sites_of(where)
@@ -32,7 +41,7 @@ def test_whatever_moves_is_a_placement_that_costs_what_it_says(
     if choice is None:
         return
     for other in elsewhere(sites, choice, sites.units, scarcity, 3):
-        assert audit(where, [job], Outcome((placement_of(sites, other),), ())) == ()
+        assert audit(where, [job], PlacementOutcome((placement_of(sites, other),), ())) == ()
         bill = bill_of(sites, other.need, other.hub, list(other.parts))
         assert other.usd == pytest.approx(bill.usd, rel=1e-9, abs=1e-9)
         assert other.priced_usd == pytest.approx(at_prices(other, scarcity), rel=1e-9, abs=1e-9)
@@ -41,10 +50,18 @@ def test_whatever_moves_is_a_placement_that_costs_what_it_says(
 
 def test_the_cheapest_other_regions_are_found_and_what_is_pinned_stays() -> None:
     prices = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
-    regions = tuple(Region(name, "x", (Device("cpu", 9, 100.0, usd, 8 * GB),), 0.0) for name, usd in prices.items())
+    regions = tuple(
+        PlacementRegion(name, "x", (Device("cpu", 9, 100.0, usd, 8 * GB),), 0.0) for name, usd in prices.items()
+    )
     where = federation(regions, {(a, b): Path(50, 1e4, 0.0) for a in prices for b in prices if a != b})
     sites = sites_of(where)
-    job = Job("job", (Shard("here", "d", 360_000, 0), Shard("free", "d", 360_000, 0, "anywhere")), 3600.0, 0, 0)
+    job = PlacementJob(
+        "job",
+        (PlacementShard("here", "d", 360_000, 0), PlacementShard("free", "d", 360_000, 0, "anywhere")),
+        3600.0,
+        0,
+        0,
+    )
     none = np.zeros_like(sites.units)
     choice, _ = priced(sites, paces_of(sites, job), sites.units, none)
     assert choice is not None

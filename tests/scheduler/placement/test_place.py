@@ -16,14 +16,14 @@ from support.budget import budget
 from scheduler import Path
 from scheduler.placement import (
     Device,
-    Federation,
     Index,
-    Job,
-    Outcome,
     Placement,
-    Refusal,
-    Region,
-    Shard,
+    PlacementFederation,
+    PlacementJob,
+    PlacementOutcome,
+    PlacementRefusal,
+    PlacementRegion,
+    PlacementShard,
     UnknownPriceError,
     _narrow,
     audit,
@@ -41,26 +41,28 @@ from .strategies import GB, federations, jobs_over, worlds
 
 QUICK = settings(max_examples=budget(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 FEW = settings(max_examples=budget(15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-World = tuple[Federation, tuple[Job, ...]]
+World = tuple[PlacementFederation, tuple[PlacementJob, ...]]
 
 
-def region(name: str, usd: float = 1.0, units: int = 10, cloud: str = "x", speed: float = 100.0) -> Region:
-    return Region(name, cloud, (Device("cpu", units, speed, usd, 8 * GB),), 0.0)
+def region(name: str, usd: float = 1.0, units: int = 10, cloud: str = "x", speed: float = 100.0) -> PlacementRegion:
+    return PlacementRegion(name, cloud, (Device("cpu", units, speed, usd, 8 * GB),), 0.0)
 
 
-def mesh(*regions: Region, usd: float = 0.1, mbps: float = 1e4) -> Federation:
+def mesh(*regions: PlacementRegion, usd: float = 0.1, mbps: float = 1e4) -> PlacementFederation:
     links = {(a.name, b.name): Path(50, mbps, usd) for a in regions for b in regions if a is not b}
     return federation(regions, links)
 
 
-def job(*shards: Shard, hours: float = 1.0, **more: float) -> Job:
+def job(*shards: PlacementShard, hours: float = 1.0, **more: float) -> PlacementJob:
     given_ = {"deadline_seconds": hours * 3600, "model_bytes": 0, "rounds": 0} | more
-    return Job("job", shards, **given_)  # type: ignore[arg-type]
+    return PlacementJob("job", shards, **given_)  # type: ignore[arg-type]
 
 
-def shard(name: str, region: str, hours: float, gb: float = 0.0, residency: str | frozenset[str] = "region") -> Shard:
+def shard(
+    name: str, region: str, hours: float, gb: float = 0.0, residency: str | frozenset[str] = "region"
+) -> PlacementShard:
     """As much work as one unit of speed 100 does in so many hours."""
-    return Shard(name, region, int(hours * 360_000), int(gb * GB), residency)
+    return PlacementShard(name, region, int(hours * 360_000), int(gb * GB), residency)
 
 
 # --- whatever is drawn
@@ -144,7 +146,9 @@ def test_the_cheapest_is_what_trying_everything_finds(world: World, data: st.Dat
         assert bound <= best * (1 + 1e-9) + 1e-9
 
 
-def _by_trying(where: Federation, job: Job, seconds: float, scarcity: dict[tuple[str, str], float]) -> float:
+def _by_trying(
+    where: PlacementFederation, job: PlacementJob, seconds: float, scarcity: dict[tuple[str, str], float]
+) -> float:
     """Every site for every shard, every hub."""
     everything = [(region.name, device) for region in where.regions for device in region.devices]
     servers = {region.name: region.server_usd_per_hour for region in where.regions}
@@ -172,7 +176,7 @@ def _by_trying(where: Federation, job: Job, seconds: float, scarcity: dict[tuple
     return best
 
 
-def _moved(where: Federation, shard: Shard, to: str, job: Job, seconds: float) -> float:
+def _moved(where: PlacementFederation, shard: PlacementShard, to: str, job: PlacementJob, seconds: float) -> float:
     clouds = {region.name: region.cloud for region in where.regions}
     allowed = shard.residency if isinstance(shard.residency, frozenset) else frozenset()
     may = (
@@ -184,7 +188,7 @@ def _moved(where: Federation, shard: Shard, to: str, job: Job, seconds: float) -
     return _sent(where, shard.region, to, shard.bytes, seconds / max(1.0, job.passes), True) if may else math.inf
 
 
-def _sent(where: Federation, a: str, b: str, size: int, seconds: float, needs_path: bool = False) -> float:
+def _sent(where: PlacementFederation, a: str, b: str, size: int, seconds: float, needs_path: bool = False) -> float:
     if a == b or (size == 0 and not needs_path):
         return 0.0
     way = where.index[a], where.index[b]
@@ -214,7 +218,7 @@ def test_the_fastest_within_a_budget_keeps_it(world: World, share: float) -> Non
     budget = share * cheap[0].usd if cheap else 1.0
     answer = place_fastest(where, job, budget)
     if isinstance(answer, Placement):
-        assert audit(where, [job], Outcome((answer,), ())) == ()
+        assert audit(where, [job], PlacementOutcome((answer,), ())) == ()
         assert answer.usd <= budget
         if cheap:
             assert answer.seconds <= cheap[0].seconds * 1.02
@@ -238,7 +242,7 @@ def test_jobs_that_come_one_by_one_fit_beside_each_other(world: World) -> None:
             assert index.refusal(job).reasons
     placed = {offer.job for offer in offers}
     assert len(index) == len(placed)
-    assert audit(where, [job for job in jobs if job.name in placed], Outcome(tuple(offers), ())) == ()
+    assert audit(where, [job for job in jobs if job.name in placed], PlacementOutcome(tuple(offers), ())) == ()
     for offer in offers:
         index.release(offer.job)
     fresh = Index(where)
@@ -247,7 +251,7 @@ def test_jobs_that_come_one_by_one_fit_beside_each_other(world: World) -> None:
 
 @FEW
 @given(federations(5), st.data())
-def test_leaving_regions_out_loses_nothing(where: Federation, data: st.DataObject) -> None:
+def test_leaving_regions_out_loses_nothing(where: PlacementFederation, data: st.DataObject) -> None:
     """A wide federation is narrowed before it is searched; many copies of a small one make a wide one."""
     copies = 5
     regions = tuple(
@@ -257,7 +261,7 @@ def test_leaving_regions_out_loses_nothing(where: Federation, data: st.DataObjec
     )
     each = np.ones((copies, copies))
     rates, egress = np.kron(where.mbps, each), np.kron(np.nan_to_num(where.egress_usd_per_gb), each)
-    wide = Federation(regions, rates, egress)
+    wide = PlacementFederation(regions, rates, egress)
     (job,) = data.draw(jobs_over([region.name for region in regions], 1))
     sites = sites_of(wide)
     need = need_of(sites, job)
@@ -319,7 +323,7 @@ def test_rounds_are_paid_up_and_down_to_the_best_hub() -> None:
 
 def test_a_partition_has_one_type_of_device_with_enough_memory() -> None:
     devices = (Device("small", 9, 100.0, 0.1, 4 * GB), Device("large", 9, 100.0, 1.0, 16 * GB))
-    where = mesh(Region("a", "x", devices, 0.0))
+    where = mesh(PlacementRegion("a", "x", devices, 0.0))
     for memory, expected in ((GB, "small"), (8 * GB, "large")):
         (placement,) = place(where, [job(shard("s", "a", 3), memory_bytes=memory)]).placements
         assert [part.device for part in placement.partitions] == [expected]
@@ -360,7 +364,7 @@ def test_an_unknown_price_is_an_error() -> None:
     with pytest.raises(UnknownPriceError, match="an hour of cpu"):
         Device("cpu", 1, 1.0, math.nan, GB)
     with pytest.raises(UnknownPriceError, match="parameter server in a"):
-        Region("a", "x", region("a").devices, math.nan)
+        PlacementRegion("a", "x", region("a").devices, math.nan)
     with pytest.raises(UnknownPriceError, match="a GB from a to b"):
         federation((region("a"), region("b")), {("a", "b"): Path(1, 100, math.nan)})
 
@@ -379,7 +383,7 @@ def test_the_audit_finds_what_is_wrong() -> None:
     where = mesh(region("a"), region("b"))
     wanted = job(shard("s", "a", 2))
     (right,) = place(where, [wanted]).placements
-    assert audit(where, [wanted], Outcome((right,), ())) == ()
+    assert audit(where, [wanted], PlacementOutcome((right,), ())) == ()
     (part,) = right.partitions
     for wrong, text in (
         (replace(right, hub="b", partitions=(replace(part, region="b"),)), "shard s may not be in b"),
@@ -389,8 +393,8 @@ def test_the_audit_finds_what_is_wrong() -> None:
         (replace(right, seconds=4000.0), "deadline"),
         (replace(right, bill=replace(right.bill, compute=0.0)), "billed"),
     ):
-        assert any(text in fault for fault in audit(where, [wanted], Outcome((wrong,), ())))
-    assert audit(where, [wanted], Outcome((), ())) == ("job has 0 answers",)
+        assert any(text in fault for fault in audit(where, [wanted], PlacementOutcome((wrong,), ())))
+    assert audit(where, [wanted], PlacementOutcome((), ())) == ("job has 0 answers",)
 
 
 # --- the published rule
@@ -432,7 +436,7 @@ def test_arguments_that_make_no_sense_are_told() -> None:
     with pytest.raises(ValueError, match="pace"):
         load_power_matching(where, [wanted], pace="slow")
     with pytest.raises(ValueError, match="residency"):
-        Shard("s", "a", 1, 1, "planet")
+        PlacementShard("s", "a", 1, 1, "planet")
     index = Index(where)
     offer = index.offer(wanted)
     assert offer is not None
@@ -445,7 +449,7 @@ def test_a_refusal_under_a_budget_names_the_budget() -> None:
     where = mesh(region("a"))
     wanted = job(shard("s", "a", 10), hours=5)
     answer = place_fastest(where, wanted, 5.0)
-    assert isinstance(answer, Refusal)
+    assert isinstance(answer, PlacementRefusal)
     told = re.fullmatch(r"a budget of \$([\d.]+) would do", answer.reasons[0].remedy)
     assert told
     quick = place_fastest(where, wanted, float(told[1]) + 1e-3)

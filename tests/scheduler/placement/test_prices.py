@@ -10,9 +10,17 @@ import numpy as np
 import pytest
 
 from scheduler import Path
-from scheduler.placement import Device, Federation, Job, Region, Shard, federation, place
+from scheduler.placement import (
+    Device,
+    PlacementFederation,
+    PlacementJob,
+    PlacementRegion,
+    PlacementShard,
+    federation,
+    place,
+)
 from scheduler.placement._cheapest import cheapest, priced
-from scheduler.placement._choice import Choice, placement_of
+from scheduler.placement._choice import PlacementChoice, placement_of
 from scheduler.placement._pool import Pool
 from scheduler.placement._prices import Scarcity, scarcity_of
 from scheduler.placement._sites import Need, paces_of, sites_of
@@ -20,15 +28,15 @@ from scheduler.placement._sites import Need, paces_of, sites_of
 GB = 10**9
 
 
-def region(name: str, usd: float, units: int) -> Region:
-    return Region(name, "x", (Device("cpu", units, 100.0, usd, 8 * GB),), 0.0)
+def region(name: str, usd: float, units: int) -> PlacementRegion:
+    return PlacementRegion(name, "x", (Device("cpu", units, 100.0, usd, 8 * GB),), 0.0)
 
 
-def job(name: str, *shards: Shard, hours: float = 1.0, model_bytes: int = 0) -> Job:
-    return Job(name, shards, hours * 3600, model_bytes, rounds=10 if model_bytes else 0)
+def job(name: str, *shards: PlacementShard, hours: float = 1.0, model_bytes: int = 0) -> PlacementJob:
+    return PlacementJob(name, shards, hours * 3600, model_bytes, rounds=10 if model_bytes else 0)
 
 
-def crowd() -> tuple[Federation, tuple[Job, ...]]:
+def crowd() -> tuple[PlacementFederation, tuple[PlacementJob, ...]]:
     """Twelve regions with little room, and thirty jobs whose data may go anywhere."""
     draw = random.Random(3)
     regions = tuple(region(f"r{number}", draw.uniform(1, 2), 6) for number in range(12))
@@ -36,7 +44,7 @@ def crowd() -> tuple[Federation, tuple[Job, ...]]:
     jobs = []
     for number in range(30):
         shards = [
-            Shard(
+            PlacementShard(
                 f"s{place}",
                 f"r{draw.randrange(12)}",
                 int(draw.uniform(1, 8) * 360_000),
@@ -49,7 +57,9 @@ def crowd() -> tuple[Federation, tuple[Job, ...]]:
     return federation(regions, links), tuple(jobs)
 
 
-def prices(where: Federation, jobs: Sequence[Job], steps: int) -> tuple[Scarcity, list[tuple[Need, ...]]]:
+def prices(
+    where: PlacementFederation, jobs: Sequence[PlacementJob], steps: int
+) -> tuple[Scarcity, list[tuple[Need, ...]]]:
     sites = sites_of(where)
     needs = [paces_of(sites, each) for each in jobs]
     answers = [priced(sites, paces, sites.units) for paces in needs]
@@ -62,7 +72,7 @@ def test_the_bound_is_that_of_the_prices() -> None:
     """One unit, two jobs that each want it: the price settles between what the two would pay to stay."""
     a, b = region("a", 1.0, 1), region("b", 3.0, 1)
     where = federation((a, b), {("a", "b"): Path(50, 1e4, 0.0), ("b", "a"): Path(50, 1e4, 0.0)})
-    both = [job(name, Shard("s", "a", 360_000, 0, "anywhere")) for name in ("one", "two")]
+    both = [job(name, PlacementShard("s", "a", 360_000, 0, "anywhere")) for name in ("one", "two")]
     scarcity, needs = prices(where, both, steps=60)
     assert scarcity.bound_usd == pytest.approx(4.0, rel=0.02)
     assert scarcity.bound_usd <= 4.0 + 1e-9
@@ -86,10 +96,10 @@ def test_a_climb_ends_at_the_best_prices_within_its_box() -> None:
     """Two jobs may stay at the only unit for USD 1 each, or leave for 3 and 6: it is worth the 2 of the first."""
     where = federation((region("a", 1.0, 1), region("b", 1.0, 9)), {})
     sites = sites_of(where)
-    (need,) = paces_of(sites, job("one", Shard("s", "a", 360_000, 0)))[:1]
+    (need,) = paces_of(sites, job("one", PlacementShard("s", "a", 360_000, 0)))[:1]
     pool = Pool(sites.units, [100.0, 100.0])
     for number, away in enumerate((3.0, 6.0)):
-        stay = Choice(need, 1.0, 1.0, 0, ((0, 1, (0,)),))
+        stay = PlacementChoice(need, 1.0, 1.0, 0, ((0, 1, (0,)),))
         pool.add(number, stay)
         pool.add(number, stay)
         pool.add(number, replace(stay, usd=away, hub=1, parts=((1, 1, (0,)),)))

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from scheduler.placement import Device, Job, Region, Shard, federation
+from scheduler.placement import Device, PlacementJob, PlacementRegion, PlacementShard, federation
 from scheduler.placement._cheapest import cheapest
 from scheduler.placement._search import Search, by_weight
 from scheduler.placement._sites import paces_of, sites_of
@@ -16,8 +16,8 @@ GB = 10**9
 
 def test_one_that_costs_more_is_refused_for_several_that_cost_less() -> None:
     """Four machines, jobs that need three, two and two: without the first there is room for both others."""
-    where = federation((Region("a", "x", (Device("cpu", 4, 100.0, 1.0, 8 * GB),), 0.0),), {})
-    jobs = [Job(f"of {n}", (Shard("s", "a", n * 360_000, 0),), 3600.0, 0, 0) for n in (3, 2, 2)]
+    where = federation((PlacementRegion("a", "x", (Device("cpu", 4, 100.0, 1.0, 8 * GB),), 0.0),), {})
+    jobs = [PlacementJob(f"of {n}", (PlacementShard("s", "a", n * 360_000, 0),), 3600.0, 0, 0) for n in (3, 2, 2)]
     sites = sites_of(where)
     needs = [paces_of(sites, job) for job in jobs]
     alone = [choice for paces in needs if (choice := cheapest(sites, paces, sites.units)) is not None]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler import Staffed
-from scheduler.scaling import Goal, Observation, ScalingTuner, Terms, dealt, federated_terms
+from scheduler.scaling import ScalingGoal, ScalingTuner, StepObservation, Terms, dealt, federated_terms
 
 POOLS = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 9), min_size=1)
 
@@ -47,14 +47,16 @@ def test_a_round_lasts_as_long_as_that_of_its_slowest_region_whoever_has_how_man
 def test_steps_that_are_told_together_count_as_so_many() -> None:
     """A round's loss may be measured only now and then."""
     terms = Terms((1.0,) * 8, worker_usd_per_second=1e-5, usd_per_second=1e-5, join_seconds=1.0)
-    tuners = {every: ScalingTuner(terms, Goal(0.5, None)) for every in (1, 3)}
+    tuners = {every: ScalingTuner(terms, ScalingGoal(0.5, None)) for every in (1, 3)}
     for every, tuner in tuners.items():
         for step in range(every, 61, every):
             usd = step * terms.rate(8)
-            tuner.observe(Observation(step, float(step), 0.4 + 1 / (1 + 0.05 * step), 8, usd))
+            tuner.observe(StepObservation(step, float(step), 0.4 + 1 / (1 + 0.05 * step), 8, usd))
         assert tuner.step_seconds(8) == pytest.approx(1.0)
     # Both see the same curve: the way that is left, in steps, is about the same.
-    left = [tuner.observe(Observation(61, 61.0, 0.4 + 1 / 4.05, 8, 61 * terms.rate(8))) for tuner in tuners.values()]
+    left = [
+        tuner.observe(StepObservation(61, 61.0, 0.4 + 1 / 4.05, 8, 61 * terms.rate(8))) for tuner in tuners.values()
+    ]
     assert left[0].workers == left[1].workers
 
 
@@ -62,8 +64,8 @@ def test_steps_that_are_told_together_count_as_so_many() -> None:
 def test_fewer_leave_where_the_steps_that_are_left_would_not_do(most_steps: int | None, stay: int) -> None:
     """Fewer workers need more steps, and a job has only so many."""
     terms = Terms((1.0,) * 8, worker_usd_per_second=1e-5, usd_per_second=1e-7, join_seconds=1.0)
-    tuner, least = ScalingTuner(terms, Goal(0.45, None, most_steps=most_steps)), 8
+    tuner, least = ScalingTuner(terms, ScalingGoal(0.45, None, most_steps=most_steps)), 8
     for step in range(1, 120):
         loss = 0.3 + 1 / (1.5 + 5.17 * step / 400)
-        least = min(least, tuner.observe(Observation(step, float(step), loss, 8, step * terms.rate(8))).workers)
+        least = min(least, tuner.observe(StepObservation(step, float(step), loss, 8, step * terms.rate(8))).workers)
     assert least == stay

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from support.budget import budget
 
 from scheduler.scaling import (
-    Decision,
-    Goal,
-    Observation,
     PublishedSettings,
     PublishedTuner,
+    ScalingDecision,
+    ScalingGoal,
     ScalingSettings,
     ScalingTuner,
+    StepObservation,
     Terms,
     learning_rate_factor,
 )
@@ -48,8 +48,8 @@ class Job:
         return 1 / (1 + self.noise / workers)
 
     def run(
-        self, observe: Callable[[Observation], Decision], begin: int = MOST, *, later: float = 0.0, dearer: float = 1.0,
-        errors: Iterator[float] | None = None, steps: int = 4000,
+        self, observe: Callable[[StepObservation], ScalingDecision], begin: int = MOST, *,
+        later: float = 0.0, dearer: float = 1.0, errors: Iterator[float] | None = None, steps: int = 4000,
     ) -> tuple[list[int], float, float]:  # fmt: skip
         """Workers of each step, and seconds and dollars to the target."""
         workers, progress, seconds, usd, made = begin, 0.0, 0.0, 0.0, []
@@ -61,7 +61,7 @@ class Job:
             took = self.terms.expected_seconds[workers - 1]
             seconds, usd = seconds + took, usd + took * self.terms.rate(workers)
             error = next(errors) if errors is not None else 0.0
-            told = Observation(step, later + seconds, self.loss(progress) + error, workers, dearer * usd)
+            told = StepObservation(step, later + seconds, self.loss(progress) + error, workers, dearer * usd)
             wanted = observe(told).workers
             pause, paid = self.pause(workers, wanted), max(workers, wanted)
             seconds, usd, workers = seconds + pause, usd + pause * self.terms.rate(paid), wanted
@@ -123,7 +123,7 @@ def draws(seed: int, size: float) -> Iterator[float]:
 def test_never_outside_the_bounds(
     job: Job, seed: int, size: float, patience: float | None, least: int, begin: int
 ) -> None:
-    tuner = ScalingTuner(replace(job.terms, least=least), Goal(job.target, patience))
+    tuner = ScalingTuner(replace(job.terms, least=least), ScalingGoal(job.target, patience))
     made, _, _ = job.run(tuner.observe, max(least, begin), errors=draws(seed, size), steps=200)
     assert min(made) >= least
     assert max(made) <= MOST
@@ -165,7 +165,7 @@ def test_the_published_one_stops_where_the_loss_would_be_worse() -> None:
 @given(job=JOBS, least=st.integers(4, 40), seed=st.integers(0, 99))
 @settings(max_examples=budget(10), deadline=None)
 def test_no_decision_before_there_are_enough_observations(job: Job, least: int, seed: int) -> None:
-    tuner = ScalingTuner(job.terms, Goal(job.target, None), ScalingSettings(least_observations=least))
+    tuner = ScalingTuner(job.terms, ScalingGoal(job.target, None), ScalingSettings(least_observations=least))
     made, _, _ = job.run(tuner.observe, errors=draws(seed, 0.05), steps=least + 20)
     assert set(made[:least]) == {MOST}
 
@@ -177,7 +177,7 @@ def test_the_clock_and_the_currency_do_not_matter(job: Job, later: float, dearer
     def made(later: float, dearer: float) -> list[int]:
         each, rest = job.terms.worker_usd_per_second, job.terms.usd_per_second
         dear = replace(job.terms, worker_usd_per_second=dearer * each, usd_per_second=dearer * rest)
-        tuner = ScalingTuner(dear, Goal(job.target))
+        tuner = ScalingTuner(dear, ScalingGoal(job.target))
         return job.run(tuner.observe, later=later, dearer=dearer, steps=120)[0]
 
     # A power of two and whole seconds: nothing is rounded another way.
@@ -198,7 +198,7 @@ def test_without_errors_it_comes_near_the_best_policy(job: Job) -> None:
 
     Where a change costs little; else it may rightly not try what it cannot tell.
     """
-    tuner = ScalingTuner(job.terms, Goal(job.target, patience=None))
+    tuner = ScalingTuner(job.terms, ScalingGoal(job.target, patience=None))
     _, _, usd = job.run(tuner.observe)
     counts = range(1, MOST + 1)
     # It knows nothing before it has seen some steps, which the pool makes; that is the policies' start, too.
@@ -217,17 +217,17 @@ def test_without_errors_it_comes_near_the_best_policy(job: Job) -> None:
 def test_it_about_keeps_the_time(job: Job, law: type[Job], begun: bool, size: float, seed: int) -> None:
     """A patience of 2 % is an aim, of the mean: docs/scaling.md tells the worst of many such jobs."""
     job.__class__ = law
-    tuner = ScalingTuner(job.terms, Goal(job.target, patience=0.02))
+    tuner = ScalingTuner(job.terms, ScalingGoal(job.target, patience=0.02))
     _, seconds, usd = job.run(tuner.observe, tuner.begin() if begun else MOST, errors=draws(seed, size))
     fixed = job.constant(MOST)
     assert seconds <= (1.2 if law is Power else 1.12) * fixed[0] + 2 * job.terms.join_seconds
     assert usd <= 1.05 * fixed[1] + 2 * job.terms.join_seconds * job.terms.rate(MOST)
 
 
-def told(job: Job, workers: list[int], errors: Iterator[float]) -> list[Observation]:
+def told(job: Job, workers: list[int], errors: Iterator[float]) -> list[StepObservation]:
     progress = np.cumsum([job.gain(count) for count in workers])
     return [
-        Observation(step, float(step), job.loss(done) + next(errors), count, 0.0)
+        StepObservation(step, float(step), job.loss(done) + next(errors), count, 0.0)
         for step, (count, done) in enumerate(zip(workers, progress.tolist(), strict=True), start=1)
     ]
 
@@ -277,7 +277,7 @@ def test_what_workers_make_of_a_step_is_seen_where_few_were_tried() -> None:
 def test_it_adds_workers_for_a_deadline() -> None:
     job = Job(noise=30.0, compute=1.0, each=0.0, length=400.0)
     deadline = 0.6 * job.constant(4)[0]
-    tuner = ScalingTuner(job.terms, Goal(job.target, patience=None, deadline_seconds=deadline))
+    tuner = ScalingTuner(job.terms, ScalingGoal(job.target, patience=None, deadline_seconds=deadline))
     made, seconds, usd = job.run(tuner.observe, begin=4)
     assert max(made) > 4
     assert seconds <= deadline
@@ -288,7 +288,7 @@ def test_it_adds_workers_for_a_deadline() -> None:
 def test_it_stays_while_it_cannot_tell() -> None:
     """Losses that are nothing but noise say nothing of the noise scale: no change keeps the time for sure."""
     job = Job(noise=8.0, compute=1.0, each=0.0, length=1e6)
-    tuner, errors = ScalingTuner(job.terms, Goal(0.1, patience=0.02)), draws(3, 0.5)
+    tuner, errors = ScalingTuner(job.terms, ScalingGoal(0.1, patience=0.02)), draws(3, 0.5)
     made, _, _ = job.run(tuner.observe, errors=errors, steps=150)
     assert set(made) == {MOST}
 
@@ -296,9 +296,9 @@ def test_it_stays_while_it_cannot_tell() -> None:
 def test_the_forecast_holds_what_comes() -> None:
     job = Job(noise=8.0, compute=1.0, each=0.05, length=300.0)
     # Of one number of workers: it is predicted for those that it has chosen.
-    tuner, told = ScalingTuner(replace(job.terms, least=MOST), Goal(job.target)), []
+    tuner, told = ScalingTuner(replace(job.terms, least=MOST), ScalingGoal(job.target)), []
 
-    def observe(one: Observation) -> Decision:
+    def observe(one: StepObservation) -> ScalingDecision:
         told.append((one, tuner.observe(one)))
         return told[-1][1]
 
@@ -312,12 +312,12 @@ def test_the_forecast_holds_what_comes() -> None:
 
 def test_steps_out_of_order_are_refused() -> None:
     terms = Job(8.0, 1.0, 0.0, 100.0).terms
-    for tuner in (ScalingTuner(terms, Goal(0.1)), PublishedTuner()):
-        tuner.observe(Observation(2, 5.0, 1.0, MOST, 0.1))
+    for tuner in (ScalingTuner(terms, ScalingGoal(0.1)), PublishedTuner()):
+        tuner.observe(StepObservation(2, 5.0, 1.0, MOST, 0.1))
         with pytest.raises(ValueError, match="order"):
-            tuner.observe(Observation(2, 6.0, 1.0, MOST, 0.1))
+            tuner.observe(StepObservation(2, 6.0, 1.0, MOST, 0.1))
     with pytest.raises(ValueError, match="workers"):
-        ScalingTuner(terms, Goal(0.1)).observe(Observation(1, 5.0, 1.0, MOST + 1, 0.1))
+        ScalingTuner(terms, ScalingGoal(0.1)).observe(StepObservation(1, 5.0, 1.0, MOST + 1, 0.1))
 
 
 def test_the_learning_rate_goes_with_the_square_root() -> None:
@@ -326,7 +326,7 @@ def test_the_learning_rate_goes_with_the_square_root() -> None:
 
 @given(job=JOBS, patience=st.sampled_from([None, 0.0, 0.02, 0.5]), least=st.integers(1, MOST))
 def test_it_begins_with_fewer_only_where_that_is_cheaper(job: Job, patience: float | None, least: int) -> None:
-    begin = ScalingTuner(replace(job.terms, least=least), Goal(job.target, patience)).begin()
+    begin = ScalingTuner(replace(job.terms, least=least), ScalingGoal(job.target, patience)).begin()
     assert least <= begin <= MOST
     # Of a noise in the middle of what is believed.
     job.noise = float(MOST)
@@ -342,14 +342,14 @@ def test_it_begins_with_fewer_only_where_that_is_cheaper(job: Job, patience: flo
 
 def test_it_begins_with_fewer_where_merging_more_takes_longer() -> None:
     job = Job(noise=8.0, compute=0.01, each=0.2, length=100.0)
-    assert ScalingTuner(job.terms, Goal(job.target)).begin() < MOST
-    assert ScalingTuner(job.terms, Goal(job.target, deadline_seconds=1e3)).begin() == MOST
+    assert ScalingTuner(job.terms, ScalingGoal(job.target)).begin() < MOST
+    assert ScalingTuner(job.terms, ScalingGoal(job.target, deadline_seconds=1e3)).begin() == MOST
 
 
 def test_where_patience_binds_it_soon_knows_whether_fewer_will_do() -> None:
     """Fewer than it dares before it knows the noise are best: half of those that it begins with leave, and tell it."""
     job = Job(noise=4.0, compute=0.5, each=0.2, length=300.0)
-    tuner = ScalingTuner(job.terms, Goal(job.target, patience=0.02))
+    tuner = ScalingTuner(job.terms, ScalingGoal(job.target, patience=0.02))
     begin = tuner.begin()
     made, seconds, usd = job.run(tuner.observe, begin)
     told = ScalingSettings().least_observations
@@ -363,10 +363,10 @@ def test_where_patience_binds_it_soon_knows_whether_fewer_will_do() -> None:
 def test_it_begins_with_no_more_than_it_wants_where_time_does_not_matter() -> None:
     """Or where it does, but binds nothing; or where to leave costs more than a merge."""
     slow, free = (Job(noise=4.0, compute=compute, each=0.2, length=300.0) for compute in (0.5, 0.1))
-    assert ScalingTuner(slow.terms, Goal(slow.target, patience=None)).begin() == 2
-    assert ScalingTuner(slow.terms, Goal(slow.target, patience=0.02)).begin() == 8
-    assert ScalingTuner(replace(slow.terms, leave_seconds=2.0), Goal(slow.target, patience=0.02)).begin() == 4
-    assert ScalingTuner(free.terms, Goal(free.target, patience=0.02)).begin() == 1
+    assert ScalingTuner(slow.terms, ScalingGoal(slow.target, patience=None)).begin() == 2
+    assert ScalingTuner(slow.terms, ScalingGoal(slow.target, patience=0.02)).begin() == 8
+    assert ScalingTuner(replace(slow.terms, leave_seconds=2.0), ScalingGoal(slow.target, patience=0.02)).begin() == 4
+    assert ScalingTuner(free.terms, ScalingGoal(free.target, patience=0.02)).begin() == 1
 
 
 @pytest.mark.parametrize("follows", ["ours", "mlless"])
@@ -376,11 +376,11 @@ def test_no_loss_whatever_breaks_a_tuner(follows: str, data: st.DataObject) -> N
     job = Job(noise=4.0, compute=1.0, each=0.02, length=60.0)
     tuner: ScalingTuner | PublishedTuner = PublishedTuner(PublishedSettings(least=2))
     if follows == "ours":
-        tuner = ScalingTuner(job.terms, Goal(0.5))
+        tuner = ScalingTuner(job.terms, ScalingGoal(0.5))
     losses = data.draw(st.lists(st.floats() | st.sampled_from([1e59, 1e99, 1e300, -1e300]), min_size=9, max_size=60))
     workers = MOST
     for step, loss in enumerate(losses, start=1):
-        answer = tuner.observe(Observation(step, float(step), loss, workers, step * 1e-3))
+        answer = tuner.observe(StepObservation(step, float(step), loss, workers, step * 1e-3))
         assert 1 <= answer.workers <= MOST
-        assert abs(loss) <= 1e60 or answer == Decision(workers, False, "")
+        assert abs(loss) <= 1e60 or answer == ScalingDecision(workers, False, "")
         workers = answer.workers

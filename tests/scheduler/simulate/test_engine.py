@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from scheduler.deadline import Curve, Overhead
-from scheduler.simulate import Decision, Incidents, Pauses, Running, TraceJob, simulate
+from scheduler.deadline import Overhead, SpeedCurve
+from scheduler.simulate import Incidents, Pauses, PolicyDecision, RunningJob, TraceJob, simulate
 
-LINE = Curve((1, 2, 4), (1.0, 2.0, 4.0))
+LINE = SpeedCurve((1, 2, 4), (1.0, 2.0, 4.0))
 NO_PAUSES = Pauses(Overhead(0.0, 0.0))
 
 
@@ -28,12 +28,14 @@ class Scripted:
         self.script, self.slot_s, self.declined = script, slot_s, declined
         self.asked: list[tuple[float, list[str], list[float]]] = []
 
-    def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
+    def decide(
+        self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
+    ) -> PolicyDecision:
         self.asked.append((now, [job.name for job in arrived], [job.left for job in active]))
         shares = self.script[max((at for at in self.script if at <= now), default=min(self.script))]
         wake_s = min((at for at in self.script if at > now), default=math.inf)
         gone = [job.name for job in arrived if job.name in self.declined]
-        return Decision({job.name: shares.get(job.name, 0) for job in active}, gone, wake_s=wake_s)
+        return PolicyDecision({job.name: shares.get(job.name, 0) for job in active}, gone, wake_s=wake_s)
 
 
 def test_work_is_done_at_the_rate_of_the_share() -> None:
@@ -75,9 +77,11 @@ def test_more_devices_than_there_are_cannot_be_given() -> None:
 
 def test_a_failed_node_takes_its_jobs_and_comes_back() -> None:
     class Greedy(Scripted):
-        def decide(self, now: float, devices: int, active: Sequence[Running], arrived: Sequence[Running]) -> Decision:
+        def decide(
+            self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
+        ) -> PolicyDecision:
             self.seen.add(devices)
-            return Decision({job.name: job.believed.fitting(devices) for job in active})
+            return PolicyDecision({job.name: job.believed.fitting(devices) for job in active})
 
     policy = Greedy({0.0: {}})
     policy.seen = set()  # type: ignore[attr-defined]  # what the test looks at

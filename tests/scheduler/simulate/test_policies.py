@@ -14,7 +14,7 @@ from scheduler.simulate import (
     Deadlines,
     Incidents,
     Pauses,
-    Run,
+    SimulationRun,
     SpotSettings,
     ceiling,
     chart,
@@ -25,14 +25,14 @@ from scheduler.simulate import (
     simulate,
     simulate_spot,
 )
-from scheduler.simulate._outcome import Outcome
+from scheduler.simulate._outcome import JobOutcome
 
 from .traces import generated
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data" / "traces"
 
 
-def run(name: str, count: int = 60, seed: int = 1) -> Run:
+def run(name: str, count: int = 60, seed: int = 1) -> SimulationRun:
     policy, pauses = policy_named(name, 16)
     return simulate(generated(count, seed), policy, 2, 8, pauses)
 
@@ -133,9 +133,9 @@ def test_rows_and_picture_hold_every_run() -> None:
 
 
 def test_met_and_broken_are_about_the_first_deadline_and_the_promised_one() -> None:
-    soft = Outcome("j", 0.0, 10.0, 20.0, False, 0.0, 15.0, 15.0, 5.0, False, "")
+    soft = JobOutcome("j", 0.0, 10.0, 20.0, False, 0.0, 15.0, 15.0, 5.0, False, "")
     assert (soft.met, soft.broken) == (False, False)
-    late = Outcome("j", 0.0, 10.0, 20.0, False, 0.0, 21.0, 15.0, 5.0, False, "")
+    late = JobOutcome("j", 0.0, 10.0, 20.0, False, 0.0, 21.0, 15.0, 5.0, False, "")
     assert (late.met, late.broken) == (False, True)
 
 

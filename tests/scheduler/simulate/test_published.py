@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.deadline import curve_from_table
-from scheduler.simulate import ElasticFlow, Outcome, Running, TraceJob, read_table, read_trace, simulate_published
+from scheduler.simulate import ElasticFlow, JobOutcome, RunningJob, TraceJob, read_table, read_trace, simulate_published
 from scheduler.simulate._elasticflow import _Plan
 from scheduler.simulate._published import _Published
 
@@ -30,7 +30,7 @@ def asks(
     return TraceJob(name, submit_s, work, ((deadline_s, 1.0),), 1, work, curve, table)
 
 
-def outcomes(devices: int, *jobs: TraceJob, slot_s: float = 60.0) -> dict[str, Outcome]:
+def outcomes(devices: int, *jobs: TraceJob, slot_s: float = 60.0) -> dict[str, JobOutcome]:
     return {job.name: job for job in simulate_published(jobs, ElasticFlow(slot_s), 1, devices).outcomes}
 
 
@@ -68,9 +68,9 @@ def test_what_happens_within_a_slot_waits_for_its_end_but_where_nothing_else_is_
 
 def test_a_restart_is_charged_where_a_place_was_not_seen_and_forgets_all() -> None:
     clock = _Published([], ElasticFlow(2.0), 4)
-    wide, narrow = (Running(spec, spec.curve, spec.work) for spec in (asks("w", 0, 1, 9), asks("n", 0, 1, 9)))
+    wide, narrow = (RunningJob(spec, spec.curve, spec.work) for spec in (asks("w", 0, 1, 9), asks("n", 0, 1, 9)))
 
-    def pauses(*active: tuple[Running, int]) -> list[float]:
+    def pauses(*active: tuple[RunningJob, int]) -> list[float]:
         clock.timeline.append((0.0, 0, 0))
         clock.active = [job for job, _ in active]
         for job, job.share in active:
@@ -88,7 +88,7 @@ def test_a_restart_is_charged_where_a_place_was_not_seen_and_forgets_all() -> No
 @pytest.mark.parametrize(("early", "late"), [("z", "a"), ("a", "z")])
 def test_of_equal_gains_the_earlier_deadline_gets_the_spare_device(early: str, late: str) -> None:
     specs = [asks(late, 0.0, 300.0, 7260.0), asks(early, 0.0, 300.0, 7200.0), asks("first", 0.0, 300.0, 3600.0)]
-    new = [Running(spec, spec.curve, spec.work) for spec in specs]
+    new = [RunningJob(spec, spec.curve, spec.work) for spec in specs]
     decision = ElasticFlow().decide(0.0, 2, new, new)
     assert decision.shares == {"first": 1, early: 1, late: 0}, "neither needs one yet"
 

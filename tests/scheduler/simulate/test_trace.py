@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.deadline import Curve
+from scheduler.deadline import SpeedCurve
 from scheduler.simulate import TraceError, read_table, read_trace
 
 SPEEDS = ["global_batch_size,1,2,4", "64,1.0,1.8,nan", "128,0.5,,0"]
@@ -28,7 +28,7 @@ def test_a_table_holds_what_was_measured() -> None:
 def test_both_headers_are_read_in_the_order_of_submission() -> None:
     late, early = read_trace([MICROSOFT, "b,20,100,net,90,64,2,70", "a,10,50,net,80,128,1,60"], TABLES, "t"), None
     assert [job.name for job in late] == ["a", "b"]
-    assert late[1].curve == Curve((1, 2), (1.0, 1.8))
+    assert late[1].curve == SpeedCurve((1, 2), (1.0, 1.8))
     assert (late[1].deadline_s, late[1].work, late[1].devices) == (90.0, 100.0, 2)
     early = read_trace([POLLUX, "a,10,50,net,80,128,1,60,1", "b,10,50,net,80,128,1,60,0"], TABLES, "t")
     assert [math.isinf(job.deadline_s) for job in early] == [True, False]
@@ -42,7 +42,7 @@ def test_steps_of_soft_deadlines_are_read() -> None:
     ]
     soft, best = read_trace([CHRONUS, *rows], {}, "t")
     assert soft.deadlines == ((130.0, 10.0), (160.0, 4.0))
-    assert soft.curve == Curve((1,), (2.0,))
+    assert soft.curve == SpeedCurve((1,), (2.0,))
     assert [soft.value_at(at) for at in (130.0, 131.0, 161.0, math.inf)] == [10.0, 4.0, 0.0, 0.0]
     assert best.deadlines == ()
 

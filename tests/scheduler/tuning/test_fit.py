@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from support.budget import budget
 
 from scheduler.tuning import (
-    Channel,
+    ChannelProfile,
     Compute,
+    Convergence,
     Correction,
     MergePoint,
     Merges,
     NormPair,
-    Progress,
     RunPoint,
     StepPoint,
     fit_compute,
@@ -32,7 +32,7 @@ from scheduler.tuning import (
     step_seconds,
 )
 
-S3 = Channel("s3", 0.1, 0.02, 1e8, 1e8, 0.02, 0.03, 16, merge_seconds_per_byte=3e-10, request_cpu_seconds=2e-4)
+S3 = ChannelProfile("s3", 0.1, 0.02, 1e8, 1e8, 0.02, 0.03, 16, merge_seconds_per_byte=3e-10, request_cpu_seconds=2e-4)
 
 
 @settings(max_examples=budget(50), deadline=None)
@@ -126,7 +126,7 @@ def test_noise_without_a_gradient_has_no_scale() -> None:
 
 
 def test_steps_to_a_goal_are_found_again() -> None:
-    truth = Progress(least_steps=500, noise_samples=300, rho=0.4, staleness=1)
+    truth = Convergence(least_steps=500, noise_samples=300, rho=0.4, staleness=1)
     points = [RunPoint(b, float(iterations(truth, b))) for b in (32, 64, 128, 512)]
     points += [RunPoint(b, float(iterations(truth, b, 0.5)), 0.5, 1) for b in (64, 128)]
     found = fit_progress(points)
@@ -141,10 +141,10 @@ def test_a_single_batch_needs_a_noise_scale() -> None:
 
 
 def test_a_larger_batch_never_needs_more_steps_and_never_fewer_samples() -> None:
-    progress = Progress(least_steps=100, noise_samples=64)
+    progress = Convergence(least_steps=100, noise_samples=64)
     batches = [8, 32, 128, 512]
     steps = [float(iterations(progress, b)) for b in batches]
     assert steps == sorted(steps, reverse=True)
     samples = [s * b for s, b in zip(steps, batches, strict=True)]
     assert samples == sorted(samples)
-    assert iterations(Progress(samples=1000), 100) == 10
+    assert iterations(Convergence(samples=1000), 100) == 10

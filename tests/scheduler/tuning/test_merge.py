@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from support.budget import budget
 from support.tuning_draws import drawn_task
 
-from scheduler.tuning import Channel, Correction, Merges, merged
+from scheduler.tuning import ChannelProfile, Correction, Merges, merged
 from sync.collective import ChannelCosts, Merge, best_groups, estimate
 
-SHARED = [name for name in ChannelCosts.__dataclass_fields__ if name in Channel.__dataclass_fields__]
+SHARED = [name for name in ChannelCosts.__dataclass_fields__ if name in ChannelProfile.__dataclass_fields__]
 
 
 def test_a_channel_has_all_that_is_probed() -> None:
@@ -57,7 +57,7 @@ def test_both_rooms_say_the_same(
 
 def test_groups_are_what_workers_without_staleness_merge_in() -> None:
     costs = ChannelCosts(0.1, 0.02, 1e8, 1e8, put_usd=5e-6, get_usd=4e-7, parallel=16)
-    channel = Channel("s3", **{name: getattr(costs, name) for name in SHARED})
+    channel = ChannelProfile("s3", **{name: getattr(costs, name) for name in SHARED})
     row = Merges.of([("k-reduce", 16, 4, 1.0)])
     flat, grouped = (merged(row, 47e6, channel, grouped=way).seconds(Correction())[0] for way in (False, True))
     merge = Merge("k-reduce", 16, 47e6, 4)

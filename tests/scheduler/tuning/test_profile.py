@@ -8,11 +8,11 @@ import pytest
 
 from scheduler.tuning import (
     Configuration,
-    Limits,
     Platform,
     Prediction,
     StepPoint,
-    Task,
+    TaskModel,
+    TuningLimits,
     cheapest,
     fastest,
     front,
@@ -25,12 +25,12 @@ from tests.scheduler.test_tuned import profile
 PLATFORM = Platform(1.67e-5, 2e-7, slice_seconds=30.0)
 
 
-def task(**more: object) -> Task:
+def task(**more: object) -> TaskModel:
     given = {"epochs": 3.0, "steps": None, **more}
     return task_of(profile("a"), PLATFORM, **given)  # type: ignore[arg-type]
 
 
-def told(of: Task, workers: int, memory_mb: int = 1024) -> Prediction:
+def told(of: TaskModel, workers: int, memory_mb: int = 1024) -> Prediction:
     (one,) = predict(of, [Configuration(memory_mb, workers, 32, "all-reduce", 1, "redis")])
     assert one is not None
     return one
@@ -81,6 +81,6 @@ def test_several_memories_tell_what_memory_buys() -> None:
     of = task_of(replace(profile("a"), steps=steps), PLATFORM, epochs=3.0, steps=None)
     assert of.compute.full_core_mb == 1769
     space = space_of(profile("a"), most_workers=1, most_memory_mb=3008, batch=32)
-    best = fastest(of, space, Limits())
+    best = fastest(of, space, TuningLimits())
     assert best is not None
     assert best.configuration.memory_mb == 1769

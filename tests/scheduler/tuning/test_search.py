@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from support.budget import budget
 from support.tuning_draws import drawn_limits, drawn_space, drawn_task, enumerated
 
-from scheduler.tuning import Limits, cheapest, fasdl_heuristic, fastest, front
+from scheduler.tuning import TuningLimits, cheapest, fasdl_heuristic, fastest, front
 
 seeds = st.integers(0, 2**32)
 
 
-def kept(one: object, limits: Limits) -> bool:
+def kept(one: object, limits: TuningLimits) -> bool:
     return one.seconds <= limits.deadline_seconds and one.usd <= limits.budget_usd  # type: ignore[attr-defined, no-any-return]
 
 
@@ -64,7 +64,7 @@ def test_the_published_search_is_never_cheaper_and_sometimes_finds_nothing(seed:
     rng = random.Random(seed)
     task = replace(drawn_task(rng))
     space = replace(drawn_space(rng), collectives=("k-reduce",))
-    limits = Limits(drawn_limits(rng, enumerated(task, space)).deadline_seconds)
+    limits = TuningLimits(drawn_limits(rng, enumerated(task, space)).deadline_seconds)
     theirs = fasdl_heuristic(task, space, limits, "near")
     ours = cheapest(task, replace(space, channels=("near",)), limits)
     if theirs is not None:
@@ -81,7 +81,7 @@ def test_the_published_search_misses_a_plan_that_needs_few_chunks() -> None:
         every = [one for one in enumerated(task, space) if one.configuration.channel == "near"]
         if not every:
             continue
-        limits = Limits(min(one.seconds for one in every))
+        limits = TuningLimits(min(one.seconds for one in every))
         if fasdl_heuristic(task, space, limits, "near") is None:
             break
     assert cheapest(task, space, limits) is not None
@@ -92,5 +92,5 @@ def test_a_looser_limit_never_costs_more() -> None:
     for _ in range(20):
         task, space = drawn_task(rng), drawn_space(rng)
         told = front(task, space)
-        costs = [cheapest(task, space, Limits(one.seconds)) for one in told]
+        costs = [cheapest(task, space, TuningLimits(one.seconds)) for one in told]
         assert [one and one.usd for one in costs] == sorted((one.usd for one in told), reverse=True)
