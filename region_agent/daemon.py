@@ -29,8 +29,8 @@ from region_agent.link.identity import Identity
 from region_agent.link.log_shipping import LogShipping
 from region_agent.partition.billing import invocation_amounts
 from region_agent.partition.channel import RegionChannel
-from region_agent.partition.events import Happened, PublishAsked, Scaled, Stopped
-from region_agent.partition.runner import Partition, Surroundings
+from region_agent.partition.events import PublishAsked, RecordEvent, Scaled, Stopped
+from region_agent.partition.runner import Partition, PartitionContext
 from region_agent.partition.server_process import PsProcess
 from region_agent.partition.shards import SHARDS
 from region_agent.policy import check_partition, check_sending, most_workers
@@ -97,7 +97,7 @@ class Agent:
         self._sendings: dict[str, Sending] = {}
         """This region's shards on their way to others, by job."""
         self._gateway: EmbeddedGatewayProcess | None = None
-        self._around: Surroundings | None = None
+        self._context: PartitionContext | None = None
         self._profiler: Profiler | None = None
         self._logs = LogShipping(self._store, self._hub.send_durably)
         self._closing: set[asyncio.Task[None]] = set()
@@ -109,8 +109,8 @@ class Agent:
         self._charge_interrupted()
         await asyncio.to_thread(self._forget_shards)
         client = await self._open_gateway()
-        self._around = self._surroundings(client)
-        self._profiler = Profiler(self._around, self._hub.tell_profile)
+        self._context = self._partition_context(client)
+        self._profiler = Profiler(self._context, self._hub.tell_profile)
         tasks = [asyncio.create_task(work) for work in self._duties()]
         if self._gateway is not None:
             tasks.append(asyncio.create_task(self._watch_gateway(self._gateway)))
@@ -158,9 +158,9 @@ class Agent:
 
     # Around the partitions
 
-    def _surroundings(self, client: GatewayClient) -> Surroundings:
+    def _partition_context(self, client: GatewayClient) -> PartitionContext:
         gateway = self._config.gateway
-        return Surroundings(
+        return PartitionContext(
             config=self._config,
             identity=self._identity,
             store=self._store,
@@ -172,7 +172,7 @@ class Agent:
             fetch_model=self._hub.fetch_file,
             publish_model=self._publish_model,
             report=self._report,
-            happened=self._happened,
+            record_event=self._record_event,
             log=self._logs.add,
         )
 
@@ -231,7 +231,9 @@ class Agent:
 
     async def _watch_gateway(self, gateway: EmbeddedGatewayProcess) -> None:
         await gateway.ended()
-        raise GeofedError("GATEWAY_UNAVAILABLE", "the embedded gateway has ended", hint="see gateway.log; start again")
+        raise GeofedError(
+            "GATEWAY_UNAVAILABLE", "the embedded gateway has ended", hint="see gateway.log; restart the agent"
+        )
 
     async def _fetch_bundle(self, digest: str) -> bytes:
         kept = self._state_dir / "bundles" / digest.removeprefix("sha256:")
@@ -250,7 +252,7 @@ class Agent:
         await self._hub.put_blob(bytes(data), digest)
         return digest
 
-    def _happened(self, job: str, action: Happened) -> None:
+    def _record_event(self, job: str, action: RecordEvent) -> None:
         message = agent_pb2.Happening(
             job=job, at=time.time(), kind=action.kind, text=clean(action.text), data_json=json.dumps(action.data)
         )
@@ -282,7 +284,7 @@ class Agent:
             self._note_status(now)
             self._look_at_capacity()
             for partition in self._partitions.values():
-                partition.tell_account(time.monotonic())
+                partition.report_account(time.monotonic())
             # Who waits for the region to be connected reads it in the status at once.
             await self._hub.turned(_TICK_SECONDS)
 
@@ -365,7 +367,7 @@ class Agent:
         self._store.took_start(seq, command.job, command.SerializeToString(), new_key())
         running = self._partitions.get(command.job)
         if running is not None:
-            running.again(command)
+            running.repeated(command)
         else:
             self._take_up(command)
 
@@ -378,9 +380,9 @@ class Agent:
         return self._partition(agent_pb2.StartPartition.FromString(row.start))
 
     def _partition(self, command: agent_pb2.StartPartition) -> Partition:
-        if self._around is None:
+        if self._context is None:
             raise GeofedError("INTERNAL", "a command before the agent was ready")
-        return Partition(self._around, command)
+        return Partition(self._context, command)
 
     def _refuse(self, command: agent_pb2.StartPartition | agent_pb2.SendShard, error: GeofedError) -> None:
         _log.warning("job %s: refused (%s)", command.job, error)
@@ -431,7 +433,7 @@ class Agent:
             self._identity.tls,
             self._state_dir / _SENDING,
             lambda message, durable: self._hub.report(message, durable=durable),
-            self._happened,
+            self._record_event,
         )
         sending = self._sendings[command.job] = Sending(hands, command, sent=sent)
         sending.begin()

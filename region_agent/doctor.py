@@ -144,7 +144,7 @@ async def _channel(config: RegionConfig, state_dir: Path) -> str:
     if isinstance(config.channel, FileChannelConfig):
         return "files on this machine"
     channel = RegionChannel(config.channel, state_dir / "channel", config.name)
-    took = await asyncio.to_thread(channel.tried)
+    took = await asyncio.to_thread(channel.check)
     times = ", ".join(f"{step} {seconds * 1e3:.0f} ms" for step, seconds in took.items())
     return f"{channel.kind}: {times}, the second as a worker, connecting included"
 

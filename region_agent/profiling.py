@@ -22,7 +22,7 @@ from region_agent.machine_rates import fresh_rate, stored_rate
 from region_agent.partition.billing import bill, invocation_amounts
 from region_agent.partition.calls import bundle_key
 from region_agent.partition.channel import usage_meters
-from region_agent.partition.runner import Surroundings
+from region_agent.partition.runner import PartitionContext
 from region_agent.policy import check_partition
 from region_agent.shards.reading import shard_files
 from region_agent.worker.profile_call import ProfileCall, Profiled
@@ -66,8 +66,8 @@ _Measure = Callable[[agent_pb2.ProfileTask, _Meters], Awaitable[agent_pb2.Profil
 class Profiler:
     """Measures tasks on request and tells how far it is. Lives on the event loop."""
 
-    def __init__(self, around: Surroundings, tell: Callable[[agent_pb2.ProfileReport], None]) -> None:
-        self._around, self._tell = around, tell
+    def __init__(self, around: PartitionContext, tell: Callable[[agent_pb2.ProfileReport], None]) -> None:
+        self._context, self._tell = around, tell
         self._functions = f"{_FUNCTION}-{around.config.name}-"
         self._turn = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -136,14 +136,14 @@ class Profiler:
         async with self._ready(command, meters) as body:
             # First of all: memory that a function has let go of a moment ago would be quicker to have than any other.
             self._say(command, "measures disk and memory")
-            aside, folder = time.monotonic(), self._around.state_dir
+            aside, folder = time.monotonic(), self._context.state_dir
             rates = await asyncio.to_thread(lambda: (stored_rate(folder), fresh_rate()))
             begun += time.monotonic() - aside
             body = await self._with_data(command, body)
             told = [await self._at_memory(command, memory, body, meters) for memory in command.memories_mb]
             cold = told[0].ready_seconds + time.monotonic() - begun - sum(one.seconds for one in told)
-            self._say(command, f"measures the channel ({self._around.channel.kind})")
-            costs, usage = await asyncio.to_thread(self._around.channel.costs, command.id)
+            self._say(command, f"measures the channel ({self._context.channel.kind})")
+            costs, usage = await asyncio.to_thread(self._context.channel.costs, command.id)
             meters.add_usage(usage)
             numbers = self._numbers(command, told, cold, asdict(costs), rates, meters)
             return agent_pb2.ProfileReport(profile_json=json.dumps(numbers))
@@ -191,7 +191,7 @@ class Profiler:
     @contextlib.asynccontextmanager
     async def _ready(self, command: agent_pb2.ProfileTask, meters: _Meters) -> AsyncIterator[ProfileCall]:
         """The task's code in the channel, and what a call of it is told but for data; all is cleared away after."""
-        around, start = self._around, _as_partition(command)
+        around, start = self._context, _as_partition(command)
         check_partition(around.config, start)
         if around.config.prices is None:
             text = f"region {command.region} states no prices"
@@ -215,12 +215,12 @@ class Profiler:
             mark.unlink(missing_ok=True)
 
     async def _with_data(self, command: agent_pb2.ProfileTask, body: ProfileCall) -> ProfileCall:
-        dataset = self._around.config.datasets[command.task.dataset]
-        splits = await asyncio.to_thread(shard_files, dataset, self._around.config.stores)
+        dataset = self._context.config.datasets[command.task.dataset]
+        splits = await asyncio.to_thread(shard_files, dataset, self._context.config.stores)
         return body.model_copy(update={"splits": splits, "declared_samples": dataset.splits["train"].samples})
 
     def _put_bundle(self, start: agent_pb2.StartPartition, bundle: bytes, meters: _Meters) -> None:
-        channel = self._around.channel.open(start.job)
+        channel = self._context.channel.open(start.job)
         try:
             channel.put(bundle_key(start), [bundle])
         finally:
@@ -239,12 +239,12 @@ class Profiler:
         self._say(command, f"measures steps with {memory_mb} MB")
         measured, _ = await self._call(name, body, memory_mb, limit, meters)
         _, again = await self._call(name, body.model_copy(update={"measure": "nothing"}), memory_mb, limit, meters)
-        await self._around.gateway.delete(name)
+        await self._context.gateway.delete(name)
         return _Told(memory_mb, measured, deployed + measured.loaded_seconds, again, time.monotonic() - begun)
 
     async def _deployed(self, command: agent_pb2.ProfileTask, memory_mb: int, limit: timedelta) -> str:
         """The name of a function with one replica that is ready."""
-        around, name = self._around, f"{self._functions}{memory_mb}"
+        around, name = self._context, f"{self._functions}{memory_mb}"
         self._say(command, f"starts a function of {memory_mb} MB")
         await around.gateway.deploy(
             FunctionSpec(
@@ -265,7 +265,7 @@ class Profiler:
         """The answer, and the seconds that it took."""
         begun = time.monotonic()
         try:
-            answer = await self._around.gateway.invoke(name, body.model_dump_json().encode(), timeout=limit)
+            answer = await self._context.gateway.invoke(name, body.model_dump_json().encode(), timeout=limit)
         finally:
             took = time.monotonic() - begun
             meters.add(invocation_amounts(took, memory_mb))
@@ -288,9 +288,9 @@ class Profiler:
         meters: _Meters,
     ) -> dict[str, Any]:
         """The fields of `scheduler.tuning.Profile`."""
-        config, first = self._around.config, told[0].numbers
+        config, first = self._context.config, told[0].numbers
         prices = config.channel.prices
-        channel = {"name": self._around.channel.kind, **costs}
+        channel = {"name": self._context.channel.kind, **costs}
         if prices is not None:
             channel |= {
                 "put_usd": prices.usd_per_put, "list_usd": prices.usd_per_put, "get_usd": prices.usd_per_get,
@@ -320,22 +320,22 @@ class Profiler:
         }
 
     def _usd(self, meters: _Meters) -> float:
-        config = self._around.config
+        config = self._context.config
         items = bill(meters.amounts, config.prices, config.channel.prices) if config.prices is not None else []
         return sum(item.usd for item in items)
 
     async def _clear_up(self, job: str) -> None:
         with contextlib.suppress(GeofedError):
-            for function in await self._around.gateway.list():
+            for function in await self._context.gateway.list():
                 name = function.spec.service
                 # Another region's name may begin with this one's.
                 if name.startswith(self._functions) and name.removeprefix(self._functions).isdigit():
-                    await self._around.gateway.delete(function.spec.service)
+                    await self._context.gateway.delete(function.spec.service)
         with contextlib.suppress(GeofedError):
-            await asyncio.to_thread(self._around.channel.discard, job)
+            await asyncio.to_thread(self._context.channel.discard, job)
 
     async def _clear_up_after_a_crash(self) -> None:
-        mark = self._around.state_dir / _MARK
+        mark = self._context.state_dir / _MARK
         async with self._turn:
             await self._clear_up(mark.read_text())
             mark.unlink(missing_ok=True)

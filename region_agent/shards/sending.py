@@ -18,7 +18,7 @@ from geofed_pb.rpc import channel, error_of, region_name, to_proto
 from geofed_pb.v1 import agent_pb2, common_pb2, sync_pb2, sync_pb2_grpc
 from region_agent.config import RegionConfig
 from region_agent.partition.billing import egress
-from region_agent.partition.events import Happened
+from region_agent.partition.events import RecordEvent
 from region_agent.policy import check_sending
 from region_agent.shards.listing import FileContent, Listed, ShardList, listed
 from region_agent.shards.receiving import LIST_SEQUENCE
@@ -53,7 +53,7 @@ class Hands:
     folder: Path
     """For what is needed while shards travel, by job."""
     report: Callable[[agent_pb2.PartitionReport, bool], None]
-    happened: Callable[[str, Happened], None]
+    record_event: Callable[[str, RecordEvent], None]
 
 
 class Sending:
@@ -133,13 +133,13 @@ class Sending:
         dataset = config.datasets[order.dataset]
         shard = await asyncio.to_thread(listed, order.dataset, dataset, config.stores, self._folder / "objects")
         begun, before = time.monotonic(), self._sent
-        self._happened("shard.sending", f"{shard.shard.total_bytes:,} bytes to {order.to}", shard.shard)
+        self._record_event("shard.sending", f"{shard.shard.total_bytes:,} bytes to {order.to}", shard.shard)
         if (largest := max(file.size for file in shard.shard.files)) > LARGEST_UPDATE_BYTES:
             raise GeofedError("LIMIT_EXCEEDED", f"a file of {largest} bytes; {LARGEST_UPDATE_BYTES} at most are taken")
         await self._carry(shard, there)
         seconds, sent = time.monotonic() - begun, self._sent - before
         text = f"{order.to} has all of it: {sent:,} bytes in {seconds:.1f} s"
-        self._happened("shard.sent", text, shard.shard, sent_bytes=sent, seconds=seconds)
+        self._record_event("shard.sent", text, shard.shard, sent_bytes=sent, seconds=seconds)
         self._hands.store.keep_sent(self.job)
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
         self._enter("sent")
@@ -249,11 +249,11 @@ class Sending:
             self._counted, self._sent = self._counted + grown, self._sent + grown
             self._hands.store.add_to_meters(self.job, {f"sent_bytes:{self.order.to}": float(grown)})
 
-    def _happened(self, kind: str, text: str, shard: ShardList, **more: float) -> None:
+    def _record_event(self, kind: str, text: str, shard: ShardList, **more: float) -> None:
         data: dict[str, object] = {
             "to": self.order.to, "digest": shard.digest, "files": len(shard.files), "bytes": shard.total_bytes, **more
         }  # fmt: skip
-        self._hands.happened(self.job, Happened(kind, f"{self._hands.config.name}: {text}", data))
+        self._hands.record_event(self.job, RecordEvent(kind, f"{self._hands.config.name}: {text}", data))
 
     def _enter(self, state: str, condition: str = "") -> None:
         self.state, self.condition = state, condition

@@ -17,7 +17,7 @@ from region_agent.config import RegionConfig
 from region_agent.daemon import Agent
 from region_agent.gateway import GatewayClient
 from region_agent.link.identity import Federation, Identity
-from region_agent.partition.events import Preempted, Prepared, PsReady, PsSaid, PsView, Started, WorkerEnded
+from region_agent.partition.events import Preempted, Prepared, PsReady, PsStatusChanged, PsView, Started, WorkerEnded
 from region_agent.partition.machine import PartitionMachine
 from region_agent.state.store import AgentStore
 
@@ -34,7 +34,7 @@ class _Played:
         self.machine.handle(Preempted(workers))
 
     def finish(self) -> None:
-        self.machine.handle(PsSaid(PsView("finished")))
+        self.machine.handle(PsStatusChanged(PsView("finished")))
         for worker in range(self.machine.workers):
             self.machine.handle(WorkerEnded(worker, self.machine.attempt, "done"))
         assert self.machine.state == "finished"

@@ -18,7 +18,7 @@ from geofed_pb.v1 import agent_pb2
 from region_agent import machine_rates
 from region_agent.config import RegionConfig
 from region_agent.partition.channel import RegionChannel
-from region_agent.partition.runner import Surroundings
+from region_agent.partition.runner import PartitionContext
 from region_agent.profiling import Profiler
 from region_agent.worker import handler
 from region_agent.worker.handler import handle
@@ -81,10 +81,10 @@ class Scene:
         self.bundle = pack({"task.py": LINEAR_TASK})
         self.told: list[agent_pb2.ProfileReport] = []
         nobody: Any = None
-        self.around = Surroundings(
+        self.around = PartitionContext(
             config=self.config, identity=nobody, store=nobody, gateway=self.gateway,  # type: ignore[arg-type]
             state_dir=folder, channel=self.channel, image="image", fetch_bundle=self._fetch, fetch_model=nobody,
-            publish_model=nobody, report=nobody, happened=nobody, log=nobody,
+            publish_model=nobody, report=nobody, record_event=nobody, log=nobody,
         )  # fmt: skip
         self.profiler = Profiler(self.around, self.told.append)
 

@@ -23,7 +23,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import channel, error_of, region_name
 from geofed_pb.v1 import agent_pb2, sync_pb2, sync_pb2_grpc
 from region_agent.config import DatasetConfig, RegionConfig, SplitConfig, StoreConfig, load_config
-from region_agent.partition.events import Happened
+from region_agent.partition.events import RecordEvent
 from region_agent.shards import listing, receiving
 from region_agent.shards.listing import FileContent, Listed, ListedFile, ShardList, read_list, shard_bytes
 from region_agent.shards.reading import shard_files
@@ -70,7 +70,7 @@ class Source:
     folder: Path
     config: RegionConfig
     reports: list[agent_pb2.PartitionReport] = field(default_factory=list)
-    events: list[Happened] = field(default_factory=list)
+    events: list[RecordEvent] = field(default_factory=list)
     sending: Sending | None = None
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Source:
             lambda: IDENTITIES["east"],
             self.folder / "sending",
             lambda message, durable: self.reports.append(message),
-            lambda job, happened: self.events.append(happened),
+            lambda job, event: self.events.append(event),
         )
         order = agent_pb2.SendShard(job=JOB, epoch=1, dataset="digits", to=to, address=address)
         self.sending = Sending(hands, order, sent=sent)
