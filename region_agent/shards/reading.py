@@ -36,7 +36,7 @@ def _local(path: Path, *, folder: bool) -> tuple[ShardFile, ...]:
     else:
         found = (ShardFile(name=path.name, path=str(path)),) if path.is_file() else ()
     if not found:
-        raise GeofedError("SHARD_UNREADABLE", f"{path} is not there" if not path.exists() else f"{path} is empty")
+        raise GeofedError("SHARD_UNREADABLE", f"{path} not found" if not path.exists() else f"{path} is empty")
     return found
 
 

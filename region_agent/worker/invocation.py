@@ -129,7 +129,7 @@ class Invocation(BaseModel):
 
 
 class Outcome(BaseModel):
-    """Answer of an invocation: how it ended, and what it used."""
+    """BoundaryAnswer of an invocation: how it ended, and what it used."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -45,7 +45,7 @@ def test_what_cannot_be_read_is_withheld_until_it_can(
         offered = OfferedDatasets(config, changed.set)
         await offered.look()
         assert _told(config, offered) == ["a"]
-        assert offered.condition == f"dataset b is not offered: SHARD_UNREADABLE: {tmp_path / 'b.npz'} is not there"
+        assert offered.condition == f"dataset b is not offered: SHARD_UNREADABLE: {tmp_path / 'b.npz'} not found"
         looking = asyncio.create_task(offered.keep_looking())
         await asyncio.sleep(0.1)
         assert not changed.is_set()
@@ -58,7 +58,7 @@ def test_what_cannot_be_read_is_withheld_until_it_can(
         asyncio.run(act())
     lines = [record.message for record in caplog.records if record.name == "geofed.data"]
     assert len(lines) == 2, "each thing is told once"
-    assert "b.npz is not there; check the shard's path" in lines[0]
+    assert "b.npz not found; check the shard's path" in lines[0]
 
 
 def test_a_store_that_does_not_answer_keeps_nothing_else_from_being_offered(

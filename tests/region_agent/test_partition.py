@@ -239,7 +239,7 @@ def test_the_account_grows_while_a_call_is_open(tmp_path: Path) -> None:
         told: list[agent_pb2.PartitionReport] = []
         await scene.training()
         await scene.until(lambda: scene.partition.machine.state == "training")
-        scene.partition._around = replace(scene.around, report=lambda message, durable: told.append(message))
+        scene.partition._context = replace(scene.around, report=lambda message, durable: told.append(message))
         now = time.monotonic()
         scene.partition.report_account(now)
         assert not told, "it has just been told"
