@@ -6,20 +6,20 @@ import logging
 import os
 from pathlib import Path
 
-__all__ = ["preemptible_left", "say_preemptible_left"]
+__all__ = ["preemptible_workers", "set_preemptible_workers"]
 
 _log = logging.getLogger("geofed.capacity")
 _FILE = "preemptible"
 
 
-def say_preemptible_left(state_dir: Path, workers: int) -> None:
+def set_preemptible_workers(state_dir: Path, workers: int) -> None:
     """So many preemptible workers are there from now on; the agent sees it within a second, and after a restart."""
     fresh = state_dir / f".{_FILE}.{os.getpid()}"
     fresh.write_text(f"{workers}\n")
     os.replace(fresh, state_dir / _FILE)
 
 
-def preemptible_left(state_dir: Path, most: int) -> int:
+def preemptible_workers(state_dir: Path, most: int) -> int:
     """Preemptible workers that are there now, ``most`` at most; all where nobody has said otherwise.
 
     0 where what was said cannot be read: capacity is never guessed.

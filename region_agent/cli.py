@@ -111,11 +111,11 @@ def preemptible(
     state_dir: StateDir = DEFAULT_STATE,
 ) -> None:
     """Set how many preemptible workers there are: for hooks of the cloud that takes them away or brings them back."""
-    from region_agent.capacity import say_preemptible_left
+    from region_agent.capacity import set_preemptible_workers
 
     if not state_dir.is_dir():
         raise GeofedError("UNAVAILABLE", f"no agent has run with {state_dir}")
-    say_preemptible_left(state_dir, workers)
+    set_preemptible_workers(state_dir, workers)
     _say(f"{workers} preemptible workers from now on; the jobs that had more continue with what is left")
 
 

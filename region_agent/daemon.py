@@ -20,7 +20,7 @@ from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import to_proto
 from geofed_pb.v1 import agent_pb2
-from region_agent.capacity import preemptible_left
+from region_agent.capacity import preemptible_workers
 from region_agent.config import FileChannelConfig, OpenFaasGateway, RegionConfig
 from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess
 from region_agent.gateway import BasicAuth, GatewayClient
@@ -36,8 +36,8 @@ from region_agent.partition.shards import SHARDS
 from region_agent.policy import check_partition, check_sending, most_workers
 from region_agent.profiling import Profiler
 from region_agent.shards.offered import OfferedDatasets
-from region_agent.shards.receiving import forget_shards
-from region_agent.shards.sending import Hands, Sending
+from region_agent.shards.receiving import delete_old_shards
+from region_agent.shards.sending import Sending, SendingContext
 from region_agent.state.store import AgentStore, PartitionRow
 from sync.durable import disk_full_is_told, write_durably
 from sync.framing import digest_of
@@ -82,7 +82,7 @@ class Agent:
         self._config, self._state_dir = config, state_dir
         self._identity = Identity(state_dir)
         self._store = AgentStore(state_dir / "agent.db")
-        self._preemptible = preemptible_left(state_dir, config.capacity.preemptible)
+        self._preemptible = preemptible_workers(state_dir, config.capacity.preemptible)
         """Workers there now of those that may be taken away."""
         self._hub = Hub(
             self._identity,
@@ -92,7 +92,7 @@ class Agent:
             ),
             version("geofed"),
         )
-        self._offered_datasets = OfferedDatasets(config, self._hub.begin_anew)
+        self._offered_datasets = OfferedDatasets(config, self._hub.open_new_session)
         self._partitions: dict[str, Partition] = {}
         self._sendings: dict[str, Sending] = {}
         """This region's shards on their way to others, by job."""
@@ -110,7 +110,7 @@ class Agent:
         await asyncio.to_thread(self._forget_shards)
         client = await self._open_gateway()
         self._context = self._partition_context(client)
-        self._profiler = Profiler(self._context, self._hub.tell_profile)
+        self._profiler = Profiler(self._context, self._hub.report_profile)
         tasks = [asyncio.create_task(work) for work in self._duties()]
         if self._gateway is not None:
             tasks.append(asyncio.create_task(self._watch_gateway(self._gateway)))
@@ -148,12 +148,12 @@ class Agent:
     def _duties(self) -> list[Coroutine[Any, Any, None]]:
         return [
             self._tick(), self._keep_certificate(), self._flush_logs(), self._keep_session(),
-            self._offered_datasets.keep_looking(),
+            self._offered_datasets.keep_checking(),
         ]  # fmt: skip
 
     async def _keep_session(self) -> None:
         # The first word to the control plane says what is there.
-        await self._offered_datasets.look()
+        await self._offered_datasets.check()
         await self._hub.run(self)
 
     # Around the partitions
@@ -225,9 +225,9 @@ class Agent:
         """What is here for no job. Blocking."""
         shards = self._state_dir / SHARDS
         shards.mkdir(parents=True, exist_ok=True, mode=0o700)
-        forget_shards(shards, lambda job: self._store.partition(job) is not None)
+        delete_old_shards(shards, lambda job: self._store.partition(job) is not None)
         sent_from = {agent_pb2.SendShard.FromString(message).job for message, _ in self._store.sendings()}
-        forget_shards(self._state_dir / _SENDING, lambda job: job in sent_from)
+        delete_old_shards(self._state_dir / _SENDING, lambda job: job in sent_from)
 
     async def _watch_gateway(self, gateway: EmbeddedGatewayProcess) -> None:
         await gateway.ended()
@@ -286,15 +286,15 @@ class Agent:
             for partition in self._partitions.values():
                 partition.report_account(time.monotonic())
             # Who waits for the region to be connected reads it in the status at once.
-            await self._hub.turned(_TICK_SECONDS)
+            await self._hub.session_changed(_TICK_SECONDS)
 
     def _look_at_capacity(self) -> None:
         """Preemptible workers come and go; of the jobs that have them, the latest loses them first."""
-        left = preemptible_left(self._state_dir, self._config.capacity.preemptible)
+        left = preemptible_workers(self._state_dir, self._config.capacity.preemptible)
         if left != self._preemptible:
             _log.info("%d preemptible workers now, %d before", left, self._preemptible)
             self._preemptible = left
-            self._hub.tell_capacity(left)
+            self._hub.report_capacity(left)
         there = [p for p in self._partitions.values() if p.machine.preemptible and p.machine.holds_workers]
         over = sum(partition.machine.workers for partition in there) - left
         for partition in reversed(there):
@@ -427,7 +427,7 @@ class Agent:
         self._hand_over(command)
 
     def _hand_over(self, command: agent_pb2.SendShard, *, sent: bool = False) -> None:
-        hands = Hands(
+        hands = SendingContext(
             self._config,
             self._store,
             self._identity.tls,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from sync.durable import write_durably
 from sync.framing import digest_of
 
-__all__ = ["fresh_rate", "stored_rate"]
+__all__ = ["durable_write_rate", "fresh_memory_rate"]
 
 _TRIAL, _TRIAL_BYTES = "storing", 128 << 20
 """A file beside the parameter servers' folders, which tells how fast the disk takes what they store."""
@@ -22,7 +22,7 @@ _FRESH_BYTES, _FRESH_BLOCK_BYTES, _FRESH_SECONDS = 4 << 30, 64 << 20, 2.0
 """Of memory that is taken to see how fast it comes: at most so much, in such pieces, for about so long."""
 
 
-def stored_rate(folder: Path) -> float:
+def durable_write_rate(folder: Path) -> float:
     """Bytes/s that become durable here, with their digest, as a parameter server keeps a model. Blocking."""
     place, piece = folder / _TRIAL, bytes(_TRIAL_BYTES)
     try:
@@ -34,7 +34,7 @@ def stored_rate(folder: Path) -> float:
         place.unlink(missing_ok=True)
 
 
-def fresh_rate() -> float:
+def fresh_memory_rate() -> float:
     """Bytes/s at which memory comes that a process has not had before: the kernel clears each page. Blocking.
 
     On a virtual machine the host may have to find it first. What somebody used a moment ago comes first and twenty

@@ -18,7 +18,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import to_proto
 from geofed_pb.v1 import agent_pb2
 from region_agent.gateway import FunctionSpec, fixed_scale_labels, timeout_env
-from region_agent.machine_rates import fresh_rate, stored_rate
+from region_agent.machine_rates import durable_write_rate, fresh_memory_rate
 from region_agent.partition.billing import bill, invocation_amounts
 from region_agent.partition.calls import bundle_key
 from region_agent.partition.channel import usage_meters
@@ -137,7 +137,7 @@ class Profiler:
             # First of all: memory that a function has let go of a moment ago would be quicker to have than any other.
             self._say(command, "measures disk and memory")
             aside, folder = time.monotonic(), self._context.state_dir
-            rates = await asyncio.to_thread(lambda: (stored_rate(folder), fresh_rate()))
+            rates = await asyncio.to_thread(lambda: (durable_write_rate(folder), fresh_memory_rate()))
             begun += time.monotonic() - aside
             body = await self._with_data(command, body)
             told = [await self._at_memory(command, memory, body, meters) for memory in command.memories_mb]

@@ -122,7 +122,7 @@ class PartitionShards:
                 raise GeofedError("SHARD_UNREADABLE", f"this region has no shard of {self._start.task.dataset}")
             found = shard_files(dataset, self._config.stores)
         for shard_store in self._stores:
-            for split, files in shard_store.laid_out().items():
+            for split, files in shard_store.link_splits().items():
                 found[split] = (*found.get(split, ()), *files)
         return found
 

@@ -12,7 +12,7 @@ from support.pki import Authority
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from region_agent import daemon
-from region_agent.capacity import say_preemptible_left
+from region_agent.capacity import set_preemptible_workers
 from region_agent.config import RegionConfig
 from region_agent.daemon import Agent
 from region_agent.gateway import GatewayClient
@@ -54,7 +54,7 @@ def test_only_those_that_are_at_work_lose_preemptible_workers_the_latest_first(t
     agent._partitions = {played.job: played for played in (first, ended, second)}  # type: ignore[dict-item, misc]
     agent._look_at_capacity()
     assert (first.machine.workers, second.machine.workers) == (4, 2), "there are workers for all that train"
-    say_preemptible_left(tmp_path, 3)
+    set_preemptible_workers(tmp_path, 3)
     for _ in range(2):
         agent._look_at_capacity()
         assert (first.machine.workers, second.machine.workers) == (3, 0)
