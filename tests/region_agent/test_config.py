@@ -137,7 +137,7 @@ def test_a_date_needs_no_quotes(tmp_path: Path, date: str) -> None:
         ("asOf: 2026-11", "asOf: 2026", "prices.asOf: Input should be a valid string: put 2026 in quotes"),
         ("source: t", "source: 1.5", "prices.source: Input should be a valid string: put 1.5 in quotes"),
         ("asOf: 2026-11", "asOf: 2026-11-05T10:00:00Z", "prices.asOf: String should match"),
-        ("asOf: 2026-11", "asOf: 2026-13-45", "prices.asOf: Value error, '2026-13-45' is no date"),
+        ("asOf: 2026-11", "asOf: 2026-13-45", "prices.asOf: Value error, '2026-13-45' is not a date"),
     ],
 )
 def test_what_is_no_text_is_told_to_be_put_in_quotes(tmp_path: Path, old: str, new: str, says: str) -> None:

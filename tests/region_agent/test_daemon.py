@@ -52,11 +52,11 @@ def test_only_those_that_are_at_work_lose_preemptible_workers_the_latest_first(t
     ended, first, second = _Played("ended", 4), _Played("first", 4), _Played("second", 2)
     ended.finish()
     agent._partitions = {played.job: played for played in (first, ended, second)}  # type: ignore[dict-item, misc]
-    agent._look_at_capacity()
+    agent._update_capacity()
     assert (first.machine.workers, second.machine.workers) == (4, 2), "there are workers for all that train"
     set_preemptible_workers(tmp_path, 3)
     for _ in range(2):
-        agent._look_at_capacity()
+        agent._update_capacity()
         assert (first.machine.workers, second.machine.workers) == (3, 0)
 
 
