@@ -18,7 +18,7 @@ from sync.durable import write_durably
 __all__ = ["WORKER_IMAGE", "EmbeddedGatewayProcess"]
 
 WORKER_IMAGE = "geofed/worker"
-"""Image name of the worker function; the embedded gateway has no images and ignores it."""
+"""Image name of the worker function, which the embedded gateway maps to the worker's handler."""
 _READY_SECONDS = 60.0
 """Timeout of the gateway's start."""
 
