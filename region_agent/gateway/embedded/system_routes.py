@@ -1,4 +1,4 @@
-"""The routes under ``/system/``."""
+"""The routes below ``/system/``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOG_PART_CHARACTERS, _LOG_PART_LINES = 64 << 10, 500
 
 
 class SystemRoutes:
-    """What an operator may ask of the gateway."""
+    """Routes for the gateway's operator."""
 
     def __init__(self, provider: Provider) -> None:
         self._provider = provider
@@ -152,7 +152,7 @@ class SystemRoutes:
         return JSONResponse({"name": NAMESPACE, "annotations": {"openfaas": "1"}, "labels": {}})
 
     async def change_namespace(self, request: Request) -> Response:
-        """Not supported, and said so."""
+        """Answer 501: there is only one namespace."""
         return PlainTextResponse("the embedded gateway has one namespace", 501)
 
     def _status(self, name: str) -> dict[str, Any]:
@@ -165,14 +165,14 @@ class SystemRoutes:
 
 
 def function_name(route: str) -> str:
-    """The function in a route, which may carry the namespace behind a dot; raises ``Refused`` 404."""
+    """Return the function in a route, which may have the namespace after a dot; raises ``Refused`` 404."""
     name, _, namespace = route.partition(".")
     check_namespace(namespace)
     return name
 
 
 def check_namespace(namespace: object) -> None:
-    """Raises ``Refused`` 404 for any namespace but the one there is."""
+    """Raise ``Refused`` 404 for any namespace but the only one."""
     if namespace and namespace != NAMESPACE:
         raise Refused(404, f"namespace {namespace} does not exist; the embedded gateway has only {NAMESPACE}")
 
