@@ -20,6 +20,7 @@ from geofed_pb.errors import Exit, GeofedError
 
 PROFILE = "china-eu-us-3"
 ALPHA = 0.5
+"""Parameter of the Dirichlet distribution of classes over regions; smaller is more uneven."""
 SEED = 1
 WORKERS = 2
 """Most workers of each region; the demo is made for a machine with two cores."""

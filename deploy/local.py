@@ -30,7 +30,10 @@ from region_agent.link.enrolment import join_federation
 __all__ = ["LOOPBACK", "LocalFederation", "RegionSite", "reusable_port"]
 
 LOOPBACK = "127.0.0.1"
-_REUSABLE_PORTS, _PORTS_PER_PROCESS = range(10_000, 20_000), 100
+_REUSABLE_PORTS = range(10_000, 20_000)
+"""Ports below the range of outgoing connections."""
+_PORTS_PER_PROCESS = 100
+"""Ports that one process chooses from."""
 _chosen = itertools.count()
 
 _READY_SECONDS = 40.0
@@ -38,6 +41,7 @@ _READY_SECONDS = 40.0
 _STOP_SECONDS = 10.0
 """Time for daemons to end after SIGTERM, before SIGKILL."""
 CONTROL_SITE = "control"
+"""The control plane's site in the emulator."""
 _Answer = TypeVar("_Answer")
 
 

@@ -10,6 +10,7 @@ __all__ = ["preemptible_workers", "set_preemptible_workers"]
 
 _log = logging.getLogger("geofed.capacity")
 _FILE = "preemptible"
+"""Name of the file in the state directory."""
 
 
 def set_preemptible_workers(state_dir: Path, workers: int) -> None:

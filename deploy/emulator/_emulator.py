@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _START_S = 30.0
 _ANSWER_S = 30.0
+"""Timeout of an answer of the running emulator, in seconds."""
 
 
 class Emulator:

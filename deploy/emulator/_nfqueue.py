@@ -34,6 +34,7 @@ _HEADER = struct.Struct("=IHHII")
 _VERDICT_MESSAGE = struct.Struct("=IHHIIBB2sHH4s4s")
 _ID_OFFSET = 24
 _QUEUED_PACKETS = 400_000
+"""Most packets that a queue holds."""
 
 
 class PacketQueue:

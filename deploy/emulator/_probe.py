@@ -16,6 +16,7 @@ import time
 
 _CHUNK_BYTES = 1 << 18
 _DATAGRAM_BYTES = 1472
+"""Payload of a datagram that fills an Ethernet packet."""
 PAYLOAD_PER_PACKET = 1448 / 1500
 """TCP payload per IP byte of full packets with timestamps: the largest fraction of a link's rate that TCP can reach."""
 

@@ -43,8 +43,11 @@ __all__ = [
 ]
 
 CHUNK_BYTES = 1 << 20
+"""Bytes of a blob in one message."""
 CONTROL_PLANE_NAME = "control-plane.geofed"
+"""DNS name in the control plane's certificate."""
 _ERROR_KEY = "geofed-error-bin"
+"""Key of the error in the trailing metadata of a failed call."""
 _CLOCK_KEY = "geofed-clock"
 """Key of the server's clock in the trailing metadata of each answer."""
 _STATUS_TEXT_BYTES = 400

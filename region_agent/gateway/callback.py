@@ -17,6 +17,7 @@ from starlette.routing import Route
 __all__ = ["CallbackReceiver", "CallbackResult"]
 
 _MAX_BODY_BYTES = 4 * 2**20
+"""Largest body of a callback."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from region_agent.gateway.quantities import parse_duration
 __all__ = ["main"]
 
 _HANDLER = "region_agent.worker.handler:handle"
+"""Default handler: the worker function."""
 
 
 def main(arguments: list[str] | None = None) -> int:

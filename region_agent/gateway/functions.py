@@ -26,7 +26,9 @@ __all__ = [
 SCALE_MIN_LABEL = "com.openfaas.scale.min"
 SCALE_MAX_LABEL = "com.openfaas.scale.max"
 INTERNAL_HEADER = "X-OpenFaaS-Internal"
+"""Header of answers that come from the gateway itself, not from the function."""
 EXIT_HEADER = "X-Geofed-Exit"
+"""Header with the reason for which a replica ended during a call: "memory", "timeout" or "crash"."""
 SHARE_ANNOTATION = "geofed.share"
 """Annotation with the folder, below the embedded gateway's ``share_dir``, of other regions' shards that a function may
 read."""

@@ -10,6 +10,7 @@ from region_agent.partition.events import RecordEvent
 __all__ = ["ServerEvents"]
 
 _ROUND = re.compile(r"round (\d+): (.*)", re.DOTALL)
+"""A decision of the parameter server, with its round."""
 _MAX_REMEMBERED = 1000
 """Decisions that are remembered as recorded; far more than one status repeats."""
 

@@ -48,6 +48,7 @@ _LAYER_REPEATS = 5
 _FEWER_LAYER_REPEATS = 3
 """The same for a model with more than `_MANY_LAYERS` layers, so that the invocation ends in time."""
 _MANY_LAYERS = 24
+"""Number of layers above which each is measured fewer times."""
 _COPIES = 8
 """Copies of the parameters that measuring a whole model may hold: parameters, gradients, optimiser state, vectors for
 norms."""

@@ -23,6 +23,7 @@ from region_agent.gateway.embedded.provider import Provider
 from region_agent.gateway.embedded.replicas import kernel
 
 _GRACE_S = 2
+"""Time for open requests to end at the shutdown, in seconds."""
 _OVERRIDES = (
     "state_dir",
     "listen",

@@ -23,7 +23,9 @@ from region_agent.gateway.retry import RetryPolicy
 __all__ = ["AsyncQueue", "QueuedCall"]
 
 _CALLBACK_ATTEMPTS = 4
+"""Attempts to deliver a callback; then its answer is dropped."""
 _CALLBACK_TIMEOUT_S = 30.0
+"""Timeout of one attempt, in seconds."""
 _log = structlog.get_logger("gateway.queue")
 
 

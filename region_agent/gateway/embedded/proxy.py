@@ -21,9 +21,11 @@ __all__ = ["Answered", "Call", "Proxy"]
 _HOP_HEADERS = frozenset(
     ("connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length", "expect")
 )
+"""Headers of one connection, which are not forwarded."""
 _OWN_HEADERS = frozenset(("date", "server", "x-duration-seconds"))
-# The gateway's password must not reach job code, should a client send it along.
+"""Headers that the gateway sets itself."""
 _PRIVATE_HEADERS = frozenset(("authorization", "proxy-authorization", "cookie"))
+"""Headers that are not forwarded to functions: job code must not get the gateway's password if a client sends it."""
 
 
 @dataclass(frozen=True)

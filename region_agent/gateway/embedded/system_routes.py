@@ -23,8 +23,13 @@ from region_agent.gateway.functions import FunctionSpec, LogLine, parse_timestam
 __all__ = ["NAMESPACE", "SystemRoutes", "function_name"]
 
 NAMESPACE = "openfaas-fn"
+"""The only namespace of the embedded gateway, with the name of the default one of OpenFaaS."""
 _MAX_BODY_BYTES = 2 * 2**20
-_LOG_PART_CHARACTERS, _LOG_PART_LINES = 64 << 10, 500
+"""Largest body of a request."""
+_LOG_PART_CHARACTERS = 64 << 10
+"""Characters of log lines that are sent at a time."""
+_LOG_PART_LINES = 500
+"""Log lines that are sent at a time."""
 
 
 class SystemRoutes:

@@ -17,7 +17,9 @@ from region_agent.gateway.functions import SCALE_MIN_LABEL, FunctionSpec
 __all__ = ["FunctionTable", "Refused"]
 
 _FIRST_RESTART_WAIT = timedelta(milliseconds=200)
+"""Wait after the first failed start of a replica; it doubles with each further one."""
 _LONGEST_RESTART_WAIT = timedelta(seconds=10)
+"""Longest wait after a failed start."""
 
 
 class Refused(Exception):

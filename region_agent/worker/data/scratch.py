@@ -13,6 +13,7 @@ from pathlib import Path
 __all__ = ["scratch_folder"]
 
 _PREFIX = "geofed-worker-"
+"""Prefix of the folders' names."""
 
 
 def scratch_folder(parent: Path) -> Path:

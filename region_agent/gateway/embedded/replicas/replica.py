@@ -26,6 +26,7 @@ from region_agent.gateway.embedded.replicas.replica_http import ReplicaServer
 __all__ = ["ReplicaSpec", "main"]
 
 SOCKET_NAME = "s"
+"""Name of the listening socket in a replica's directory; short, since socket paths are limited to 107 bytes."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 __all__ = ["Answer", "Event", "ReplicaServer"]
 
 _MAX_LINE_BYTES = 65536
+"""Longest line of a request."""
 
 
 @dataclass(frozen=True)

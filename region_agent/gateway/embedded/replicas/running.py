@@ -27,6 +27,7 @@ from region_agent.gateway.unix_sockets import UnixTransport
 __all__ = ["FunctionLimits", "Running", "replica_spec"]
 
 _WATCHDOG_TIMEOUT = "30s"
+"""Default of the watchdog's timeouts."""
 
 
 @dataclass(frozen=True)

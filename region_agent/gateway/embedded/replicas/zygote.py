@@ -33,6 +33,7 @@ from region_agent.gateway.embedded.replicas import kernel, replica
 __all__ = ["main"]
 
 _PACKET_BYTES = 64 * 1024
+"""Largest packet on the socket to the gateway."""
 
 
 class Zygote:
