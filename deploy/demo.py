@@ -1,4 +1,4 @@
-"""``make demo``: three regions on an emulated WAN train one model on real data that none of them gives away."""
+"""``make demo``: three regions on an emulated WAN train one model on real data that stays in its region."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from geofed_pb.errors import Exit, GeofedError
 
 PROFILE = "china-eu-us-3"
 ALPHA = 0.5
+"""Parameter of the Dirichlet distribution of classes over regions; smaller is more uneven."""
 SEED = 1
 WORKERS = 2
-"""At most, in each region: two cores serve all of them."""
+"""Most workers of each region; the demo is made for a machine with two cores."""
 
 PRICES: Mapping[str, Mapping[str, object]] = {
     "shanghai": {
@@ -61,7 +62,7 @@ MNIST_SETTINGS = (
     "train.end.epochs=4",
     "wan.interval=60",
 )
-"""Beside the template's own, which are for the digits."""
+"""Settings for MNIST, in addition to the template's own, which are for the digits."""
 
 
 def main() -> int:
@@ -96,7 +97,7 @@ def _run(folder: Path, data: Path | None, *, fresh: bool) -> int:
         job = _write_job(federation, folder, data)
         status = _submit(federation, job, data)
         result = _result(federation, folder, emulator)
-    _tell(folder, result)
+    _print_result(folder, result)
     return status
 
 
@@ -169,7 +170,7 @@ def _submit(federation: LocalFederation, job: Path, data: Path | None) -> int:
 
 
 def _result(federation: LocalFederation, folder: Path, emulator: Emulator | None) -> dict[str, Any]:
-    """The last job's account, completed by what only this machine knows."""
+    """Return the result of the last job, with its model's path and the state of the emulator."""
     jobs = json.loads(federation.control_plane("list", "--all", "-o", "json").stdout)["data"]
     newest = jobs[0]["id"]
     whole: dict[str, Any] = json.loads(federation.control_plane("describe", newest, "-o", "json").stdout)["data"]
@@ -184,7 +185,7 @@ def _result(federation: LocalFederation, folder: Path, emulator: Emulator | None
     return result
 
 
-def _tell(folder: Path, result: dict[str, Any]) -> None:
+def _print_result(folder: Path, result: dict[str, Any]) -> None:
     _say("result", str(folder / "result.json"))
     if result["state"] == "succeeded":
         _say("model", f"{result['model']['path']}  {result['model']['digest']}")

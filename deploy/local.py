@@ -1,7 +1,7 @@
-"""A whole federation of real daemons on this machine: one control plane and one agent for each region.
+"""A federation of real daemons on this machine: one control plane, and one agent for each region.
 
-With an emulator every process runs in its site's network namespace, and the regions see each other over the emulated
-WAN; without one they share loopback, which nothing shapes. Used by the demo and by the tests.
+With an emulator every process runs in its site's network namespace, and regions reach each other over the emulated WAN.
+Without one they share the loopback interface, which is not shaped. Used by the demo and by the tests.
 """
 
 from __future__ import annotations
@@ -27,29 +27,35 @@ from deploy.emulator import Emulator
 from geofed_pb.errors import GeofedError
 from region_agent.link.enrolment import join_federation
 
-__all__ = ["LOOPBACK", "LocalFederation", "RegionSite", "lasting_port"]
+__all__ = ["LOOPBACK", "LocalFederation", "RegionSite", "reusable_port"]
 
 LOOPBACK = "127.0.0.1"
-_LASTING_PORTS, _HUNDRED = range(10_000, 20_000), 100
+_REUSABLE_PORTS = range(10_000, 20_000)
+"""Ports below the range of outgoing connections."""
+_PORTS_PER_PROCESS = 100
+"""Ports that one process chooses from."""
 _chosen = itertools.count()
 
 _READY_SECONDS = 40.0
+"""Timeout of a daemon's start, and of an agent's session."""
 _STOP_SECONDS = 10.0
+"""Time for daemons to end after SIGTERM, before SIGKILL."""
 CONTROL_SITE = "control"
+"""The control plane's site in the emulator."""
 _Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True)
 class RegionSite:
-    """One region to run."""
+    """A region to run."""
 
     name: str
     config: Mapping[str, Any]
-    """Its region file, without `apiVersion`, `kind`, `metadata` and `advertise`."""
+    """Content of the region file, without `apiVersion`, `kind`, `metadata` and `advertise`."""
 
 
 class LocalFederation:
-    """A context manager; leaving it ends every process it has started."""
+    """The federation, as a context manager; leaving it ends every process that it has started."""
 
     def __init__(
         self,
@@ -63,7 +69,7 @@ class LocalFederation:
         self._serve_options = list(serve_options)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: list[IO[bytes]] = []
-        self._ports = self._remembered_ports()
+        self._ports = self._stored_ports()
 
     def __enter__(self) -> LocalFederation:
         try:
@@ -91,7 +97,7 @@ class LocalFederation:
         return self.control_state / "context.json"
 
     def start_control_plane(self) -> None:
-        """Start it, or start it again on the state and the ports that it had, also in an earlier life."""
+        """Start the control plane, with the state and the ports of its last run, if there was one."""
         host = self.emulator.address(CONTROL_SITE) if self.emulator else LOOPBACK
         ready = self.folder / "control-plane-ready.json"
         ready.unlink(missing_ok=True)
@@ -108,20 +114,20 @@ class LocalFederation:
             "control-plane",
         )  # fmt: skip
         self._await(ready, "control-plane")
-        told = json.loads(ready.read_text())
-        self._ports = {"listen": told["control"], "agent": told["agent"], "metrics": told["metrics"]}
+        ports = json.loads(ready.read_text())
+        self._ports = {"listen": ports["control"], "agent": ports["agent"], "metrics": ports["metrics"]}
         self._ports_file.write_text(json.dumps(self._ports))
 
     @property
     def _ports_file(self) -> Path:
         return self.folder / "ports.json"
 
-    def _remembered_ports(self) -> dict[str, int]:
-        """Regions that have joined look for the control plane where it was."""
+    def _stored_ports(self) -> dict[str, int]:
+        """Return the ports of the last run, at which joined regions look for the control plane, or new ones."""
         if self._ports_file.exists():
-            remembered: dict[str, int] = json.loads(self._ports_file.read_text())
-            return remembered
-        return {name: 0 if self.emulator else lasting_port() for name in ("listen", "agent", "metrics")}
+            stored: dict[str, int] = json.loads(self._ports_file.read_text())
+            return stored
+        return {name: 0 if self.emulator else reusable_port() for name in ("listen", "agent", "metrics")}
 
     def control_plane(
         self, *arguments: str, check: bool = True, timeout: float = 120
@@ -144,13 +150,15 @@ class LocalFederation:
         """Start a command of `control-plane` that stays in the foreground."""
         return self._spawn(CONTROL_SITE, [*_program("control_plane.cli.main"), *arguments], **options)
 
-    def ask(self, question: Callable[[ControlClient], Awaitable[_Answer]]) -> _Answer:
-        """Ask the control plane from this process, which takes a hundredth of a command's time; not over an emulated
-        WAN, whose network namespaces only a command's process is in. Raises ``GeofedError``."""
+    def ask(self, request: Callable[[ControlClient], Awaitable[_Answer]]) -> _Answer:
+        """Send a request to the control plane from this process, which takes a hundredth of a command's time.
+
+        Not with an emulator, since this process is in none of its network namespaces. Raises ``GeofedError``.
+        """
 
         async def ask() -> _Answer:
             async with ControlClient.connect(Context.load(self.context_file)) as client:
-                return await question(client)
+                return await request(client)
 
         return asyncio.run(ask())
 
@@ -160,16 +168,16 @@ class LocalFederation:
         return self.folder / "regions" / name
 
     def join(self, *regions: RegionSite) -> None:
-        """Write the regions' files; invite them and let them join, unless they have."""
-        new = [region.name for region in regions if not self._prepared(region)]
+        """Write the region files, and have regions join that have not joined yet."""
+        new = [region.name for region in regions if not self._write_region_file(region)]
         if self.emulator is None:
             self.ask(lambda client: self._enrol(client, new))
         else:
             with ThreadPoolExecutor(max_workers=max(1, len(new))) as joining:
-                list(joining.map(self._enrol_over_the_wan, new))
+                list(joining.map(self._enrol_by_commands, new))
 
-    def _prepared(self, region: RegionSite) -> bool:
-        """Write its file; True where it has joined."""
+    def _write_region_file(self, region: RegionSite) -> bool:
+        """Write the region file; True if the region has joined."""
         state = self.region_state(region.name)
         state.mkdir(parents=True, exist_ok=True)
         address = self.emulator.address(region.name) if self.emulator else LOOPBACK
@@ -181,18 +189,18 @@ class LocalFederation:
             "server": {"exchangeHost": address},
             **region.config,
         }
-        # JSON is YAML; the file is for the daemon, not for a person.
+        # JSON is valid YAML.
         (state / "region.yaml").write_text(json.dumps(whole, indent=2))
         return (state / "state" / "identity" / "federation.json").exists()
 
     async def _enrol(self, client: ControlClient, names: Sequence[str]) -> None:
-        """As the two commands do, without their processes."""
+        """Invite and join regions in this process."""
         for name in names:
             invitation = await client.invite(name)
             await join_federation(invitation.token, self.region_state(name) / "state")
 
-    def _enrol_over_the_wan(self, name: str) -> None:
-        """By the commands, in the network namespaces of the control plane and of the region."""
+    def _enrol_by_commands(self, name: str) -> None:
+        """Invite and join a region with commands, in the network namespaces of the control plane and of the region."""
         state = self.region_state(name)
         token_file = state / "invitation"
         token_file.touch(mode=0o600)
@@ -211,21 +219,21 @@ class LocalFederation:
             raise GeofedError("INTERNAL", f"region {name} could not join: {err}")
 
     def start_agent(self, name: str) -> None:
-        """Start a region's agent, or start it again on its state."""
+        """Start a region's agent, with the state of its last run, if there was one."""
         folder = self.region_state(name)
         options = ["--config", str(folder / "region.yaml"), "--state-dir", str(folder / "state")]
         argv = [*_program("region_agent.cli"), "run", *options]
         self.processes[name] = self._popen(name, argv, f"agent-{name}")
 
     def agent_status(self, name: str) -> dict[str, Any]:
-        """What the agent last said of itself; empty before its first word."""
+        """Return the agent's last status; empty if it has not written one yet."""
         with contextlib.suppress(FileNotFoundError, ValueError):
-            told: dict[str, Any] = json.loads((self.region_state(name) / "state" / "status.json").read_text())
-            return told
+            status: dict[str, Any] = json.loads((self.region_state(name) / "state" / "status.json").read_text())
+            return status
         return {}
 
     def wait_connected(self, names: Sequence[str]) -> None:
-        """Until the agents that run now have a session."""
+        """Wait until the running agents have a session."""
         deadline = time.monotonic() + _READY_SECONDS
         for name in names:
             process = self.processes[name]
@@ -239,12 +247,12 @@ class LocalFederation:
     # Processes
 
     def kill(self, name: str) -> None:
-        """SIGKILL to "control-plane" or to a region's agent."""
+        """Send SIGKILL to "control-plane" or to a region's agent, and wait until it has exited."""
         self.processes[name].send_signal(signal.SIGKILL)
         self.processes[name].wait()
 
     def log(self, name: str) -> str:
-        """What a daemon has written so far."""
+        """Return the output of a daemon so far."""
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def close(self) -> None:
@@ -282,21 +290,23 @@ class LocalFederation:
         return subprocess.Popen(argv, env=environment, **options)
 
 
-def lasting_port() -> int:
-    """A port of loopback that nobody listens on, and that will be free when a server that had it starts again: it is
-    below those that the system gives to connections that go out. Processes take theirs out of different hundreds, and
-    one after the other: what was chosen is not listened on at once."""
-    first = _LASTING_PORTS.start + os.getpid() * _HUNDRED % len(_LASTING_PORTS)
-    for _ in range(_HUNDRED):
-        port = first + next(_chosen) % _HUNDRED
+def reusable_port() -> int:
+    """Choose a free loopback port that a server can use again after a restart.
+
+    It is below the range that the system uses for outgoing connections. Each process chooses from a range of its own,
+    and in turn, since a chosen port is not in use immediately.
+    """
+    first = _REUSABLE_PORTS.start + os.getpid() * _PORTS_PER_PROCESS % len(_REUSABLE_PORTS)
+    for _ in range(_PORTS_PER_PROCESS):
+        port = first + next(_chosen) % _PORTS_PER_PROCESS
         with contextlib.suppress(OSError), socket.create_server((LOOPBACK, port)):
             return port
-    text = f"somebody listens on all ports from {first} to {first + _HUNDRED - 1}"
-    raise GeofedError("PORT_IN_USE", text, hint="stop what listens there, or start again: another process takes others")
+    text = f"all ports from {first} to {first + _PORTS_PER_PROCESS - 1} are in use"
+    raise GeofedError("PORT_IN_USE", text, hint="stop the processes that use them, or start again for other ports")
 
 
 def _program(module: str) -> list[str]:
-    """A command of this installation, by its module, so that no search path decides which one runs."""
+    """Return the command line of a program of this installation, by its module, independent of the search path."""
     return [
         sys.executable,
         "-c",

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Sets up this checkout: a virtual environment in .venv, and Debian packages where this user may install them.
+# Sets up this checkout: a virtual environment in .venv, and Debian packages if this user may install them.
 # Usage: deploy/setup.sh demo|dev
 set -eu
 cd "$(dirname "$0")/.."
@@ -11,7 +11,7 @@ if [ "$(id -u)" -ne 0 ]; then
     if command -v sudo >/dev/null 2>&1 && sudo -n true 2>/dev/null; then as_root="sudo -n"; else as_root="no"; fi
 fi
 updated=""
-# Installs Debian packages; the first argument says what does without them.
+# Installs Debian packages; the first argument states the consequence of missing ones.
 install() {
     purpose=$1
     shift
@@ -21,14 +21,14 @@ install() {
     done
     [ -z "$missing" ] && return 0
     if [ "$as_root" = "no" ] || ! command -v apt-get >/dev/null 2>&1; then
-        say "not installed, since this user may not:$missing ($purpose)"
+        say "not installed, since this user has no permission:$missing ($purpose)"
         return 0
     fi
     [ -n "$updated" ] || { $as_root apt-get update -qq >/dev/null 2>&1 || true; updated=yes; }
     say "installing Debian packages:$missing"
     # shellcheck disable=SC2086
     if ! DEBIAN_FRONTEND=noninteractive $as_root apt-get install -y -qq --no-install-recommends $missing >/dev/null 2>&1; then
-        say "could not be installed:$missing ($purpose)"
+        say "installation failed:$missing ($purpose)"
     fi
 }
 
@@ -46,16 +46,16 @@ python=$(find_python)
 if [ -z "$python" ]; then
     install "Python 3.11 or newer is needed" python3 python3-venv
     python=$(find_python)
-    [ -n "$python" ] || { say "Python 3.11 or newer is needed and is not there"; exit 1; }
+    [ -n "$python" ] || { say "Python 3.11 or newer not found"; exit 1; }
 fi
 
 if [ ! -x .venv/bin/python ] || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
-    say "making a virtual environment in .venv"
+    say "creating a virtual environment in .venv"
     rm -rf .venv
     if ! "$python" -m venv .venv >/dev/null 2>&1; then
         install "without it there is no virtual environment" python3-venv
         rm -rf .venv
-        "$python" -m venv .venv || { say "the virtual environment could not be made"; exit 1; }
+        "$python" -m venv .venv || { say "cannot create the virtual environment"; exit 1; }
     fi
 fi
 

@@ -1,9 +1,9 @@
 """Federated shards of real data: labelled images, partitioned over regions unevenly in size and in classes.
 
 A shard is one `.npz` file for each region and split, with `x` (N×H×W, uint8) and `y` (N, int64).
-The training data are dealt by label with Dirichlet proportions, the usual model of data that nobody has shuffled
-between places (Hsu et al. 2019, "Measuring the Effects of Non-Identical Data Distribution", section 3); the test
-data are partitioned evenly, so that all regions together are tested on exactly the whole test set.
+The training data are partitioned by label with Dirichlet proportions, the usual model of non-IID data (Hsu et al. 2019,
+"Measuring the Effects of Non-Identical Data Distribution", section 3). The test data are partitioned evenly, so that
+all regions together are tested on exactly the whole test set.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ import numpy.typing as npt
 from geofed_pb.errors import Exit, GeofedError
 from geofed_pb.output import written_out
 
-__all__ = ["Labelled", "Source", "deal_evenly", "deal_unevenly", "read_digits", "read_idx", "write_shards"]
+__all__ = ["Labelled", "Source", "partition_by_label", "partition_evenly", "read_digits", "read_idx", "write_shards"]
 
 Indices = npt.NDArray[np.int64]
-FEWEST_SAMPLES = 32
-"""Of the training data in every region: one batch."""
+MIN_SAMPLES = 32
+"""Fewest training samples of a region: one batch."""
 _DIGITS_TEST_PART = 0.2
+"""Fraction of the digits that is used for the test."""
 _IDX_TYPES = {0x08: np.uint8}
+"""Supported element types of IDX files."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Labelled:
     """Class of each image."""
 
     def take(self, chosen: Indices) -> Labelled:
-        """The images at these places."""
+        """Return the images with these indices."""
         return Labelled(self.x[chosen], self.y[chosen])
 
 
@@ -55,19 +57,19 @@ class Source:
     test: Labelled
 
 
-def deal_unevenly(
-    labels: Indices, regions: Sequence[str], *, alpha: float, seed: int, fewest: int = FEWEST_SAMPLES
+def partition_by_label(
+    labels: Indices, regions: Sequence[str], *, alpha: float, seed: int, min_samples: int = MIN_SAMPLES
 ) -> dict[str, Indices]:
-    """Deal samples to regions, each class in proportions drawn from Dirichlet(`alpha`); small: very uneven.
+    """Partition samples, each class in proportions drawn from Dirichlet(`alpha`); a small `alpha` is very uneven.
 
-    Returns sorted places by region; every place is in exactly one region. A region that the draw leaves with less
-    than `fewest` samples is topped up from the largest. Raises ``GeofedError`` LIMIT_EXCEEDED where there are not
-    enough samples for that.
+    Returns sorted indices by region; every index is in exactly one region. A region that would get less than
+    `min_samples` gets samples of the largest region. Raises ``GeofedError``: LIMIT_EXCEEDED if there are not enough
+    samples; CONFIG_INVALID if region names are not unique.
     """
     if not regions or len(set(regions)) != len(regions):
         raise GeofedError("CONFIG_INVALID", f"regions must be different names, not {', '.join(regions) or 'none'}")
-    if len(labels) < fewest * len(regions):
-        text = f"{len(labels)} samples cannot give {len(regions)} regions {fewest} each"
+    if len(labels) < min_samples * len(regions):
+        text = f"{len(labels)} samples cannot give {len(regions)} regions {min_samples} each"
         raise GeofedError("LIMIT_EXCEEDED", text, hint="name fewer regions")
     random = np.random.default_rng(seed)
     parts: list[list[int]] = [[] for _ in regions]
@@ -77,19 +79,19 @@ def deal_unevenly(
         for part, dealt in zip(parts, np.split(places, cuts.astype(np.int64)), strict=True):
             part.extend(dealt.tolist())
     for part in parts:
-        while len(part) < fewest:
+        while len(part) < min_samples:
             part.append(max(parts, key=len).pop())
     return {region: np.sort(np.array(part, np.int64)) for region, part in zip(regions, parts, strict=True)}
 
 
-def deal_evenly(count: int, regions: Sequence[str], *, seed: int) -> dict[str, Indices]:
-    """Deal `count` samples to regions at random, to within one sample equally many each."""
+def partition_evenly(count: int, regions: Sequence[str], *, seed: int) -> dict[str, Indices]:
+    """Partition `count` samples at random; the numbers of samples differ by at most one."""
     order = np.random.default_rng(seed).permutation(count)
     return {region: np.sort(part) for region, part in zip(regions, np.array_split(order, len(regions)), strict=True)}
 
 
 def read_digits(seed: int) -> Source:
-    """scikit-learn's handwritten digits: 1797 images of 8×8, a fifth of each class kept for the test."""
+    """Load scikit-learn's handwritten digits: 1797 images of 8×8; a fifth of each class is the test set."""
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
@@ -108,7 +110,7 @@ def read_digits(seed: int) -> Source:
 
 
 def read_idx(folder: Path) -> Source:
-    """A folder in MNIST's form. Raises ``GeofedError`` SHARD_UNREADABLE that names the file and what is wrong."""
+    """Load a folder in MNIST's format. Raises ``GeofedError("SHARD_UNREADABLE")`` with the file and the problem."""
     return Source(_idx_pair(folder, "train"), _idx_pair(folder, "t10k"))
 
 
@@ -132,7 +134,7 @@ def _idx_file(folder: Path, name: str, *, dimensions: int) -> npt.NDArray[np.uin
         raise GeofedError("SHARD_UNREADABLE", f"{path} ends within its header")
     zero, kind, found = struct.unpack(">HBB", content[:4])
     if zero != 0 or kind not in _IDX_TYPES or found != dimensions:
-        raise GeofedError("SHARD_UNREADABLE", f"{path} is no IDX file of bytes in {dimensions} dimensions")
+        raise GeofedError("SHARD_UNREADABLE", f"{path} is not an IDX file of bytes in {dimensions} dimensions")
     shape = struct.unpack(f">{dimensions}I", content[4 : 4 + 4 * dimensions])
     body = np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions)
     if body.size != int(np.prod(shape)):
@@ -143,8 +145,8 @@ def _idx_file(folder: Path, name: str, *, dimensions: int) -> npt.NDArray[np.uin
 def write_shards(source: Source, regions: Sequence[str], out: Path, *, alpha: float, seed: int) -> dict[str, Any]:
     """Write `out/REGION/train.npz` and `out/REGION/test.npz`; returns paths, samples and samples of each class."""
     places = {
-        "train": deal_unevenly(source.train.y, regions, alpha=alpha, seed=seed),
-        "test": deal_evenly(len(source.test.y), regions, seed=seed),
+        "train": partition_by_label(source.train.y, regions, alpha=alpha, seed=seed),
+        "test": partition_evenly(len(source.test.y), regions, seed=seed),
     }
     classes = int(max(source.train.y.max(), source.test.y.max())) + 1
     written: dict[str, Any] = {region: {} for region in regions}
@@ -159,7 +161,7 @@ def write_shards(source: Source, regions: Sequence[str], out: Path, *, alpha: fl
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write shards and print what they hold as JSON."""
+    """Write shards and print their paths and sizes as JSON."""
     parser = argparse.ArgumentParser(prog="python -m deploy.shards", description="Make federated shards of images.")
     parser.add_argument("--source", required=True, help="`digits`, or a folder with MNIST's IDX files")
     parser.add_argument("--regions", required=True, help="names, with commas between them")

@@ -1,1 +1,1 @@
-"""The region's daemon: link to the control plane, function gateway, worker runtime, local policy."""
+"""The region's daemon: connection to the control plane, function gateway, worker function, local policy."""

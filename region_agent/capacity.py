@@ -1,4 +1,4 @@
-"""How much preemptible capacity there is now: whoever sees it come and go says so in a file in the state directory."""
+"""Present number of preemptible workers, which a hook of the cloud writes to a file in the state directory."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import logging
 import os
 from pathlib import Path
 
-__all__ = ["preemptible_left", "say_preemptible_left"]
+__all__ = ["preemptible_workers", "set_preemptible_workers"]
 
 _log = logging.getLogger("geofed.capacity")
 _FILE = "preemptible"
+"""Name of the file in the state directory."""
 
 
-def say_preemptible_left(state_dir: Path, workers: int) -> None:
-    """So many preemptible workers are there from now on; the agent sees it within a second, and after a restart."""
+def set_preemptible_workers(state_dir: Path, workers: int) -> None:
+    """Set the number of preemptible workers. The agent reads it within a second, and after a restart."""
     fresh = state_dir / f".{_FILE}.{os.getpid()}"
     fresh.write_text(f"{workers}\n")
     os.replace(fresh, state_dir / _FILE)
 
 
-def preemptible_left(state_dir: Path, most: int) -> int:
-    """Preemptible workers that are there now, ``most`` at most; all where nobody has said otherwise.
+def preemptible_workers(state_dir: Path, most: int) -> int:
+    """Return the present number of preemptible workers, at most ``most``; ``most`` if none was set.
 
-    0 where what was said cannot be read: capacity is never guessed.
+    0 if the file cannot be read, since capacity is never guessed.
     """
     try:
         return max(0, min(most, int((state_dir / _FILE).read_text())))

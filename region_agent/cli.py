@@ -81,7 +81,7 @@ def run(
     if identity.federation.region != settings.name:
         text = f"the certificate is for region {identity.federation.region}, the configuration for {settings.name}"
         raise GeofedError("CONFIG_INVALID", text)
-    with _only_one(state_dir):
+    with _StateLock(state_dir):
         asyncio.run(run_daemon(settings, state_dir))
 
 
@@ -93,16 +93,16 @@ def status(
     """Show the state of the agent."""
     path = state_dir / "status.json"
     try:
-        told: dict[str, Any] = json.loads(path.read_text())
+        fields: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
-        raise GeofedError("UNAVAILABLE", f"no agent has run with {state_dir}") from None
-    told["running"] = _runs(int(told["pid"])) and time.time() - float(told["at"]) < 10
+        raise GeofedError("UNAVAILABLE", f"no agent has been started with {state_dir}") from None
+    fields["running"] = _is_running(int(fields["pid"])) and time.time() - float(fields["at"]) < 10
     if output == "json":
-        print(json.dumps({"schema_version": 1, "status": "ok", "data": told}))
+        print(json.dumps({"schema_version": 1, "status": "ok", "data": fields}))
     else:
-        _print_status(told)
-    if not told["running"]:
-        raise GeofedError("UNAVAILABLE", "the agent does not run", hint="start it with `region-agent run`")
+        _print_status(fields)
+    if not fields["running"]:
+        raise GeofedError("UNAVAILABLE", "the agent is not running", hint="start it with `region-agent run`")
 
 
 @app.command()
@@ -111,11 +111,11 @@ def preemptible(
     state_dir: StateDir = DEFAULT_STATE,
 ) -> None:
     """Set how many preemptible workers there are: for hooks of the cloud that takes them away or brings them back."""
-    from region_agent.capacity import say_preemptible_left
+    from region_agent.capacity import set_preemptible_workers
 
     if not state_dir.is_dir():
-        raise GeofedError("UNAVAILABLE", f"no agent has run with {state_dir}")
-    say_preemptible_left(state_dir, workers)
+        raise GeofedError("UNAVAILABLE", f"no agent has been started with {state_dir}")
+    set_preemptible_workers(state_dir, workers)
     _say(f"{workers} preemptible workers from now on; the jobs that had more continue with what is left")
 
 
@@ -150,24 +150,24 @@ def version() -> None:
     print(installed("geofed"))
 
 
-def _print_status(told: dict[str, Any]) -> None:
-    link = "connected" if told["connected"] else "not connected"
-    print(f"region         {told['region']}")
-    print(f"agent          {'runs' if told['running'] else 'does not run'} (pid {told['pid']})")
-    print(f"control plane  {told['control_plane']} ({told['federation']}), {link}")
-    if told["condition"]:
-        print(f"condition      {told['condition']}")
-    ends = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(told["certificate_ends"]))
+def _print_status(fields: dict[str, Any]) -> None:
+    link = "connected" if fields["connected"] else "not connected"
+    print(f"region         {fields['region']}")
+    print(f"agent          {'running' if fields['running'] else 'not running'} (pid {fields['pid']})")
+    print(f"control plane  {fields['control_plane']} ({fields['federation']}), {link}")
+    if fields["condition"]:
+        print(f"condition      {fields['condition']}")
+    ends = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(fields["certificate_ends"]))
     print(f"certificate    until {ends}")
-    print(f"gateway        {told['gateway']}")
-    for job, part in told["partitions"].items():
+    print(f"gateway        {fields['gateway']}")
+    for job, part in fields["partitions"].items():
         print(f"job            {job}: {part['state']}, attempt {part['attempt']}  {part['condition']}".rstrip())
-    # An older agent does not tell.
-    for job, shard in told.get("shards", {}).items():
+    # Missing in the status of an older agent.
+    for job, shard in fields.get("shards", {}).items():
         print(f"shard          for {job} to {shard['to']}: {shard['state']}  {shard['condition']}".rstrip())
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -177,8 +177,8 @@ def _runs(pid: int) -> bool:
     return True
 
 
-class _only_one:
-    """Two agents on one state directory would fence each other for ever."""
+class _StateLock:
+    """Lock of a state directory: two agents with the same one would fence each other again and again."""
 
     def __init__(self, state_dir: Path) -> None:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -194,7 +194,7 @@ class _only_one:
         except BlockingIOError:
             self._file.close()
             raise GeofedError(
-                "ILLEGAL_STATE", f"an agent runs with {self._path.parent} already", hint="stop it first"
+                "ILLEGAL_STATE", f"an agent is already running with {self._path.parent}", hint="stop it first"
             ) from None
 
     def __exit__(self, *_: object) -> None:
@@ -206,7 +206,7 @@ def _say(text: str) -> None:
 
 
 def main() -> None:
-    """Entry point: every failure ends with one sentence, a hint and its exit status."""
+    """Run the command; a failure prints an error and a hint, and sets the exit status."""
     try:
         with written_out():
             app(standalone_mode=True)

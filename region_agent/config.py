@@ -39,9 +39,9 @@ RegionName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$
 _Resolved = TypeVar("_Resolved", bound="_Section")
 
 
-def _two_or_more(ports: tuple[int, int]) -> tuple[int, int]:
+def _check_port_range(ports: tuple[int, int]) -> tuple[int, int]:
     if ports[0] >= ports[1]:
-        raise ValueError(f"{ports[0]} to {ports[1]} holds no two ports; write the first and the last of a range")
+        raise ValueError(f"{ports[0]} to {ports[1]} has fewer than two ports; write the first and the last of a range")
     return ports
 
 
@@ -50,40 +50,40 @@ class _Section(BaseModel):
 
 
 class Metadata(_Section):
-    """Who the region is."""
+    """Name of the region."""
 
     name: RegionName
 
 
 class CapacityConfig(_Section):
-    """What may run here at one time."""
+    """Capacity of the region for all jobs together."""
 
     workers: Annotated[int, Field(ge=0, le=1024)]
-    """0: the region only holds data, which others may process where its residency allows that."""
+    """0: the region only holds data, which other regions may process if its residency allows it."""
     memory_mb: Annotated[int, Field(ge=128)] = 2048
     samples_per_second: Positive | None = None
-    """Of one worker, if the operator knows it."""
+    """Rate of one worker, if the operator knows it."""
     preemptible: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Workers besides, that the cloud may take away at any time."""
+    """Additional workers that the cloud may take away at any time."""
     cores: NotNegative | None = None
-    """That all functions share; 0: each has its own. None: those of this machine where the embedded gateway runs the
-    functions, else 0."""
+    """Cores that all functions share; 0: each function has its own. None: the cores of this machine with the embedded
+    gateway, otherwise 0."""
 
 
 def _date(text: str) -> str:
     try:
         date.fromisoformat(text if len(text) > len("2026-01") else f"{text}-01")
     except ValueError:
-        raise ValueError(f"{text!r} is no date") from None
+        raise ValueError(f"{text!r} is not a date") from None
     return text
 
 
 DateText = Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}(-[0-9]{2})?$"), AfterValidator(_date)]
-"""A day, or a month."""
+"""A day or a month: YYYY-MM-DD or YYYY-MM."""
 
 
 class PricesConfig(_Section):
-    """What the region costs; all must be stated, and where they come from."""
+    """Prices of the region. All must be stated, with their source."""
 
     source: Annotated[str, Field(min_length=1)]
     as_of: DateText
@@ -93,22 +93,22 @@ class PricesConfig(_Section):
     egress_usd_per_gb: NotNegative
     egress_to: dict[str, NotNegative] = {}
     preemptible_usd_per_gb_second: NotNegative | None = None
-    """Of functions on capacity that may be taken away; stated where there is such capacity."""
+    """Price of functions on preemptible capacity; required if there is any."""
 
 
 class SplitConfig(_Section):
-    """One part of a shard."""
+    """One split of a shard."""
 
     uri: str
-    """A path (relative to this file), `file://`, or `s3://bucket/key`; one that ends in `/` is a folder."""
+    """A path (relative to this file), `file://`, or `s3://bucket/key`; one that ends with `/` is a folder."""
     samples: Annotated[int, Field(ge=0)]
 
     @field_validator("uri")
     @classmethod
-    def _can_be_read(cls, value: str) -> str:
+    def _check_uri(cls, value: str) -> str:
         scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", value)
         if scheme and scheme[1] not in ("s3", "file"):
-            raise ValueError(f"{scheme[0]} cannot be read; COS and others are read as s3://, with a store of their own")
+            raise ValueError(f"{scheme[0]} is not supported; use s3:// for COS and others, with an entry in `stores`")
         if scheme and scheme[1] == "s3" and not re.fullmatch(r"s3://[^/]+/.*", value, re.DOTALL):
             raise ValueError("write it like s3://bucket/key, or s3://bucket/folder/")
         return value
@@ -118,27 +118,27 @@ class DatasetConfig(_Section):
     """A shard that this region holds."""
 
     residency: Literal["region", "cloud", "anywhere"] | tuple[RegionName, ...] = "region"
-    """Where the shard may be processed: in this region, in any region of its cloud, anywhere, or in those named too."""
+    """Regions that may process the shard: this one, all of its cloud, all, or this one and those listed."""
     store: str = ""
-    """Name in `stores`, for s3:// addresses."""
+    """Name in `stores`, for s3:// URIs."""
     splits: dict[str, SplitConfig]
 
 
 class LinkConfig(_Section):
-    """What the operator knows of the way to another region."""
+    """Link to another region, as the operator knows it."""
 
     rtt_ms: NotNegative
     mbps: NotNegative
-    """0: there is no direct path; the regions' updates are passed on by others."""
+    """0: there is no direct path, so other regions pass updates on."""
 
 
 class StoreConfig(_Section):
-    """An S3-compatible object store; its credentials come from the SDK's own chain."""
+    """An S3-compatible object store; its credentials come from the SDK's credential chain."""
 
     endpoint_url: str | None = None
     region: str | None = None
     profile: str | None = None
-    """Of the SDK's configuration."""
+    """Profile of the SDK's configuration."""
 
 
 class EmbeddedGateway(_Section):
@@ -149,7 +149,7 @@ class EmbeddedGateway(_Section):
 
 
 class OpenFaasGateway(_Section):
-    """A real OpenFaaS."""
+    """An OpenFaaS installation."""
 
     kind: Literal["openfaas"]
     url: str
@@ -159,45 +159,45 @@ class OpenFaasGateway(_Section):
     image: str
     namespace: str = ""
     preemptible_constraints: tuple[str, ...] = ()
-    """Placement constraints of functions on capacity that may be taken away."""
+    """Placement constraints of functions on preemptible capacity."""
 
 
 class ChannelPricesConfig(_Section):
-    """What the channel costs: its server by the hour, requests by kind. What is not billed is 0, and said to be."""
+    """Prices of the channel: its server by the hour, and requests by kind. 0: not billed."""
 
     source: Annotated[str, Field(min_length=1)]
     as_of: DateText
     usd_per_hour: NotNegative = 0.0
     usd_per_put: NotNegative = 0.0
-    """Also of a request that lists."""
+    """Also the price of a list request."""
     usd_per_get: NotNegative = 0.0
-    """Also of one that finds nothing."""
+    """Also the price of a request that finds nothing."""
     usd_per_delete: NotNegative = 0.0
 
 
 class FileChannelConfig(_Section):
-    """A folder."""
+    """A channel in a folder."""
 
     kind: Literal["file"] = "file"
     path: Path | None = None
-    """Default: shared memory, or the state directory where there is none."""
+    """Default: shared memory, or the state directory if there is no shared memory."""
     prices: None = None
 
 
 class RedisChannelConfig(_Section):
-    """A Redis server."""
+    """A channel in a Redis server."""
 
     kind: Literal["redis"]
     url: Annotated[str, Field(pattern=r"^(redis|rediss)://[^@?]+$|^unix://[^@?]+$")]
-    """Without credentials."""
+    """URL without credentials."""
     user: str = "default"
     password_file: Path | None = None
-    """With it, each job's workers get a Redis user of their own, which sees that job's keys only."""
+    """With a password each job's workers get a Redis user of their own, which can access that job's keys only."""
     prices: ChannelPricesConfig | None = None
 
 
 class S3ChannelConfig(_Section):
-    """A bucket of an S3-compatible object store; credentials come from the SDK's own chain."""
+    """A channel in a bucket of an S3-compatible object store; credentials come from the SDK's credential chain."""
 
     kind: Literal["s3"]
     bucket: Annotated[str, Field(min_length=3)]
@@ -206,45 +206,46 @@ class S3ChannelConfig(_Section):
     region: str | None = None
     path_style: bool = False
     worker_credentials_file: Path | None = None
-    """An SDK's credentials file as workers see it, good for this bucket and no more; none: they have a role."""
+    """Path, in the workers' file system, of a credentials file for this bucket only; None: the workers have a role."""
     prices: ChannelPricesConfig | None = None
 
 
 class PolicyConfig(_Section):
-    """What the region lets the federation do here."""
+    """What the federation may do in the region."""
 
     accept_jobs: bool = True
     max_workers_per_job: int | None = None
     ship_logs: bool = True
-    """Whether lines that job code writes may leave the region."""
+    """Whether log lines of job code may leave the region."""
     accept_shards: bool = True
-    """Whether other regions' shards may be processed here, where their own residency allows it."""
+    """Whether shards of other regions may be processed here, if their residency allows it."""
 
 
 Host = Annotated[str, AfterValidator(bracketed)]
-"""As it stands before a port."""
+"""Host name or address, with an IPv6 address in brackets, as before a port."""
 
 
 class ServerConfig(_Section):
-    """Where parameter servers listen."""
+    """Addresses and ports of parameter servers."""
 
     exchange_host: Host = "0.0.0.0"
-    """For other regions' parameter servers, and this agent."""
+    """Address for other regions' parameter servers, and for this agent."""
     worker_host: Host = "127.0.0.1"
-    """For this region's workers."""
-    ports: Annotated[tuple[Port, Port], AfterValidator(_two_or_more)] | None = None
-    """First and last port for parameter servers, each of which takes three, or two if need be; default: any."""
+    """Address for this region's workers."""
+    ports: Annotated[tuple[Port, Port], AfterValidator(_check_port_range)] | None = None
+    """First and last port for parameter servers, each of which uses three, or two if there are not more; default:
+    any."""
 
 
 class RegionConfig(_Section):
-    """The whole file."""
+    """A region file."""
 
     api_version: Literal["geofed/v1"]
     kind: Literal["Region"]
     metadata: Metadata
     cloud: Annotated[str, Field(min_length=1)]
     advertise: Host = "127.0.0.1"
-    """Host or address under which other regions reach this one's parameter servers."""
+    """Host or address at which other regions reach this region's parameter servers."""
     capacity: CapacityConfig
     prices: PricesConfig | None = None
     datasets: dict[str, DatasetConfig] = {}
@@ -260,21 +261,21 @@ class RegionConfig(_Section):
 
     @field_validator("channel", mode="before")
     @classmethod
-    def _a_folder_unless_it_says_otherwise(cls, value: Any) -> Any:
+    def _default_to_file(cls, value: Any) -> Any:
         return {"kind": "file", **value} if isinstance(value, dict) else value
 
     @model_validator(mode="after")
-    def _every_price_is_stated(self) -> RegionConfig:
+    def _check_prices(self) -> RegionConfig:
         if self.prices is not None and self.channel.kind != "file" and self.channel.prices is None:
-            raise ValueError("`channel.prices` is missing: what the account leaves out would be counted as free")
+            raise ValueError("`channel.prices` is missing: without it the channel would be counted as free")
         if self.capacity.preemptible:
             if self.prices is not None and self.prices.preemptible_usd_per_gb_second is None:
                 raise ValueError(
-                    "`prices.preemptibleUsdPerGbSecond` is missing: an unknown price is never taken for zero"
+                    "`prices.preemptibleUsdPerGbSecond` is missing: an unknown price is never assumed to be zero"
                 )
             if isinstance(self.gateway, OpenFaasGateway) and not self.gateway.preemptible_constraints:
                 raise ValueError(
-                    "`gateway.preemptibleConstraints` is missing: it says where preemptible workers are to run"
+                    "`gateway.preemptibleConstraints` is missing: it places preemptible workers on their nodes"
                 )
         return self
 
@@ -294,10 +295,10 @@ class RegionConfig(_Section):
         sizes: Mapping[str, Mapping[str, int]] | None = None,
         withheld: Collection[str] = (),
     ) -> dict[str, Any]:
-        """What the control plane is told, in the form that its scheduler reads; paths stay here.
+        """Return the region's description for the control plane, as its scheduler reads it; it contains no paths.
 
-        ``preemptible``: workers that are there now of those that may be taken away; None: all. ``sizes``: bytes of
-        splits by dataset, of those that may be processed elsewhere. ``withheld``: datasets that are not offered.
+        ``preemptible``: present number of preemptible workers; None: all. ``sizes``: bytes of splits by dataset, for
+        datasets that may be processed elsewhere. ``withheld``: datasets that are not offered.
         """
         sizes = sizes or {}
         prices = self.prices.model_dump(exclude={"preemptible_usd_per_gb_second"}) if self.prices else None
@@ -334,9 +335,9 @@ class RegionConfig(_Section):
 
 
 def load_config(path: Path) -> RegionConfig:
-    """Read a region's configuration; relative paths in it are taken from its folder.
+    """Read a region file; relative paths in it are relative to its folder.
 
-    Raises ``GeofedError("CONFIG_INVALID")`` with every wrong key and its line.
+    Raises ``GeofedError("CONFIG_INVALID")`` with every invalid key and its line.
     """
     try:
         raw = _yaml().load(path.read_text())
@@ -350,21 +351,21 @@ def load_config(path: Path) -> RegionConfig:
         config = RegionConfig.model_validate(raw)
     except ValidationError as error:
         problems = [
-            f"{path}:{_line(raw, e['loc'])}: {'.'.join(map(str, e['loc']))}: {_told(e)}" for e in error.errors()
+            f"{path}:{_line(raw, e['loc'])}: {'.'.join(map(str, e['loc']))}: {_message(e)}" for e in error.errors()
         ]
         raise GeofedError("CONFIG_INVALID", "\n".join(problems)) from None
     _check_stores(config, raw, path)
     return _resolved(config, path.parent.resolve())
 
 
-def _told(error: Any) -> str:
+def _message(error: Any) -> str:
     if error["type"] == "string_type" and isinstance(error["input"], int | float):
         return f"{error['msg']}: put {error['input']} in quotes"
     return str(error["msg"])
 
 
 def _yaml() -> YAML:
-    """Where a date stands without quotes it is text as any, as in YAML 1.2."""
+    """Return a parser that reads dates without quotes as text, as YAML 1.2 does."""
     yaml = YAML(typ="rt")
     yaml.Constructor = _Constructor
     return yaml
@@ -385,11 +386,11 @@ def _check_stores(config: RegionConfig, raw: Any, path: Path) -> None:
 
 
 def _line(raw: Any, location: tuple[int | str, ...]) -> int:
-    """Line of the deepest part of a location that the file has."""
+    """Return the line of the deepest part of a location that exists in the file."""
     line = 1
     for part in location:
         if not isinstance(raw, dict) or part not in raw:
-            # A key that is missing, or the name of a variant, which has no line of its own.
+            # A missing key, or the name of a variant, has no line.
             continue
         line = raw.lc.key(part)[0] + 1  # type: ignore[attr-defined]  # a CommentedMap knows its lines
         raw = raw[part]

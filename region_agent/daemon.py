@@ -1,4 +1,4 @@
-"""The region agent's composition root: session, gateway and partitions, wired together."""
+"""The region agent: connects the session with the control plane, the function gateway and the partitions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import to_proto
 from geofed_pb.v1 import agent_pb2
-from region_agent.capacity import preemptible_left
+from region_agent.capacity import preemptible_workers
 from region_agent.config import FileChannelConfig, OpenFaasGateway, RegionConfig
 from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess
 from region_agent.gateway import BasicAuth, GatewayClient
@@ -29,15 +29,15 @@ from region_agent.link.identity import Identity
 from region_agent.link.log_shipping import LogShipping
 from region_agent.partition.billing import invocation_amounts
 from region_agent.partition.channel import RegionChannel
-from region_agent.partition.events import Happened, PublishAsked, Scaled, Stopped
-from region_agent.partition.runner import Partition, Surroundings
+from region_agent.partition.events import PublishAsked, RecordEvent, Scaled, Stopped
+from region_agent.partition.runner import Partition, PartitionContext
 from region_agent.partition.server_process import PsProcess
 from region_agent.partition.shards import SHARDS
 from region_agent.policy import check_partition, check_sending, most_workers
 from region_agent.profiling import Profiler
 from region_agent.shards.offered import OfferedDatasets
-from region_agent.shards.receiving import forget_shards
-from region_agent.shards.sending import Hands, Sending
+from region_agent.shards.receiving import delete_old_shards
+from region_agent.shards.sending import Sending, SendingContext
 from region_agent.state.store import AgentStore, PartitionRow
 from sync.durable import disk_full_is_told, write_durably
 from sync.framing import digest_of
@@ -47,16 +47,20 @@ __all__ = ["Agent", "run"]
 
 _log = logging.getLogger("geofed.agent")
 _TICK_SECONDS = 1.0
+"""Interval at which status, capacity and accounts are updated."""
 _LOG_FLUSH_SECONDS = 0.3
-_RENEW_AGAIN_SECONDS = 30.0
+"""Interval at which log lines are sent."""
+_RENEW_RETRY_SECONDS = 30.0
+"""Pause before a failed renewal of the certificate is retried."""
 _CLOSING_SECONDS = 5.0
+"""Time for partitions and transfers to end when the agent ends; the next start continues what takes longer."""
 _SENDING = "sending"
-"""Folder in the state directory for what is needed while this region's shards go to others."""
+"""Folder in the state directory for temporary files of shards that are sent to other regions."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What `region-agent status` prints; written to the state directory once a second, and when a session begins."""
+    """Output of `region-agent status`; written to the state directory every second, and when a session begins."""
 
     region: str
     pid: int
@@ -69,21 +73,21 @@ class Status:
     gateway: str
     partitions: dict[str, dict[str, object]]
     shards: dict[str, dict[str, object]]
-    """Of this region on their way to others, by job."""
+    """Shards that are sent to other regions, by job."""
     condition: str
 
 
 class Agent:
-    """One region's daemon."""
+    """The daemon of a region."""
 
     def __init__(self, config: RegionConfig, state_dir: Path) -> None:
-        # Others work elsewhere, and are told of folders in it.
+        # Child processes have other working directories, and get paths below it.
         state_dir = state_dir.resolve()
         self._config, self._state_dir = config, state_dir
         self._identity = Identity(state_dir)
         self._store = AgentStore(state_dir / "agent.db")
-        self._preemptible = preemptible_left(state_dir, config.capacity.preemptible)
-        """Workers there now of those that may be taken away."""
+        self._preemptible = preemptible_workers(state_dir, config.capacity.preemptible)
+        """Present number of preemptible workers."""
         self._hub = Hub(
             self._identity,
             self._store,
@@ -92,35 +96,37 @@ class Agent:
             ),
             version("geofed"),
         )
-        self._offered_datasets = OfferedDatasets(config, self._hub.begin_anew)
+        self._offered_datasets = OfferedDatasets(config, self._hub.open_new_session)
         self._partitions: dict[str, Partition] = {}
         self._sendings: dict[str, Sending] = {}
-        """This region's shards on their way to others, by job."""
+        """Shards that are sent to other regions, by job."""
         self._gateway: EmbeddedGatewayProcess | None = None
-        self._around: Surroundings | None = None
+        self._context: PartitionContext | None = None
         self._profiler: Profiler | None = None
         self._logs = LogShipping(self._store, self._hub.send_durably)
         self._closing: set[asyncio.Task[None]] = set()
+        """Tasks that end partitions and transfers."""
         self._full = False
+        """The disk is full, and a warning was logged."""
         self.stopped = asyncio.Event()
 
     async def run(self) -> None:
-        """Work until `stopped` is set."""
+        """Run until `stopped` is set."""
         self._charge_interrupted()
-        await asyncio.to_thread(self._forget_shards)
+        await asyncio.to_thread(self._delete_old_shards)
         client = await self._open_gateway()
-        self._around = self._surroundings(client)
-        self._profiler = Profiler(self._around, self._hub.tell_profile)
-        tasks = [asyncio.create_task(work) for work in self._duties()]
+        self._context = self._partition_context(client)
+        self._profiler = Profiler(self._context, self._hub.report_profile)
+        tasks = [asyncio.create_task(work) for work in self._background_tasks()]
         if self._gateway is not None:
             tasks.append(asyncio.create_task(self._watch_gateway(self._gateway)))
         try:
             for row in self._store.open_partitions():
-                self._take_up(agent_pb2.StartPartition.FromString(row.start))
+                self._start_partition(agent_pb2.StartPartition.FromString(row.start))
             for row, discard in self._store.stopped_partitions():
                 self._end(self._partition_of(row), "stopped before the agent started again", discard)
             for message, sent in self._store.sendings():
-                self._hand_over(agent_pb2.SendShard.FromString(message), sent=sent)
+                self._start_sending(agent_pb2.SendShard.FromString(message), sent=sent)
             stopping = asyncio.create_task(self.stopped.wait())
             done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
@@ -130,7 +136,7 @@ class Agent:
             for task in tasks:
                 task.cancel()
             if self._closing:
-                # What takes longer is done by the next start.
+                # The next start of the agent continues what takes longer.
                 await asyncio.wait(self._closing, timeout=_CLOSING_SECONDS)
             for task in self._closing:
                 task.cancel()
@@ -143,24 +149,24 @@ class Agent:
                 await self._gateway.stop()
             self._store.close()
             with suppress(OSError):
-                self._channel_folder().rmdir()  # only where no partition waits for the next start
+                self._channel_folder().rmdir()  # fails if a partition's values are kept for the next start
 
-    def _duties(self) -> list[Coroutine[Any, Any, None]]:
+    def _background_tasks(self) -> list[Coroutine[Any, Any, None]]:
         return [
             self._tick(), self._keep_certificate(), self._flush_logs(), self._keep_session(),
-            self._offered_datasets.keep_looking(),
+            self._offered_datasets.keep_checking(),
         ]  # fmt: skip
 
     async def _keep_session(self) -> None:
-        # The first word to the control plane says what is there.
-        await self._offered_datasets.look()
+        # The session's first message contains the datasets, so they are checked before.
+        await self._offered_datasets.check()
         await self._hub.run(self)
 
-    # Around the partitions
+    # Context of the partitions
 
-    def _surroundings(self, client: GatewayClient) -> Surroundings:
+    def _partition_context(self, client: GatewayClient) -> PartitionContext:
         gateway = self._config.gateway
-        return Surroundings(
+        return PartitionContext(
             config=self._config,
             identity=self._identity,
             store=self._store,
@@ -172,12 +178,12 @@ class Agent:
             fetch_model=self._hub.fetch_file,
             publish_model=self._publish_model,
             report=self._report,
-            happened=self._happened,
+            record_event=self._record_event,
             log=self._logs.add,
         )
 
     def _channel_folder(self) -> Path:
-        """Shared memory, one folder for each agent of the machine; the state directory where there is none."""
+        """Return the folder of a file channel: in shared memory, one for each agent, or in the state directory."""
         configured = self._config.channel
         if isinstance(configured, FileChannelConfig) and configured.path is not None:
             return configured.path
@@ -206,13 +212,13 @@ class Agent:
             profile=gateway.profile,
             keep_paths=folders,
             hide_paths=[str(self._state_dir)],
-            # A worker reads what came for its own job.
+            # A worker may read the shards that were received for its job.
             share_dir=self._state_dir / SHARDS,
         )
         return await self._gateway.start()
 
     def _data_folders(self) -> list[str]:
-        """Where local shards lie: workers must read them, wherever the operator has put them."""
+        """Return the folders of local shards, which workers must be able to read."""
         paths = [
             Path(part.uri)
             for held in self._config.datasets.values()
@@ -221,17 +227,19 @@ class Agent:
         ]
         return sorted({str(path if path.is_dir() else path.parent) for path in paths})
 
-    def _forget_shards(self) -> None:
-        """What is here for no job. Blocking."""
+    def _delete_old_shards(self) -> None:
+        """Delete shards of jobs that no longer run here. Blocks."""
         shards = self._state_dir / SHARDS
         shards.mkdir(parents=True, exist_ok=True, mode=0o700)
-        forget_shards(shards, lambda job: self._store.partition(job) is not None)
+        delete_old_shards(shards, lambda job: self._store.partition(job) is not None)
         sent_from = {agent_pb2.SendShard.FromString(message).job for message, _ in self._store.sendings()}
-        forget_shards(self._state_dir / _SENDING, lambda job: job in sent_from)
+        delete_old_shards(self._state_dir / _SENDING, lambda job: job in sent_from)
 
     async def _watch_gateway(self, gateway: EmbeddedGatewayProcess) -> None:
         await gateway.ended()
-        raise GeofedError("GATEWAY_UNAVAILABLE", "the embedded gateway has ended", hint="see gateway.log; start again")
+        raise GeofedError(
+            "GATEWAY_UNAVAILABLE", "the embedded gateway has ended", hint="see gateway.log; restart the agent"
+        )
 
     async def _fetch_bundle(self, digest: str) -> bytes:
         kept = self._state_dir / "bundles" / digest.removeprefix("sha256:")
@@ -250,7 +258,7 @@ class Agent:
         await self._hub.put_blob(bytes(data), digest)
         return digest
 
-    def _happened(self, job: str, action: Happened) -> None:
+    def _record_event(self, job: str, action: RecordEvent) -> None:
         message = agent_pb2.Happening(
             job=job, at=time.time(), kind=action.kind, text=clean(action.text), data_json=json.dumps(action.data)
         )
@@ -263,12 +271,12 @@ class Agent:
 
     def _report(self, message: agent_pb2.PartitionReport, durable: bool) -> None:
         if durable:
-            # Whoever reads why a job has failed looks into its log.
+            # Users look for the reason of a failure in the job's log, so its lines are sent before the report.
             self._logs.flush_job(message.job)
         self._hub.report(message, durable=durable)
 
     def _charge_interrupted(self) -> None:
-        """Invocations that were open when an earlier life of the agent died ran at most until it was last seen."""
+        """Charge the invocations that ran when the agent ended last, until the time at which it was last alive."""
         alive = self._store.last_alive()
         for number, job, begun, kind in self._store.open_invocations():
             row = self._store.partition(job)
@@ -279,28 +287,29 @@ class Agent:
     async def _tick(self) -> None:
         while True:
             now = time.time()
-            self._note_status(now)
-            self._look_at_capacity()
+            self._write_status(now)
+            self._update_capacity()
             for partition in self._partitions.values():
-                partition.tell_account(time.monotonic())
-            # Who waits for the region to be connected reads it in the status at once.
-            await self._hub.turned(_TICK_SECONDS)
+                partition.report_account(time.monotonic())
+            # Write the status immediately when a session begins or ends.
+            await self._hub.session_changed(_TICK_SECONDS)
 
-    def _look_at_capacity(self) -> None:
-        """Preemptible workers come and go; of the jobs that have them, the latest loses them first."""
-        left = preemptible_left(self._state_dir, self._config.capacity.preemptible)
+    def _update_capacity(self) -> None:
+        """Read the number of preemptible workers. If there are too few, the job that started last loses its own
+        first."""
+        left = preemptible_workers(self._state_dir, self._config.capacity.preemptible)
         if left != self._preemptible:
-            _log.info("%d preemptible workers now, %d before", left, self._preemptible)
+            _log.info("preemptible workers: %d → %d", self._preemptible, left)
             self._preemptible = left
-            self._hub.tell_capacity(left)
-        there = [p for p in self._partitions.values() if p.machine.preemptible and p.machine.holds_workers]
-        over = sum(partition.machine.workers for partition in there) - left
-        for partition in reversed(there):
+            self._hub.report_capacity(left)
+        preemptible = [p for p in self._partitions.values() if p.machine.preemptible and p.machine.holds_workers]
+        surplus = sum(partition.machine.workers for partition in preemptible) - left
+        for partition in reversed(preemptible):
             before = partition.machine.workers
-            if over > 0 and before:
-                partition.preempt(before - min(over, before))
-                # One that is about to end keeps what it has.
-                over -= before - partition.machine.workers
+            if surplus > 0 and before:
+                partition.preempt(before - min(surplus, before))
+                # A partition that is about to end keeps its workers.
+                surplus -= before - partition.machine.workers
 
     async def _keep_certificate(self) -> None:
         while True:
@@ -310,14 +319,14 @@ class Agent:
                     _log.info("the certificate was renewed")
                 except GeofedError as error:
                     _log.warning("the certificate could not be renewed yet: %s", error)
-                    await asyncio.sleep(_RENEW_AGAIN_SECONDS)
+                    await asyncio.sleep(_RENEW_RETRY_SECONDS)
             await asyncio.sleep(_TICK_SECONDS)
 
-    def _note_status(self, now: float) -> None:
+    def _write_status(self, now: float) -> None:
         try:
             with disk_full_is_told(self._state_dir):
                 self._store.alive(now)
-                # Not made durable: it says how things are, and after a crash they are not so any more.
+                # Written without fsync: after a crash the status is out of date anyway.
                 fresh = self._state_dir / ".status.json"
                 fresh.write_text(json.dumps(asdict(self._status(now))))
                 os.replace(fresh, self._state_dir / "status.json")
@@ -325,7 +334,7 @@ class Agent:
             if error.code != "DISK_FULL":
                 raise
             if not self._full:
-                _log.warning("%s; the agent continues and writes what it owes once there is space", error)
+                _log.warning("%s; the agent continues, and writes deferred changes when there is space", error)
             self._full = True
             return
         self._full = False
@@ -365,11 +374,11 @@ class Agent:
         self._store.took_start(seq, command.job, command.SerializeToString(), new_key())
         running = self._partitions.get(command.job)
         if running is not None:
-            running.again(command)
+            running.repeated(command)
         else:
-            self._take_up(command)
+            self._start_partition(command)
 
-    def _take_up(self, command: agent_pb2.StartPartition) -> None:
+    def _start_partition(self, command: agent_pb2.StartPartition) -> None:
         partition = self._partition(command)
         self._partitions[command.job] = partition
         partition.begin()
@@ -378,9 +387,9 @@ class Agent:
         return self._partition(agent_pb2.StartPartition.FromString(row.start))
 
     def _partition(self, command: agent_pb2.StartPartition) -> Partition:
-        if self._around is None:
-            raise GeofedError("INTERNAL", "a command before the agent was ready")
-        return Partition(self._around, command)
+        if self._context is None:
+            raise GeofedError("INTERNAL", "a command arrived before the agent was ready")
+        return Partition(self._context, command)
 
     def _refuse(self, command: agent_pb2.StartPartition | agent_pb2.SendShard, error: GeofedError) -> None:
         _log.warning("job %s: refused (%s)", command.job, error)
@@ -397,7 +406,7 @@ class Agent:
     def scale(self, seq: int, command: agent_pb2.ScalePartition) -> None:
         kind = command.preemptible
         workers = min(command.workers, most_workers(self._config, preemptible=kind))
-        # A worker's batch stays as it is.
+        # If the region allows fewer workers, each worker's batch stays the same.
         batch = command.batch * workers // command.workers if command.workers else 0
         rate, order = command.learning_rate, command.order
         self._store.took_scale(seq, command.job, workers, batch, rate, preemptible=kind, order=order)
@@ -413,7 +422,7 @@ class Agent:
         try:
             check_sending(self._config, command, None)
             if command.job in self._partitions:
-                raise GeofedError("CONFIG_INVALID", f"a partition of {command.job} runs here, on the same shard")
+                raise GeofedError("CONFIG_INVALID", f"a partition of {command.job} is running here on the same shard")
         except GeofedError as error:
             self._store.took(seq)
             self._refuse(command, error)
@@ -422,18 +431,18 @@ class Agent:
         before = self._sendings.pop(command.job, None)
         if before is not None:
             self._close(before)
-        self._hand_over(command)
+        self._start_sending(command)
 
-    def _hand_over(self, command: agent_pb2.SendShard, *, sent: bool = False) -> None:
-        hands = Hands(
+    def _start_sending(self, command: agent_pb2.SendShard, *, sent: bool = False) -> None:
+        context = SendingContext(
             self._config,
             self._store,
             self._identity.tls,
             self._state_dir / _SENDING,
             lambda message, durable: self._hub.report(message, durable=durable),
-            self._happened,
+            self._record_event,
         )
-        sending = self._sendings[command.job] = Sending(hands, command, sent=sent)
+        sending = self._sendings[command.job] = Sending(context, command, sent=sent)
         sending.begin()
 
     def _close(self, sending: Sending) -> None:
@@ -442,26 +451,29 @@ class Agent:
         closing.add_done_callback(self._closing.discard)
 
     def state_restored(self) -> None:
-        """Parameter servers with an older state lack updates that others have forgotten: they begin without one, as
-        after the loss of a disk. A partition that trains alone continues from what it has."""
+        """Restart partitions of several regions without state, as after the loss of a disk.
+
+        A parameter server with an older state lacks updates that the other regions have deleted. A job in this region
+        only continues from its state.
+        """
         for partition in list(self._partitions.values()):
             if len(partition.start.regions) > 1:
-                beginning = asyncio.create_task(self._begin_anew(partition))
-                self._closing.add(beginning)
-                beginning.add_done_callback(self._closing.discard)
+                restart = asyncio.create_task(self._restart_without_state(partition))
+                self._closing.add(restart)
+                restart.add_done_callback(self._closing.discard)
 
-    async def _begin_anew(self, partition: Partition) -> None:
+    async def _restart_without_state(self, partition: Partition) -> None:
         await partition.close()
         await partition.forget_state()
         row = self._store.partition(partition.job)
         if row is not None and self._partitions.get(partition.job) is partition:
             start = agent_pb2.StartPartition.FromString(row.start)
             start.resumed = True
-            self._take_up(start)
+            self._start_partition(start)
 
     def profile(self, command: agent_pb2.ProfileTask) -> None:
         if self._profiler is not None:
-            self._profiler.ask(command)
+            self._profiler.profile(command)
 
     def probe(self, command: agent_pb2.ProfileTask) -> None:
         if self._profiler is not None:
@@ -483,7 +495,7 @@ class Agent:
         self._end(partition, command.reason, command.discard)
 
     def _end(self, partition: Partition, reason: str, discard: bool) -> None:
-        """Stop a partition; what a crash leaves of it is cleared away by the next start."""
+        """Stop a partition. After a crash the next start of the agent completes it."""
 
         async def drain() -> None:
             await partition.drained()

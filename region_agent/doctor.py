@@ -1,4 +1,4 @@
-"""What an agent needs, looked at one by one, with what to do where it is not there."""
+"""Checks of `region-agent doctor`: each requirement of an agent, with a hint where it is not met."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ from region_agent.shards.reading import shard_files
 
 __all__ = ["Finding", "examine"]
 
-_LEAST_FREE_BYTES = 1 << 30
+_MIN_FREE_BYTES = 1 << 30
+"""Least free space in the state directory."""
 _CONNECT_SECONDS = 10.0
-_MOST_SKEW_SECONDS = 60.0
-"""Certificates begin five minutes before they are made; deadlines and records are by the clock."""
+"""Timeout of a request to the control plane."""
+_MAX_SKEW_SECONDS = 60.0
+"""Largest difference of the clocks. Certificates are valid from five minutes before they are made; deadlines and
+records use the clocks."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     name: str
     ok: bool
@@ -42,7 +45,7 @@ class Finding:
 
 
 async def examine(config: RegionConfig, state_dir: Path) -> list[Finding]:
-    """Look at everything; failures are findings, not exceptions."""
+    """Run all checks; a failed check is a finding, not an exception."""
     identity = Identity(state_dir)
 
     async def dataset(name: str) -> str:
@@ -61,16 +64,16 @@ async def examine(config: RegionConfig, state_dir: Path) -> list[Finding]:
         ("shared memory", _shared_memory),
         *((f"data {name}", lambda name=name: dataset(name)) for name in sorted(config.datasets)),
     ]
-    return [await _look(name, check) for name, check in checks]
+    return [await _run_check(name, check) for name, check in checks]
 
 
-async def _look(name: str, check: Callable[[], Awaitable[str]]) -> Finding:
+async def _run_check(name: str, check: Callable[[], Awaitable[str]]) -> Finding:
     try:
         return Finding(name, True, await check())
     except GeofedError as error:
         return Finding(name, False, error.message, error.hint)
     except OSError as error:
-        return Finding(name, False, str(error), "see the message of the system")
+        return Finding(name, False, str(error), "see the message of the operating system")
 
 
 async def _identity(identity: Identity, config: RegionConfig) -> str:
@@ -79,47 +82,47 @@ async def _identity(identity: Identity, config: RegionConfig) -> str:
     if region != config.name:
         raise GeofedError("CONFIG_INVALID", f"the certificate is for {region}, the configuration for {config.name}")
     days = (identity.certificate.not_valid_after_utc.timestamp() - time.time()) / 86_400
-    return f"{region}, certificate good for {days:.1f} days"
+    return f"{region}, certificate valid for {days:.1f} days"
 
 
 async def _control_plane(identity: Identity) -> str:
-    took, _ = await _asked(identity)
-    return f"{identity.federation.address} answers in {took * 1e3:.0f} ms"
+    seconds, _ = await _ask_control_plane(identity)
+    return f"{identity.federation.address} answers in {seconds * 1e3:.0f} ms"
 
 
 async def _clock(identity: Identity) -> str:
     identity.check()
-    _, ahead = await _asked(identity)
+    _, ahead = await _ask_control_plane(identity)
     if ahead is None:
-        return "the control plane is of an older version, which does not tell its own"
-    if abs(ahead) > _MOST_SKEW_SECONDS:
+        return "unknown: the control plane is of an older version, which does not report its clock"
+    if abs(ahead) > _MAX_SKEW_SECONDS:
         text = f"this machine's clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the control plane's"
-        raise GeofedError("CERTIFICATE_INVALID", text, hint="set the clock of the one that is wrong, best by NTP")
+        raise GeofedError("CERTIFICATE_INVALID", text, hint="correct the wrong clock, best with NTP")
     return f"within {max(1.0, math.ceil(abs(ahead))):.0f} s of the control plane's"
 
 
-async def _asked(identity: Identity) -> tuple[float, float | None]:
-    """Seconds until the control plane has answered over TLS, and by how many our clock is ahead of its."""
+async def _ask_control_plane(identity: Identity) -> tuple[float, float | None]:
+    """Measure a request to the control plane over TLS; returns its seconds, and those that this clock is ahead."""
     federation = identity.federation
-    line = channel(
+    connection = channel(
         federation.address,
         ca_pem=identity.ca_file.read_bytes(),
         name=CONTROL_PLANE_NAME,
         certificate_pem=identity.certificate_file.read_bytes(),
         key_pem=identity.key_file.read_bytes(),
     )
-    async with line:
+    async with connection:
         begun, at = time.monotonic(), time.time()
-        # Of no blob that there is: what counts is that it is answered.
-        question = common_pb2.BlobRequest(digest=f"sha256:{'0' * 64}")
-        call = agent_pb2_grpc.AgentHubStub(line).StatBlob(question, timeout=_CONNECT_SECONDS)
+        # The blob need not exist: only the time of the answer matters.
+        request = common_pb2.BlobRequest(digest=f"sha256:{'0' * 64}")
+        call = agent_pb2_grpc.AgentHubStub(connection).StatBlob(request, timeout=_CONNECT_SECONDS)
         try:
             await call
         except grpc.aio.AioRpcError as error:
             raise error_of(error) from None
-        took = time.monotonic() - begun
-        told = clock_of(await call.trailing_metadata())
-    return took, None if told is None else at + took / 2 - told
+        seconds = time.monotonic() - begun
+        clock = clock_of(await call.trailing_metadata())
+    return seconds, None if clock is None else at + seconds / 2 - clock
 
 
 async def _gateway(config: RegionConfig) -> str:
@@ -136,7 +139,7 @@ async def _gateway(config: RegionConfig) -> str:
 
 async def _prices(config: RegionConfig) -> str:
     if config.prices is None:
-        raise GeofedError("PRICE_UNKNOWN", "no prices are stated")
+        raise GeofedError("PRICE_UNKNOWN", "the region file has no prices")
     return f"{config.prices.source}, as of {config.prices.as_of}"
 
 
@@ -144,33 +147,33 @@ async def _channel(config: RegionConfig, state_dir: Path) -> str:
     if isinstance(config.channel, FileChannelConfig):
         return "files on this machine"
     channel = RegionChannel(config.channel, state_dir / "channel", config.name)
-    took = await asyncio.to_thread(channel.tried)
-    times = ", ".join(f"{step} {seconds * 1e3:.0f} ms" for step, seconds in took.items())
-    return f"{channel.kind}: {times}, the second as a worker, connecting included"
+    measured = await asyncio.to_thread(channel.check)
+    times = ", ".join(f"{request} {seconds * 1e3:.0f} ms" for request, seconds in measured.items())
+    return f"{channel.kind}: {times} (as a worker, with connecting)"
 
 
 async def _ports(config: RegionConfig) -> str:
     server = config.server
     if server.ports is None:
-        return "any that are free"
-    # Those that a job of this region holds are not free either: the next one could not have them.
+        return "any free ports"
+    # Ports of running jobs count as used, since the next job cannot have them.
     found = free_ports(server.exchange_host, server.ports, (0, 0, 0), worker_host=server.worker_host)
     first, last = server.ports
     if found[2] is None:
-        return f"{first}-{last}: two free; large updates will take the exchange port, which is slower"
-    return f"{first}-{last}: three free at least"
+        return f"{first}-{last}: two free; large updates will use the exchange port, which is slower"
+    return f"{first}-{last}: at least three free"
 
 
 async def _disk(state_dir: Path) -> str:
-    place = state_dir if state_dir.exists() else Path()
-    free = shutil.disk_usage(place).free
-    if free < _LEAST_FREE_BYTES:
-        raise GeofedError("DISK_FULL", f"{free >> 20} MiB free in {place}")
-    return f"{free / 1e9:.0f} GB free in {place}"
+    folder = state_dir if state_dir.exists() else Path()
+    free = shutil.disk_usage(folder).free
+    if free < _MIN_FREE_BYTES:
+        raise GeofedError("DISK_FULL", f"{free >> 20} MiB free in {folder}")
+    return f"{free / 1e9:.0f} GB free in {folder}"
 
 
 async def _shared_memory() -> str:
     shared = Path("/dev/shm")
     if not os.access(shared, os.W_OK):
-        return "none; tensors go through the state directory, which is slower"
+        return "none; tensors are exchanged in the state directory, which is slower"
     return f"{shutil.disk_usage(shared).free / 1e9:.1f} GB free in {shared}"

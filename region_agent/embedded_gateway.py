@@ -1,4 +1,4 @@
-"""The embedded function gateway as a child of the agent, for regions without OpenFaaS."""
+"""Runs the embedded function gateway as a child process of the agent, for regions without OpenFaaS."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from sync.durable import write_durably
 __all__ = ["WORKER_IMAGE", "EmbeddedGatewayProcess"]
 
 WORKER_IMAGE = "geofed/worker"
+"""Image name of the worker function, which the embedded gateway maps to the worker's handler."""
 _READY_SECONDS = 60.0
+"""Timeout of the gateway's start."""
 
 
 class EmbeddedGatewayProcess:
-    """Serves on a socket file that only this user can open; ends with the agent."""
+    """The gateway's process. It listens on a socket file that only this user can open, and ends with the agent."""
 
     def __init__(
         self,
@@ -40,7 +42,10 @@ class EmbeddedGatewayProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> GatewayClient:
-        """Start it and wait until it serves; a client of it."""
+        """Start the process and wait until it listens; returns a client.
+
+        Raises ``GeofedError("GATEWAY_UNAVAILABLE")``.
+        """
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         sockets = short_folder(self._socket_record)
         ready = self._folder / "ready.json"
@@ -62,7 +67,7 @@ class EmbeddedGatewayProcess:
             "share_dir": str(self._share_dir) if self._share_dir is not None else None,
             "write_timeout": "1h",
             "upstream_timeout": "1h",
-            # The agent deletes a function when nobody wants its answers any more.
+            # Short, since the agent deletes a function only when its answers are no longer needed.
             "drain_timeout": "500ms",
         }
         config_file = self._folder / "config.json"
@@ -86,7 +91,7 @@ class EmbeddedGatewayProcess:
         return GatewayClient(url, auth=BasicAuth.from_files(user, password))
 
     async def ended(self) -> None:
-        """Wait until the process is gone."""
+        """Wait until the process has exited."""
         if self._process is not None:
             await self._process.wait()
 

@@ -1,4 +1,4 @@
-"""How fast this machine gives what parameter servers and workers take of it: durable storage, and memory."""
+"""Measures this machine's rates of durable writes and of memory allocation, which bound servers and workers."""
 
 from __future__ import annotations
 
@@ -14,43 +14,49 @@ import numpy.typing as npt
 from sync.durable import write_durably
 from sync.framing import digest_of
 
-__all__ = ["fresh_rate", "stored_rate"]
+__all__ = ["durable_write_rate", "fresh_memory_rate"]
 
-_TRIAL, _TRIAL_BYTES = "storing", 128 << 20
-"""A file beside the parameter servers' folders, which tells how fast the disk takes what they store."""
-_FRESH_BYTES, _FRESH_BLOCK_BYTES, _FRESH_SECONDS = 4 << 30, 64 << 20, 2.0
-"""Of memory that is taken to see how fast it comes: at most so much, in such pieces, for about so long."""
+_TRIAL = "storing"
+"""Name of the file that is written, next to the parameter servers' folders."""
+_TRIAL_BYTES = 128 << 20
+"""Size of that file."""
+_FRESH_BYTES = 4 << 30
+"""Most memory that is allocated for a measurement."""
+_FRESH_BLOCK_BYTES = 64 << 20
+"""Memory that is allocated at a time."""
+_FRESH_SECONDS = 2.0
+"""CPU time after which no more memory is allocated."""
 
 
-def stored_rate(folder: Path) -> float:
-    """Bytes/s that become durable here, with their digest, as a parameter server keeps a model. Blocking."""
-    place, piece = folder / _TRIAL, bytes(_TRIAL_BYTES)
+def durable_write_rate(folder: Path) -> float:
+    """Measure durable writes with their digest, as a parameter server stores a model, in bytes/s. Blocks."""
+    path, piece = folder / _TRIAL, bytes(_TRIAL_BYTES)
     try:
         begun = time.perf_counter()
         digest_of([piece])
-        write_durably(place, [piece])
+        write_durably(path, [piece])
         return _TRIAL_BYTES / (time.perf_counter() - begun)
     finally:
-        place.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
-def fresh_rate() -> float:
-    """Bytes/s at which memory comes that a process has not had before: the kernel clears each page. Blocking.
+def fresh_memory_rate() -> float:
+    """Measure the first use of new memory, whose pages the kernel clears, in bytes/s. Blocks.
 
-    On a virtual machine the host may have to find it first. What somebody used a moment ago comes first and twenty
-    times as fast, so that a little of it would say nothing of what a job of several gigabytes meets.
+    On a virtual machine the host may have to allocate it first. Recently freed memory comes first and is twenty times
+    as fast, so a small amount would not show what a job of several gigabytes gets.
     """
-    room, held = _available_bytes() // 4, list[npt.NDArray[np.uint8]]()
-    begun, took = time.thread_time(), 0.0
-    while not held or (took < _FRESH_SECONDS and (len(held) + 1) * _FRESH_BLOCK_BYTES <= min(room, _FRESH_BYTES)):
+    limit, held = min(_available_bytes() // 4, _FRESH_BYTES), list[npt.NDArray[np.uint8]]()
+    begun, seconds = time.thread_time(), 0.0
+    while not held or (seconds < _FRESH_SECONDS and (len(held) + 1) * _FRESH_BLOCK_BYTES <= limit):
         held.append(np.empty(_FRESH_BLOCK_BYTES, np.uint8))
         held[-1][:: mmap.PAGESIZE] = 1
-        took = time.thread_time() - begun
-    return len(held) * _FRESH_BLOCK_BYTES / max(1e-6, took)
+        seconds = time.thread_time() - begun
+    return len(held) * _FRESH_BLOCK_BYTES / max(1e-6, seconds)
 
 
 def _available_bytes() -> int:
-    """Of memory, to this process's control group too; 0 where the system does not tell."""
+    """Return the available memory, also within this process's control group; 0 if unknown."""
     found = 0
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -59,7 +65,7 @@ def _available_bytes() -> int:
 
 
 def _left_in_group() -> float:
-    """Bytes; infinite where there is no limit, or none that the system tells of."""
+    """Return the bytes left in this process's control groups; infinite without a known limit."""
     left = math.inf
     with contextlib.suppress(OSError, StopIteration, ValueError):
         own = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))

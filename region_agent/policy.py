@@ -1,4 +1,4 @@
-"""The region's own word: what the federation may not do here, whatever the control plane has planned."""
+"""The region's policy: limits that the region enforces itself, independent of the control plane's plan."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _JOB = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _REGION = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 _LONGEST_SLICE = LONGEST_LIFE - timedelta(minutes=5)
-"""A worker continues for a while after its slice: to the end of its step, and while it waits for an answer."""
+"""Longest slice; a worker's token must stay valid after it, until the end of the step and of waits for an answer."""
 
 
 def most_workers(config: RegionConfig, *, preemptible: bool = False) -> int:
-    """That one job may have here of a kind."""
-    there = config.capacity.preemptible if preemptible else config.capacity.workers
-    return min(there, config.policy.max_workers_per_job or there)
+    """Return the largest number of workers, preemptible or not, that one job may have in this region."""
+    capacity = config.capacity.preemptible if preemptible else config.capacity.workers
+    return min(capacity, config.policy.max_workers_per_job or capacity)
 
 
 def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> None:
-    """Raises ``GeofedError`` with the code of the rule that a partition breaks."""
+    """Check a partition against the region's policy; raises ``GeofedError`` with the code of the violated rule."""
     plan, dataset = command.plan, config.datasets.get(command.task.dataset)
     if not (_JOB.fullmatch(command.job) and _DIGEST.fullmatch(command.task.bundle_digest)):
-        # Both become names of files.
-        raise GeofedError("CONFIG_INVALID", f"{command.job!r} is no job, or its bundle has no digest")
+        # Both are used as names of files.
+        raise GeofedError("CONFIG_INVALID", f"invalid job name {command.job!r}, or invalid digest of its bundle")
     if command.task.initial_model and not _DIGEST.fullmatch(command.task.initial_model):
-        raise GeofedError("CONFIG_INVALID", "the model to start from has no digest")
+        raise GeofedError("CONFIG_INVALID", "invalid digest of the initial model")
     if not config.policy.accept_jobs:
         raise GeofedError("FORBIDDEN", f"region {config.name} takes no jobs", hint="its policy.acceptJobs is false")
     if command.region != config.name:
@@ -42,29 +42,31 @@ def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> 
         text = f"region {config.name} processes no shards of other regions"
         raise GeofedError("FORBIDDEN", text, hint="policy.acceptShards, or a gateway whose functions see no file of it")
     if not all(_REGION.fullmatch(name) for name in foreign) or len(set(foreign)) < len(foreign):
-        raise GeofedError("CONFIG_INVALID", "a shard of what is no region, or twice the same")
+        raise GeofedError("CONFIG_INVALID", "a shard of an invalid region, or the same shard twice")
     own = not plan.shards or len(foreign) < len(plan.shards)
     if own and (dataset is None or "train" not in dataset.splits):
         raise GeofedError("SHARD_UNREADABLE", f"region {config.name} holds no training split of {command.task.dataset}")
     most = most_workers(config)
     if plan.workers > most:
-        raise GeofedError("FORBIDDEN", f"region {config.name} gives a job {most} workers, {plan.workers} were planned")
+        text = f"region {config.name} allows a job {most} workers, the plan has {plan.workers}"
+        raise GeofedError("FORBIDDEN", text)
     if not 0 < plan.slice_seconds <= _LONGEST_SLICE.total_seconds():
-        text = f"a slice of {plan.slice_seconds:g} s; a worker's token is good for {LONGEST_LIFE.total_seconds():g} s"
+        text = f"a slice of {plan.slice_seconds:g} s; a worker's token is valid for {LONGEST_LIFE.total_seconds():g} s"
         raise GeofedError("LIMIT_EXCEEDED", text, hint=f"function.slice is at most {_LONGEST_SLICE.total_seconds():g}s")
     if plan.memory_mb > config.capacity.memory_mb:
-        text = f"region {config.name} gives a function {config.capacity.memory_mb} MB, {plan.memory_mb} were planned"
+        text = f"region {config.name} allows a function {config.capacity.memory_mb} MB, the plan has {plan.memory_mb}"
         raise GeofedError("FORBIDDEN", text)
 
 
 def check_sending(config: RegionConfig, order: agent_pb2.SendShard, cloud: str | None) -> None:
-    """Whether this region's shard may go where it is asked for. ``cloud``: of the other region, by its own word; None:
-    it has not been asked yet.
+    """Check that this region's shard may be sent to another region.
 
-    Raises ``GeofedError``: RESIDENCY_VIOLATION, SHARD_UNREADABLE where there is none, CONFIG_INVALID.
+    ``cloud``: the other region's cloud as that region states it; None: not known yet.
+
+    Raises ``GeofedError``: RESIDENCY_VIOLATION; SHARD_UNREADABLE if there is no such shard; CONFIG_INVALID.
     """
     if not _JOB.fullmatch(order.job) or not _REGION.fullmatch(order.to):
-        raise GeofedError("CONFIG_INVALID", f"{order.job!r} is no job, or {order.to!r} no region")
+        raise GeofedError("CONFIG_INVALID", f"invalid job name {order.job!r}, or invalid region name {order.to!r}")
     held = config.datasets.get(order.dataset)
     if held is None or "train" not in held.splits:
         raise GeofedError("SHARD_UNREADABLE", f"region {config.name} holds no training split of {order.dataset}")
@@ -74,5 +76,5 @@ def check_sending(config: RegionConfig, order: agent_pb2.SendShard, cloud: str |
     if not (rule == "anywhere" or by_cloud or named) or order.to == config.name:
         text = f"the shard of {order.dataset} in {config.name} may not go to {order.to}"
         text += f", of cloud {cloud}" if rule == "cloud" and cloud else ""
-        said = rule if isinstance(rule, str) else f"[{', '.join(rule)}]"
-        raise GeofedError("RESIDENCY_VIOLATION", text, hint=f"its residency in the file of {config.name} is {said}")
+        stated = rule if isinstance(rule, str) else f"[{', '.join(rule)}]"
+        raise GeofedError("RESIDENCY_VIOLATION", text, hint=f"its residency in the file of {config.name} is {stated}")

@@ -1,4 +1,4 @@
-"""Profiles of tasks: the agent's part. One at a time, so that they do not disturb each other."""
+"""The agent's part of profiles and probes of tasks. It runs one at a time, so that they do not disturb each other."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import to_proto
 from geofed_pb.v1 import agent_pb2
 from region_agent.gateway import FunctionSpec, fixed_scale_labels, timeout_env
-from region_agent.machine_rates import fresh_rate, stored_rate
+from region_agent.machine_rates import durable_write_rate, fresh_memory_rate
 from region_agent.partition.billing import bill, invocation_amounts
 from region_agent.partition.calls import bundle_key
 from region_agent.partition.channel import usage_meters
-from region_agent.partition.runner import Surroundings
+from region_agent.partition.runner import PartitionContext
 from region_agent.policy import check_partition
 from region_agent.shards.reading import shard_files
 from region_agent.worker.profile_call import ProfileCall, Profiled
@@ -32,22 +32,24 @@ __all__ = ["Profiler"]
 
 _log = logging.getLogger("geofed.profile")
 _FUNCTION = "geofed-profile"
-"""What the names of functions begin with; the region and the memory follow, as a platform that replaces a function
-may let the old one answer for a while."""
+"""Prefix of functions' names; region and memory follow. Each memory has a name of its own, since a platform that
+replaces a function may route calls to the old one for a while."""
 _READY = timedelta(seconds=60)
+"""Timeout of the function's first replica."""
 _GRACE = timedelta(seconds=60)
-"""Beyond its limit an invocation may finish what it measures, and what must be known."""
-_KEPT = 8
-"""Profiles of which the answer is kept, should the command come again."""
-_MOST_WAITING = 16
-"""Commands at once, the one that is measured included."""
-_MARK = "profiling"
-"""A file in the state directory, while there is something to clear away."""
+"""Time beyond its limit in which an invocation may finish the present measurement, and those that every profile
+needs."""
+_MAX_KEPT_ANSWERS = 8
+"""Answers that are kept for repeated commands."""
+_MAX_COMMANDS = 16
+"""Most commands that run or wait at a time."""
+_MARKER = "profiling"
+"""File in the state directory that exists while there is something to clean up."""
 
 
 @dataclass
 class _Meters:
-    """What measuring takes."""
+    """Resources that measuring has used."""
 
     amounts: dict[str, float] = field(default_factory=dict)
 
@@ -64,45 +66,45 @@ _Measure = Callable[[agent_pb2.ProfileTask, _Meters], Awaitable[agent_pb2.Profil
 
 
 class Profiler:
-    """Measures tasks on request and tells how far it is. Lives on the event loop."""
+    """Measures tasks on request and reports the progress. Not thread-safe: call it on the event loop."""
 
-    def __init__(self, around: Surroundings, tell: Callable[[agent_pb2.ProfileReport], None]) -> None:
-        self._around, self._tell = around, tell
-        self._functions = f"{_FUNCTION}-{around.config.name}-"
+    def __init__(self, context: PartitionContext, report: Callable[[agent_pb2.ProfileReport], None]) -> None:
+        self._context, self._report = context, report
+        self._functions = f"{_FUNCTION}-{context.config.name}-"
         self._turn = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._answers: dict[str, agent_pb2.ProfileReport] = {}
-        """The last word on each, for a command that comes again."""
+        """The last report on each command, for repeated commands."""
         self._clearing: asyncio.Task[None] | None = None
-        if (around.state_dir / _MARK).exists():
+        if (context.state_dir / _MARKER).exists():
             self._clearing = asyncio.create_task(self._clear_up_after_a_crash())
 
-    def ask(self, command: agent_pb2.ProfileTask) -> None:
-        """Measure, unless that is done or running; then only report."""
+    def profile(self, command: agent_pb2.ProfileTask) -> None:
+        """Start a full measurement, unless it is running; if it is done, only send its report again."""
         self._begin(command, self._profiled)
 
     def probe(self, command: agent_pb2.ProfileTask) -> None:
-        """The same, of only what a first plan needs: how large the model is, and how quick a few steps are."""
+        """Start a measurement of what a first plan needs: the size of the model, and the duration of a few steps."""
         self._begin(command, self._probed)
 
     async def close(self) -> None:
-        """Break off what continues, and clear it away."""
+        """Abort running measurements and clean up."""
         tasks = [*self._tasks.values(), *([self._clearing] if self._clearing else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # Inside
+    # Implementation
 
     def _begin(self, command: agent_pb2.ProfileTask, measure: _Measure) -> None:
         if command.id in self._answers:
-            self._tell(self._answers[command.id])
+            self._report(self._answers[command.id])
         elif command.id in self._tasks:
             return
-        elif len(self._tasks) >= _MOST_WAITING:
-            text = f"{len(self._tasks)} tasks are being measured or wait for it"
+        elif len(self._tasks) >= _MAX_COMMANDS:
+            text = f"{len(self._tasks)} tasks are being measured or waiting"
             error = to_proto(GeofedError("FUNCTION_BUSY", text, hint="try again when some have ended"))
-            self._tell(agent_pb2.ProfileReport(id=command.id, error=error))
+            self._report(agent_pb2.ProfileReport(id=command.id, error=error))
         else:
             task = asyncio.create_task(self._answer(command, measure))
             self._tasks[command.id] = task
@@ -111,64 +113,64 @@ class Profiler:
     async def _answer(self, command: agent_pb2.ProfileTask, measure: _Measure) -> None:
         report, meters = agent_pb2.ProfileReport(id=command.id), _Meters()
         try:
-            async with _as_long_as_somebody_waits(command):
+            async with _within_wait_time(command):
                 if self._turn.locked():
-                    self._say(command, "waits for another profile to end")
+                    self._report_condition(command, "waiting for another profile to end")
                 async with self._turn:
                     report.MergeFrom(await measure(command, meters))
         except GeofedError as error:
             report.error.CopyFrom(to_proto(error))
-        except Exception as error:  # noqa: BLE001 - the task's edge: whoever waits must be told
+        except Exception as error:  # noqa: BLE001 - every failure must be reported
             _log.exception("profile %s", command.id)
             report.error.CopyFrom(to_proto(GeofedError("INTERNAL", f"{type(error).__name__}: {error}")))
         if report.HasField("error"):
             report.usd = self._usd(meters)
-        while len(self._answers) >= _KEPT:
+        while len(self._answers) >= _MAX_KEPT_ANSWERS:
             del self._answers[next(iter(self._answers))]
         self._answers[command.id] = report
-        self._tell(report)
+        self._report(report)
 
-    def _say(self, command: agent_pb2.ProfileTask, condition: str) -> None:
-        self._tell(agent_pb2.ProfileReport(id=command.id, condition=condition))
+    def _report_condition(self, command: agent_pb2.ProfileTask, condition: str) -> None:
+        self._report(agent_pb2.ProfileReport(id=command.id, condition=condition))
 
     async def _profiled(self, command: agent_pb2.ProfileTask, meters: _Meters) -> agent_pb2.ProfileReport:
         begun = time.monotonic()
-        async with self._ready(command, meters) as body:
-            # First of all: memory that a function has let go of a moment ago would be quicker to have than any other.
-            self._say(command, "measures disk and memory")
-            aside, folder = time.monotonic(), self._around.state_dir
-            rates = await asyncio.to_thread(lambda: (stored_rate(folder), fresh_rate()))
+        async with self._prepared(command, meters) as body:
+            # Measured before any function runs, since memory that was freed a moment ago is allocated faster.
+            self._report_condition(command, "measuring disk and memory")
+            aside, folder = time.monotonic(), self._context.state_dir
+            rates = await asyncio.to_thread(lambda: (durable_write_rate(folder), fresh_memory_rate()))
             begun += time.monotonic() - aside
             body = await self._with_data(command, body)
-            told = [await self._at_memory(command, memory, body, meters) for memory in command.memories_mb]
-            cold = told[0].ready_seconds + time.monotonic() - begun - sum(one.seconds for one in told)
-            self._say(command, f"measures the channel ({self._around.channel.kind})")
-            costs, usage = await asyncio.to_thread(self._around.channel.costs, command.id)
+            profiles = [await self._at_memory(command, memory, body, meters) for memory in command.memories_mb]
+            cold = profiles[0].ready_seconds + time.monotonic() - begun - sum(one.seconds for one in profiles)
+            self._report_condition(command, f"measuring the channel ({self._context.channel.kind})")
+            costs, usage = await asyncio.to_thread(self._context.channel.costs, command.id)
             meters.add_usage(usage)
-            numbers = self._numbers(command, told, cold, asdict(costs), rates, meters)
+            numbers = self._numbers(command, profiles, cold, asdict(costs), rates, meters)
             return agent_pb2.ProfileReport(profile_json=json.dumps(numbers))
 
     async def _probed(self, command: agent_pb2.ProfileTask, meters: _Meters) -> agent_pb2.ProfileReport:
-        """The size is told as soon as it is known; reading the data may take long, and fail."""
+        """Probe a task. The size is reported as soon as it is known, since reading the data may take long, and fail."""
         begun, weight = time.monotonic(), agent_pb2.TaskWeight()
         memory = max(command.memories_mb, default=0)
         limit = timedelta(seconds=command.limit_seconds) + _GRACE
-        async with self._ready(command, meters) as body:
+        async with self._prepared(command, meters) as body:
             body = body.model_copy(update={"memory_mb": memory, "measure": "size"})
             name = await self._deployed(command, memory, limit)
-            self._say(command, "counts the model")
+            self._report_condition(command, "measuring the model's size")
             size = await self._size(command, name, body, limit, meters)
             weight.parameters, weight.model_bytes = size.parameters, size.model_bytes
-            self._tell(agent_pb2.ProfileReport(id=command.id, weight=weight))
+            self._report(agent_pb2.ProfileReport(id=command.id, weight=weight))
             counted = time.monotonic() - begun
             try:
                 body = await self._with_data(command, body.model_copy(update={"measure": "pace"}))
                 pace, _ = await self._call(name, body, memory, limit, meters)
                 weight.steps.extend(agent_pb2.TimedStep(batch=one.batch, seconds=one.seconds) for one in pace.steps)
-                # A worker makes the model once.
+                # Both calls create the model, but a worker creates it only once.
                 weight.start_seconds = counted - size.loaded_seconds + pace.loaded_seconds
             except GeofedError as error:
-                # What is known is worth having.
+                # The size is still useful.
                 weight.note = f"{error.code}: {error.message}"
         weight.usd, weight.last = self._usd(meters), True
         return agent_pb2.ProfileReport(weight=weight)
@@ -176,7 +178,7 @@ class Profiler:
     async def _size(
         self, command: agent_pb2.ProfileTask, name: str, body: ProfileCall, limit: timedelta, meters: _Meters
     ) -> Profiled:
-        """Without the data, unless the model cannot be made before `dataset` has been called."""
+        """Measure the model's size: without the data, unless the model needs a call of `dataset` before it."""
         try:
             return (await self._call(name, body, body.memory_mb, limit, meters))[0]
         except GeofedError as error:
@@ -189,22 +191,22 @@ class Profiler:
             return (await self._call(name, body, body.memory_mb, limit, meters))[0]
 
     @contextlib.asynccontextmanager
-    async def _ready(self, command: agent_pb2.ProfileTask, meters: _Meters) -> AsyncIterator[ProfileCall]:
-        """The task's code in the channel, and what a call of it is told but for data; all is cleared away after."""
-        around, start = self._around, _as_partition(command)
-        check_partition(around.config, start)
-        if around.config.prices is None:
+    async def _prepared(self, command: agent_pb2.ProfileTask, meters: _Meters) -> AsyncIterator[ProfileCall]:
+        """Store the task's code in the channel; yields the body of a call, without data. Cleans up afterwards."""
+        context, start = self._context, _as_partition(command)
+        check_partition(context.config, start)
+        if context.config.prices is None:
             text = f"region {command.region} states no prices"
             raise GeofedError("PRICE_UNKNOWN", text, hint="add `prices` to its configuration")
-        mark = around.state_dir / _MARK
+        mark = context.state_dir / _MARKER
         mark.write_text(command.id)
         try:
-            self._say(command, "fetches the task")
-            bundle = await around.fetch_bundle(command.task.bundle_digest)
+            self._report_condition(command, "downloading the task")
+            bundle = await context.fetch_bundle(command.task.bundle_digest)
             await asyncio.to_thread(self._put_bundle, start, bundle, meters)
-            address = await asyncio.to_thread(around.channel.worker_address, command.id)
+            address = await asyncio.to_thread(context.channel.worker_address, command.id)
             yield ProfileCall(
-                job=command.id, region=command.region, channel=around.channel.kind, channel_address=address,
+                job=command.id, region=command.region, channel=context.channel.kind, channel_address=address,
                 bundle_key=bundle_key(start), module=command.task.module,
                 config=json.loads(command.task.config_json or "{}"), splits={}, batch=command.batch,
                 evaluation_batch=command.evaluation_batch,
@@ -215,12 +217,12 @@ class Profiler:
             mark.unlink(missing_ok=True)
 
     async def _with_data(self, command: agent_pb2.ProfileTask, body: ProfileCall) -> ProfileCall:
-        dataset = self._around.config.datasets[command.task.dataset]
-        splits = await asyncio.to_thread(shard_files, dataset, self._around.config.stores)
+        dataset = self._context.config.datasets[command.task.dataset]
+        splits = await asyncio.to_thread(shard_files, dataset, self._context.config.stores)
         return body.model_copy(update={"splits": splits, "declared_samples": dataset.splits["train"].samples})
 
     def _put_bundle(self, start: agent_pb2.StartPartition, bundle: bytes, meters: _Meters) -> None:
-        channel = self._around.channel.open(start.job)
+        channel = self._context.channel.open(start.job)
         try:
             channel.put(bundle_key(start), [bundle])
         finally:
@@ -229,68 +231,68 @@ class Profiler:
 
     async def _at_memory(
         self, command: agent_pb2.ProfileTask, memory_mb: int, body: ProfileCall, meters: _Meters
-    ) -> _Told:
-        """Deploy one replica of so much memory, and have it measure, and once more make ready."""
+    ) -> _MemoryProfile:
+        """Deploy one replica with this memory, have it measure, and call it once more to measure a warm call."""
         begun = time.monotonic()
         limit = timedelta(seconds=command.limit_seconds) + _GRACE
         body = body.model_copy(update={"memory_mb": memory_mb})
         name = await self._deployed(command, memory_mb, limit)
         deployed = time.monotonic() - begun
-        self._say(command, f"measures steps with {memory_mb} MB")
+        self._report_condition(command, f"measuring steps with {memory_mb} MB")
         measured, _ = await self._call(name, body, memory_mb, limit, meters)
         _, again = await self._call(name, body.model_copy(update={"measure": "nothing"}), memory_mb, limit, meters)
-        await self._around.gateway.delete(name)
-        return _Told(memory_mb, measured, deployed + measured.loaded_seconds, again, time.monotonic() - begun)
+        await self._context.gateway.delete(name)
+        return _MemoryProfile(memory_mb, measured, deployed + measured.loaded_seconds, again, time.monotonic() - begun)
 
     async def _deployed(self, command: agent_pb2.ProfileTask, memory_mb: int, limit: timedelta) -> str:
-        """The name of a function with one replica that is ready."""
-        around, name = self._around, f"{self._functions}{memory_mb}"
-        self._say(command, f"starts a function of {memory_mb} MB")
-        await around.gateway.deploy(
+        """Deploy a function with one replica and wait until it is ready; returns its name."""
+        context, name = self._context, f"{self._functions}{memory_mb}"
+        self._report_condition(command, f"starting a function with {memory_mb} MB")
+        await context.gateway.deploy(
             FunctionSpec(
                 service=name,
-                image=around.image,
+                image=context.image,
                 labels=fixed_scale_labels(1),
-                env_vars={**timeout_env(limit), **around.channel.worker_env()},
+                env_vars={**timeout_env(limit), **context.channel.worker_env()},
                 limits={"memory": f"{memory_mb}Mi"},
             )
         )
-        await around.gateway.scale(name, 1)
-        await around.gateway.wait_ready(name, 1, _READY)
+        await context.gateway.scale(name, 1)
+        await context.gateway.wait_ready(name, 1, _READY)
         return name
 
     async def _call(
         self, name: str, body: ProfileCall, memory_mb: int, limit: timedelta, meters: _Meters
     ) -> tuple[Profiled, float]:
-        """The answer, and the seconds that it took."""
+        """Call the function; returns its answer and the duration in seconds."""
         begun = time.monotonic()
         try:
-            answer = await self._around.gateway.invoke(name, body.model_dump_json().encode(), timeout=limit)
+            answer = await self._context.gateway.invoke(name, body.model_dump_json().encode(), timeout=limit)
         finally:
-            took = time.monotonic() - begun
-            meters.add(invocation_amounts(took, memory_mb))
+            seconds = time.monotonic() - begun
+            meters.add(invocation_amounts(seconds, memory_mb))
         try:
-            told = Profiled.model_validate_json(answer.body)
+            profiled = Profiled.model_validate_json(answer.body)
         except ValidationError:
             raise GeofedError("FUNCTION_FAILED", f"the function answered {answer.body[:200]!r}") from None
-        meters.add_usage(told.channel)
-        if told.status == "failed":
-            raise GeofedError(told.code or "FUNCTION_FAILED", told.message, hint=told.hint or None)
-        return told, took
+        meters.add_usage(profiled.channel)
+        if profiled.status == "failed":
+            raise GeofedError(profiled.code or "FUNCTION_FAILED", profiled.message, hint=profiled.hint or None)
+        return profiled, seconds
 
     def _numbers(
         self,
         command: agent_pb2.ProfileTask,
-        told: list[_Told],
+        profiles: list[_MemoryProfile],
         cold: float,
         costs: dict[str, Any],
         rates: tuple[float, float],
         meters: _Meters,
     ) -> dict[str, Any]:
-        """The fields of `scheduler.tuning.TaskProfile`."""
-        config, first = self._around.config, told[0].numbers
+        """Return the fields of `scheduler.tuning.TaskProfile`."""
+        config, first = self._context.config, profiles[0].numbers
         prices = config.channel.prices
-        channel = {"name": self._around.channel.kind, **costs}
+        channel = {"name": self._context.channel.kind, **costs}
         if prices is not None:
             channel |= {
                 "put_usd": prices.usd_per_put, "list_usd": prices.usd_per_put, "get_usd": prices.usd_per_get,
@@ -302,15 +304,17 @@ class Profiler:
             "batch": command.batch,
             "parameters": first.parameters,
             "model_bytes": first.model_bytes,
-            "steps": [{**step.model_dump(), "memory_mb": one.memory_mb} for one in told for step in one.numbers.steps],
+            "steps": [
+                {**step.model_dump(), "memory_mb": one.memory_mb} for one in profiles for step in one.numbers.steps
+            ],
             "update_seconds": first.update_seconds,
             "stored_bytes_per_second": rates[0],
             "fresh_bytes_per_second": rates[1],
             "norms": [pair.model_dump() for pair in first.norms],
-            "evaluation_peak_mb": max(one.numbers.evaluation_peak_mb for one in told),
+            "evaluation_peak_mb": max(one.numbers.evaluation_peak_mb for one in profiles),
             "channel": channel,
             "start_seconds": cold,
-            "again_seconds": min(one.again_seconds for one in told),
+            "again_seconds": min(one.again_seconds for one in profiles),
             "gb_seconds": meters.amounts.get("gb_seconds", 0.0),
             "usd": self._usd(meters),
             "layers": [layer.model_dump() for layer in first.layers],
@@ -320,45 +324,46 @@ class Profiler:
         }
 
     def _usd(self, meters: _Meters) -> float:
-        config = self._around.config
+        config = self._context.config
         items = bill(meters.amounts, config.prices, config.channel.prices) if config.prices is not None else []
         return sum(item.usd for item in items)
 
     async def _clear_up(self, job: str) -> None:
         with contextlib.suppress(GeofedError):
-            for function in await self._around.gateway.list():
+            for function in await self._context.gateway.list():
                 name = function.spec.service
-                # Another region's name may begin with this one's.
+                # Only digits may follow, since another region's name may begin with this one's.
                 if name.startswith(self._functions) and name.removeprefix(self._functions).isdigit():
-                    await self._around.gateway.delete(function.spec.service)
+                    await self._context.gateway.delete(function.spec.service)
         with contextlib.suppress(GeofedError):
-            await asyncio.to_thread(self._around.channel.discard, job)
+            await asyncio.to_thread(self._context.channel.discard, job)
 
     async def _clear_up_after_a_crash(self) -> None:
-        mark = self._around.state_dir / _MARK
+        mark = self._context.state_dir / _MARKER
         async with self._turn:
             await self._clear_up(mark.read_text())
             mark.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What one memory has come to."""
+class _MemoryProfile:
+    """Measurements with one memory."""
 
     memory_mb: int
     numbers: Profiled
     ready_seconds: float
-    """Until its first step could be made."""
+    """Time from the deployment until the first step could be made."""
     again_seconds: float
+    """Duration of a call of the warm replica that only loads."""
     seconds: float
-    """Of all that was done with this memory."""
+    """Duration of all measurements with this memory."""
 
 
 @contextlib.asynccontextmanager
-async def _as_long_as_somebody_waits(command: agent_pb2.ProfileTask) -> AsyncIterator[None]:
-    """Break off what nobody wants to know any more, also before its turn has come: its calls cost.
+async def _within_wait_time(command: agent_pb2.ProfileTask) -> AsyncIterator[None]:
+    """Abort a measurement, running or waiting, after the time for which the user waits, since its calls are billed.
 
-    Raises ``GeofedError`` WAIT_TIMEOUT.
+    Raises ``GeofedError("WAIT_TIMEOUT")``.
     """
     limit = asyncio.timeout(command.wait_seconds or None)
     try:
@@ -367,11 +372,11 @@ async def _as_long_as_somebody_waits(command: agent_pb2.ProfileTask) -> AsyncIte
     except TimeoutError:
         if not limit.expired():
             raise
-        raise GeofedError("WAIT_TIMEOUT", f"it was not measured within {command.wait_seconds:.0f} s") from None
+        raise GeofedError("WAIT_TIMEOUT", f"the measurement timed out after {command.wait_seconds:.0f} s") from None
 
 
 def _as_partition(command: agent_pb2.ProfileTask) -> agent_pb2.StartPartition:
-    """A partition of one worker that would do the same: what it may not do, a profile may not either."""
+    """Return a partition with one worker that uses the same resources; the region's policy is checked for it."""
     return agent_pb2.StartPartition(
         job=command.id,
         region=command.region,

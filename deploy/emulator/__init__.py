@@ -1,4 +1,4 @@
-"""The WAN emulator: one network namespace per region, joined by links that are as slow as real ones."""
+"""WAN emulator: one network namespace per region, connected by links with real-world rates and delays."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["CONTROL", "Emulator", "Link", "Profile", "load_profile", "profile_na
 
 
 def load_profile(name_or_path: str | Path) -> Profile:
-    """A shipped profile by name, or a YAML file by path.
+    """Load a shipped profile by name, or a YAML file by path.
 
     Raises GeofedError CONFIG_INVALID with the file, the line and the key at fault.
     """
-    # the schema's libraries take longer to import than `--help` may take
+    # imported here, since the schema's libraries are slow to import and `--help` does not need them
     from deploy.emulator import _schema
 
     return _schema.load_profile(name_or_path)

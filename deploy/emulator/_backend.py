@@ -1,4 +1,4 @@
-"""The two ways to delay packets, behind one interface: the kernel's netem, or the hold relay."""
+"""The two back-ends that delay packets, with one interface: the kernel's netem, and the relay in user space."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ Ends = tuple[int, int]
 
 
 class Backend(Protocol):
-    """Shapes links inside the core's namespace; every call comes from a thread that is in there."""
+    """Shapes links inside the core's namespace; the calling thread must be in it."""
 
     name: str
     ended: int | None
-    """A file that becomes readable when the back-end has died, if it can."""
+    """Descriptor that becomes readable when the back-end's process has ended; None: it has no process."""
 
     def segment_line(self, links: list[Link]) -> str:
         """``ip`` line that limits the segments which a site with these links may send."""
 
     def shape(self, changes: dict[Ends, Link]) -> None:
-        """Give these links their shapes; may be called again at any time."""
+        """Set the shapes of these links; may be called again at any time."""
 
     def relay_report(self) -> dict[str, Any] | None:
-        """Processor seconds, lateness and losses of a relay in user space, or None where there is none."""
+        """Return CPU seconds, lateness and losses of a relay in user space; None: there is none."""
 
     def lost(self, report: dict[str, Any] | None, ends: Ends) -> int | None:
-        """Packets that chance took from this link outside of the kernel's own counters, from a report."""
+        """Return the random losses of a link from a report, which the kernel's counters do not contain."""
 
     def close(self) -> None:
-        """Let go of what outlives the namespaces."""
+        """Release resources that would outlive the namespaces."""
 
 
 class Netem:
@@ -107,7 +107,7 @@ def _number(ends: Ends) -> int:
 
 
 def kernel_has_netem() -> bool:
-    """Try it on the loopback device of the calling thread's namespace."""
+    """Whether the kernel has netem, tried on the loopback device of the calling thread's namespace."""
     trial = subprocess.run(["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"], capture_output=True)
     if trial.returncode == 0:
         subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""Holding the emulated links against their profile: round trips, throughput, loss."""
+"""Compares the emulated links with their profile: round trips, throughput, loss."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from deploy.emulator._link import Link, Pair
 from geofed_pb.errors import GeofedError
 
 TOLERANCE = 0.05
-"""Share by which a link may differ from its shape."""
+"""Fraction by which a link may differ from its shape."""
 RTT_FLOOR_MS = 1.0
-"""Difference of round-trip time that is never an error: below it the machine's scheduler is what one measures."""
+"""Difference of round-trip time that is never an error: smaller ones come from the machine's scheduler."""
 _PINGS = 20
+"""Echo requests of a measurement of the round trip."""
 
 
 class RunningSites(Protocol):
@@ -37,7 +38,7 @@ class RunningSites(Protocol):
 
 @dataclass(frozen=True)
 class LinkCalibration:
-    """What one directed link was asked to be, and what it was."""
+    """Wanted and measured values of one directed link."""
 
     src: str
     """Sending site."""
@@ -48,19 +49,19 @@ class LinkCalibration:
     measured_rtt_ms: float
     """Median round trip of idle links."""
     rate_mbps: float | None
-    """Rate asked for, of IP packets; None where unshaped."""
+    """Wanted rate of IP packets; None: unshaped."""
     measured_mbps: float
-    """Rate of IP packets that arrived, from TCP's payload (from datagrams where chance takes some)."""
+    """Rate of received IP packets, computed from TCP's payload (from datagrams, where jitter or loss is drawn)."""
     payload_mbps: float
-    """The part of it that applications see."""
+    """The part of it that applications receive."""
     loss: float
-    """Loss asked for."""
+    """Wanted loss."""
     measured_loss: float | None
-    """Loss of datagrams at half the rate; None where none is asked for."""
+    """Loss of datagrams at half the rate; None: not measured, as none is wanted."""
     probe: str
     """``tcp`` or ``udp``."""
     faults: tuple[str, ...]
-    """Sentences about what is off by more than it may; empty is good."""
+    """Sentences about deviations beyond the tolerance; empty: the link is as wanted."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Calibration:
         path.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
 
     def require(self) -> Calibration:
-        """Itself. Raises GeofedError CALIBRATION_FAILED where a link is off."""
+        """Return the calibration. Raises GeofedError CALIBRATION_FAILED if a link deviates."""
         faults = [f"{link.src} to {link.dst}: {fault}" for link in self.links for fault in link.faults]
         if faults:
             raise GeofedError("CALIBRATION_FAILED", "; ".join(faults))
@@ -126,17 +127,17 @@ def _one(
     seconds: float,
 ) -> LinkCalibration:
     faults = []
-    # the median of uniform draws is itself drawn; three of its standard deviations are no fault
+    # the median of random jitter is random, too; three of its standard deviations are allowed
     doubt_ms = 3 * jitter_ms / _PINGS**0.5
     if measured_rtt_ms is None:
         faults.append("no echo came back")
     elif abs(measured_rtt_ms - rtt_ms) > max(RTT_FLOOR_MS, TOLERANCE * rtt_ms) + doubt_ms:
         faults.append(f"round trip {measured_rtt_ms:.2f} ms instead of {rtt_ms:.2f} ms")
-    # a connection's start overfills the queue, and what is sent again arrives in one lump
+    # a connection's start overfills the queue, and retransmitted data arrive in a burst
     warm_s = 1.5 + 15 * rtt_ms / 1000
     measured_loss = None
     if link.drawn:
-        # chance makes TCP slower than the link, so datagrams say what the link carries
+        # random loss makes TCP slower than the link, so datagrams are used to measure its rate
         half = 0.5 * (link.rate_mbps or 100)
         measured_loss = float(transfer_udp(emulator, pair, half, seconds, 0)["loss"])
         offered = (link.rate_mbps or 100) * 1.15 / max(0.1, 1 - link.loss)

@@ -1,8 +1,8 @@
-"""The emulator's one process: it holds the namespaces, shapes the links and answers on a socket.
+"""The emulator's process: it holds the namespaces, shapes the links and answers requests on a socket.
 
-Started as ``python -m deploy.emulator._core`` with its orders as JSON on stdin; it answers one line of JSON on
-stdout once the network stands. It ends on ``down``, on SIGTERM, or when the process that owns it ends; then the
-kernel takes the namespaces and devices back, since nothing but open files of this process holds them.
+Started as ``python -m deploy.emulator._core`` with its settings as JSON on stdin; it prints one line of JSON when the
+network is ready. It ends on ``down``, on SIGTERM, or when the process that owns it ends. The kernel then removes the
+namespaces and devices, since only open files of this process hold them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Core:
         has_netem = kernel_has_netem()
         if wanted == "netem" and not has_netem:
             raise GeofedError(
-                "EMULATOR_UNSUPPORTED", "this kernel has no netem", hint="leave the choice open, or ask for hold"
+                "EMULATOR_UNSUPPORTED", "this kernel has no netem", hint="leave --backend out, or set it to hold"
             )
         everyone = range(len(self.sites))
         batch("ip", core_lines(len(self.sites), [f"/proc/{os.getpid()}/fd/{fd}" for fd in self.netns]))
@@ -166,11 +166,11 @@ class Core:
         return meters
 
     def state(self) -> dict[str, Any]:
-        """What a later process needs to find this one, or to sweep up behind it."""
+        """Return what a later process needs to find this one, or to clean up after it."""
         return {"pid": os.getpid(), "id": self.ident, "inodes": self.inodes, "rootless": self.rootless}
 
     def end(self) -> None:
-        """End what runs inside, and the back-end."""
+        """End the processes in the sites, and the back-end."""
         ns.end_processes(set(self.inodes))
         if not self._ended:
             self._ended = True
@@ -185,7 +185,7 @@ def _sysctl(values: dict[str, str]) -> None:
 
 
 def serve(core: Core, state_dir: Path, owner: int | None) -> None:
-    """Answer requests until told to go, signalled, or bereft of the owner (an open pidfd) or the back-end."""
+    """Answer requests until ``down``, a signal, or the end of the owner (an open pidfd) or of the back-end."""
     directory = os.open(state_dir, os.O_PATH | os.O_CLOEXEC)
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
@@ -222,7 +222,7 @@ def _announce(core: Core, state_dir: Path) -> None:
 
 
 def _answer(core: Core, listener: socket.socket) -> bool:
-    """Serve one connection; True where it asked the emulator to go."""
+    """Serve one connection; True if it has requested ``down``."""
     connection, _ = listener.accept()
     with connection, connection.makefile("rw") as stream:
         connection.settimeout(10)
@@ -235,37 +235,37 @@ def _answer(core: Core, listener: socket.socket) -> bool:
             answer: dict[str, Any] = {"ok": core.handle(request)}
         except GeofedError as error:
             answer = {"error": error.as_dict()}
-        except Exception as error:  # noqa: BLE001 - the process edge: the asker gets it, the emulator lives on
+        except Exception as error:  # noqa: BLE001 - the error is answered, and the emulator continues
             answer = {"error": GeofedError("INTERNAL", f"{type(error).__name__}: {error}").as_dict()}
         try:
             stream.write(json.dumps(answer) + "\n")
             stream.flush()
         except OSError:
-            pass  # the asker has gone
+            pass  # the client has closed the connection
     return False
 
 
 def main() -> int:
-    """Entry of the process; orders: profile, backend, state_dir, id, owner."""
-    orders = json.loads(sys.stdin.read())
+    """Entry point; settings on stdin: profile, backend, state_dir, id, owner."""
+    settings = json.loads(sys.stdin.read())
     owner = None
-    if orders["owner"] is None:
+    if settings["owner"] is None:
         if os.fork():
             os._exit(0)
     else:
-        owner = os.pidfd_open(orders["owner"])
-    state_dir = Path(orders["state_dir"])
+        owner = os.pidfd_open(settings["owner"])
+    state_dir = Path(settings["state_dir"])
     try:
         held = lock(state_dir)
     except BlockingIOError:
         error = GeofedError(
-            "ILLEGAL_STATE", f"an emulator is up in {state_dir}", hint="take it down first: `wan-emulator down`"
+            "ILLEGAL_STATE", f"an emulator is running in {state_dir}", hint="end it first: `wan-emulator down`"
         )
         print(json.dumps({"error": error.as_dict()}), flush=True)
         return int(error.exit)
     try:
         sweep(state_dir)
-        core = Core(Profile.from_dict(orders["profile"]), orders["backend"], state_dir, orders["id"])
+        core = Core(Profile.from_dict(settings["profile"]), settings["backend"], state_dir, settings["id"])
     except (GeofedError, OSError, RuntimeError, subprocess.CalledProcessError) as problem:
         error = problem if isinstance(problem, GeofedError) else GeofedError("EMULATOR_UNSUPPORTED", str(problem))
         print(json.dumps({"error": error.as_dict()}), flush=True)

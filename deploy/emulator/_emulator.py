@@ -1,4 +1,4 @@
-"""The emulator as its users see it: started, entered, changed and taken down from Python."""
+"""Python interface of the emulator: start it, run processes in it, change its links, and end it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from geofed_pb.errors import CATALOGUE, GeofedError
 
 _START_S = 30.0
 _ANSWER_S = 30.0
+"""Timeout of an answer of the running emulator, in seconds."""
 
 
 class Emulator:
@@ -35,7 +36,7 @@ class Emulator:
     """
 
     def __init__(self, profile: Profile, *, state_dir: Path | str | None = None, backend: str | None = None) -> None:
-        """``state_dir`` None takes a temporary one; ``backend`` None takes netem where the kernel has it."""
+        """``state_dir`` None: a temporary one; ``backend`` None: netem if the kernel has it."""
         self.profile: Profile | None = profile
         self._wanted = backend
         self._temporary = state_dir is None
@@ -45,12 +46,12 @@ class Emulator:
 
     @staticmethod
     def supported() -> str | None:
-        """Why no emulator can run here, or None where one can."""
+        """Return the reason why no emulator can run here; None: it can."""
         return ns.unsupported()
 
     @classmethod
     def at(cls, state_dir: Path | str) -> Emulator:
-        """The emulator of a state directory, up or not: enough for ``down``."""
+        """Return the emulator of a state directory, running or not; only ``down`` works if it is not."""
         emulator = cls.__new__(cls)
         emulator.profile = None
         emulator._wanted = None
@@ -62,15 +63,15 @@ class Emulator:
 
     @classmethod
     def attach(cls, state_dir: Path | str) -> Emulator:
-        """The emulator that is up in a state directory. Raises GeofedError EMULATOR_OFF."""
+        """Return the running emulator of a state directory. Raises GeofedError EMULATOR_OFF."""
         emulator = cls.at(state_dir)
         emulator._about = emulator._ask("status")
         return emulator
 
     def start(self, *, daemon: bool = False) -> Self:
-        """Bring it up. With ``daemon`` it outlives this process, until ``down``.
+        """Start the emulator. With ``daemon`` it runs until ``down``, also after this process has ended.
 
-        Raises GeofedError EMULATOR_UNSUPPORTED, or ILLEGAL_STATE where one is up in the same directory.
+        Raises GeofedError EMULATOR_UNSUPPORTED, or ILLEGAL_STATE if one is running in the same directory.
         """
         reason = self.supported()
         if reason is not None:
@@ -79,7 +80,7 @@ class Emulator:
         if self._temporary:
             self._state_dir = Path(tempfile.mkdtemp(prefix="geofed-emulator-"))
         self._state_dir.mkdir(parents=True, exist_ok=True)
-        orders = {
+        settings = {
             "profile": self.profile.as_dict(),
             "backend": self._wanted,
             "state_dir": str(self._state_dir),
@@ -99,7 +100,7 @@ class Emulator:
         assert process.stdin is not None
         assert process.stdout is not None
         with process.stdin, process.stdout:
-            process.stdin.write(json.dumps(orders))
+            process.stdin.write(json.dumps(settings))
             process.stdin.close()
             answer = process.stdout.readline()
         if daemon or not answer.startswith('{"ok"'):
@@ -127,7 +128,7 @@ class Emulator:
 
     @property
     def backend(self) -> str:
-        """What delays packets here: ``netem`` or ``hold``."""
+        """Back-end that delays packets: ``netem`` or ``hold``."""
         return str(self._about["backend"])
 
     @property
@@ -156,7 +157,7 @@ class Emulator:
     def popen(self, site: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a process inside a site. ``options`` are those of subprocess.Popen.
 
-        What still runs when the emulator goes down is terminated.
+        Processes that still run when the emulator ends are terminated.
         """
         options["env"] = self.environment(options.get("env"))
         return subprocess.Popen(self.command(site, argv), **options)
@@ -169,14 +170,14 @@ class Emulator:
     def set_link(self, src: str, dst: str, *, both: bool = False, **fields: float | None) -> None:
         """Change ``rate_mbps`` (None: unshaped), ``delay_ms``, ``jitter_ms`` or ``loss`` of a live link.
 
-        What is not named stays. Packets on their way keep the time they were given.
+        Other fields stay. Packets that are already delayed keep their time.
         Raises GeofedError CONFIG_INVALID or REGION_NOT_FOUND.
         """
         pairs = [(src, dst), (dst, src)] if both else [(src, dst)]
         self._ask("set", pairs=pairs, fields=fields)
 
     def partition(self, site: str, *others: str) -> None:
-        """Cut a site off from ``others``, or from every other site; packets vanish without an answer."""
+        """Cut a site off from ``others``, or from every other site; packets are dropped without an answer."""
         peers = others or tuple(name for name in self.sites if name != site)
         self._ask("cut", pairs=[pair for peer in peers for pair in ((site, peer), (peer, site))])
 
@@ -189,7 +190,7 @@ class Emulator:
         self._ask("heal")
 
     def status(self) -> dict[str, Any]:
-        """Everything known: back-end, sites with addresses, links with shape and meters."""
+        """Return the status: back-end, sites with addresses, links with shape and meters."""
         return self._ask("status")
 
     def bytes(self) -> dict[Pair, int]:
@@ -199,12 +200,12 @@ class Emulator:
     def calibrate(self, *, seconds: float = 3.0, links: Sequence[Pair] | None = None) -> Calibration:
         """Measure round trips and throughput of the links (all between regions by default).
 
-        The result tells whether each is within 5 % of its shape; ``Calibration.require`` raises where not.
+        The result states whether each is within 5 % of its shape; ``Calibration.require`` raises if one is not.
         """
         return calibrate(self, seconds=seconds, links=links)
 
     def down(self) -> None:
-        """End what runs inside, and take the network away. Does nothing where it is down already."""
+        """End the processes in the sites, and remove the network. Does nothing if the emulator is not running."""
         try:
             self._ask("down")
         except GeofedError as error:
@@ -256,7 +257,7 @@ class Emulator:
         try:
             directory = os.open(self._state_dir, os.O_PATH | os.O_CLOEXEC)
         except FileNotFoundError as error:
-            raise GeofedError("EMULATOR_OFF", f"no emulator is up in {self._state_dir}") from error
+            raise GeofedError("EMULATOR_OFF", f"no emulator is running in {self._state_dir}") from error
         try:
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(_ANSWER_S)
@@ -265,13 +266,13 @@ class Emulator:
                     _send(stream, {"verb": verb, **arguments})
                     answer = stream.readline()
         except (FileNotFoundError, ConnectionError) as error:
-            raise GeofedError("EMULATOR_OFF", f"no emulator is up in {self._state_dir}") from error
+            raise GeofedError("EMULATOR_OFF", f"no emulator is running in {self._state_dir}") from error
         except TimeoutError as error:
             raise GeofedError("INTERNAL", f"the emulator in {self._state_dir} does not answer") from error
         finally:
             os.close(directory)
         if not answer:
-            raise GeofedError("EMULATOR_OFF", f"the emulator in {self._state_dir} went away")
+            raise GeofedError("EMULATOR_OFF", f"the emulator in {self._state_dir} has ended")
         return _unwrap(json.loads(answer))
 
 

@@ -1,4 +1,4 @@
-"""The ``hold`` back-end: packets wait in the kernel's queues until user space says that they are due."""
+"""The ``hold`` back-end: packets wait in the kernel's queues until a relay in user space releases them."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from deploy.emulator._link import Link
-from deploy.emulator._namespaces import wake_exactly
+from deploy.emulator._namespaces import use_exact_timers
 from deploy.emulator._nfqueue import PacketQueue
 
 _SEGMENTED_BELOW_MBPS = 10
+"""Rate below which large TCP segments are cut into packets."""
 _BURST = 64
+"""Packets of one queue that are received at a time."""
 _GATHER_S = 0.0001
+"""Pause after an arrival, to receive the next packets together."""
 
 
 def whole_segments(link: Link) -> bool:
-    """True where TCP segments of up to 64 KiB may pass as one.
+    """Whether TCP segments of up to 64 KiB may be queued as one packet.
 
-    Loss and jitter are drawn per packet, and on a slow link one large segment would block it for long.
+    Loss and jitter are drawn per packet, and a large segment would block a slow link for long.
     """
     return not link.drawn and (link.rate_mbps is None or link.rate_mbps > _SEGMENTED_BELOW_MBPS)
 
 
 @dataclass
 class _Held:
-    """One directed link as the relay sees it."""
+    """A directed link in the relay, with its queue and number of losses."""
 
     queue: PacketQueue
     link: Link
@@ -43,10 +46,9 @@ class _Held:
 
 
 class Relay:
-    """Receives the ids of packets, draws their fate and releases each when it is due.
+    """Receives the ids of packets, draws loss and delay of each, and releases it when it is due.
 
-    It runs in a process of its own, so that nothing which the core does (starting ``tc``, answering questions)
-    can hold a packet up.
+    It runs in a process of its own, so that work of the core (starting ``tc``, answering requests) delays no packet.
     """
 
     def __init__(self, orders: socket.socket) -> None:
@@ -60,26 +62,26 @@ class Relay:
         self._epoll.register(orders, select.EPOLLIN)
 
     def run(self) -> None:
-        """Relay until the core closes its end."""
-        wake_exactly()
+        """Run until the core closes the socket."""
+        use_exact_timers()
         _prefer_this_process()
         gc.disable()
         while True:
             wait_s = max(0.0, self._due[0][0] - time.monotonic()) if self._due else None
-            # epoll alone counts in milliseconds, select in microseconds
+            # select has a resolution of microseconds, epoll only of milliseconds
             select.select([self._epoll], [], [], wait_s)
             ready = self._epoll.poll(0)
             for fd, _ in ready:
                 if fd != self._orders.fileno():
                     self._receive(self._by_fd[fd])
-                elif not self._obey():
+                elif not self._run_command():
                     return
             self._release(time.monotonic())
             if ready:
                 self._gather()
 
-    def _obey(self) -> bool:
-        """Carry out one line of orders; False at their end."""
+    def _run_command(self) -> bool:
+        """Carry out one line of commands; False at the end of the stream."""
         line = self._stream.readline()
         if not line:
             return False
@@ -102,7 +104,7 @@ class Relay:
         return True
 
     def _shape(self, number: int, link: Link) -> None:
-        """Packets on their way keep the time they were given."""
+        """Set the shape of a link. Packets that are already delayed keep their time."""
         if number in self._held:
             self._held[number].link = link
             self._held[number].queue.set_whole_segments(whole_segments(link))
@@ -113,7 +115,7 @@ class Relay:
         self._epoll.register(queue.fileno(), select.EPOLLIN)
 
     def _gather(self) -> None:
-        """After an arrival, look away for a moment: packets come in trains, and a look costs more than a packet."""
+        """Pause briefly after an arrival: packets come in bursts, and receiving several at a time is cheaper."""
         pause_s = self._due[0][0] - time.monotonic() if self._due else _GATHER_S
         if pause_s > 0:
             time.sleep(min(pause_s, _GATHER_S))
@@ -151,17 +153,17 @@ class Relay:
 
 
 def _prefer_this_process() -> None:
-    """Run ahead of ordinary processes: a busy machine must not show as a slower network."""
-    # without privilege the accuracy is what the machine's load leaves
+    """Run before ordinary processes, so that a busy machine does not appear as a slower network."""
+    # without the privilege, accuracy depends on the machine's load
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
 
 
 class RelayProcess:
-    """The core's side of a relay: starts it, orders it about, and notices its end."""
+    """The core's side of a relay: starts it, sends it commands, and notices its end."""
 
     def __init__(self) -> None:
-        """Fork; the queues belong to the network namespace that the caller is in."""
+        """Fork the relay; its queues belong to the network namespace of the caller."""
         ours, theirs = socket.socketpair()
         self.pid = os.fork()
         if self.pid == 0:
@@ -169,12 +171,12 @@ class RelayProcess:
             _relay_until_closed(theirs)
         theirs.close()
         self.ended = os.pidfd_open(self.pid)
-        """Readable once the relay has ended; its links are cut then."""
+        """Becomes readable when the relay has ended; its links are cut then."""
         self._socket = ours
         self._stream = ours.makefile("rw")
 
     def shape(self, links: Mapping[int, Link]) -> dict[str, Any]:
-        """Give queues their shapes; returns the relay's report. Raises OSError."""
+        """Set the shapes of queues; returns the relay's report. Raises OSError."""
         orders = {"shape": [[number, asdict(link)] for number, link in links.items()]}
         self._stream.write(json.dumps(orders) + "\n")
         self._stream.flush()
@@ -198,7 +200,7 @@ def _relay_until_closed(orders: socket.socket) -> NoReturn:
     try:
         Relay(orders).run()
         status = 0
-    except BaseException:  # noqa: BLE001 - the process edge: nothing may run on in a fork of the core
+    except BaseException:  # noqa: BLE001 - a fork must never return into the core's code
         traceback.print_exc()
     finally:
         os._exit(status)

@@ -1,4 +1,4 @@
-"""What a link is: the shape of one directed region pair, and the profile that holds all of them."""
+"""Links and profiles: the shape of one directed pair of sites, and the profile with all of them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from geofed_pb.errors import GeofedError
 
 CONTROL = "control"
-"""The site where the control plane runs. It is no region: its links are unshaped unless a profile says otherwise."""
+"""The site of the control plane. It is not a region; its links are unshaped unless a profile shapes them."""
 
 MTU_BYTES = 1500
 FRAME_OVERHEAD_BYTES = 14
-"""What the kernel's queues count beyond the IP packet: the Ethernet header of a veth device."""
+"""Bytes that the kernel's queues count in addition to the IP packet: the Ethernet header of a veth device."""
 
 Pair = tuple[str, str]
 """A directed link: (source site, destination site)."""
@@ -23,7 +23,7 @@ class Link:
     """The shape of one direction between two sites."""
 
     rate_mbps: float | None = None
-    """Rate of IP packets, headers included, in 10^6 bit/s; None is as fast as the machine goes."""
+    """Rate of IP packets, headers included, in 10^6 bit/s; None: as fast as the machine allows."""
     delay_ms: float = 0.0
     """One-way delay of every packet."""
     jitter_ms: float = 0.0
@@ -43,12 +43,12 @@ class Link:
 
     @property
     def held(self) -> bool:
-        """True where packets must wait or be drawn for loss before they meet the rate."""
+        """Whether packets are delayed, or dropped at random, before the rate limit."""
         return self.delay_ms > 0 or self.loss > 0
 
     @property
     def drawn(self) -> bool:
-        """True where chance acts per packet, so that packets may not travel as segments of 64 KB."""
+        """Whether jitter or loss is drawn per packet, so that packets may not be sent as segments of 64 KB."""
         return self.jitter_ms > 0 or self.loss > 0
 
     @property
@@ -61,13 +61,13 @@ class Profile:
     """A whole WAN: its regions and a link for every ordered pair of sites."""
 
     name: str
-    """Name of the profile, as it stands in every result."""
+    """Name of the profile, which every result contains."""
     description: str
-    """One sentence: what it stands for."""
+    """Description in one sentence."""
     source: str
-    """Where its figures come from."""
+    """Source of its figures."""
     regions: tuple[str, ...]
-    """Region names, in order; the site ``control`` comes on top."""
+    """Region names, in order, without the site ``control``."""
     links: Mapping[Pair, Link]
     """One link for each ordered pair of distinct sites, ``control`` included."""
 
@@ -76,7 +76,7 @@ class Profile:
         return (CONTROL, *self.regions)
 
     def as_dict(self) -> dict[str, object]:
-        """Plain types, complete: ``Profile.from_dict(p.as_dict()) == p``."""
+        """Return the profile in plain types; ``Profile.from_dict(p.as_dict()) == p``."""
         links = [{"src": src, "dst": dst, **asdict(link)} for (src, dst), link in self.links.items()]
         return {
             "name": self.name,
@@ -105,9 +105,9 @@ class Profile:
 
 
 def change(link: Link, **fields: float | None) -> Link:
-    """The link with some fields replaced.
+    """Return the link with some fields replaced.
 
-    Raises GeofedError CONFIG_INVALID where the result is no valid link.
+    Raises GeofedError CONFIG_INVALID if the result is not a valid link.
     """
     try:
         return replace(link, **fields)  # type: ignore[arg-type]  # names are checked by replace itself

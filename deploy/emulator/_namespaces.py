@@ -1,4 +1,4 @@
-"""Network namespaces without names: held by open files of one process, gone when it and its guests are."""
+"""Network namespaces without names: open files of one process hold them, until it and the processes in them end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLONE_NEWNET = 0x40000000
 _PR_SET_TIMERSLACK = 29
 
 MARK = "GEOFED_EMULATOR_ID"
-"""Environment variable that every process started in a site carries: the id of its emulator."""
+"""Environment variable with the id of the emulator, set for every process that is started in a site."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -37,13 +37,13 @@ def enter(netns: int) -> None:
     _check(_libc.setns(netns, CLONE_NEWNET), "setns")
 
 
-def wake_exactly() -> None:
-    """Let timers of the calling thread fire when they are due, not up to 50 microseconds later."""
+def use_exact_timers() -> None:
+    """Make timers of the calling thread fire exactly when they are due, not up to 50 microseconds later."""
     _libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
 def become_root_of_user_namespace() -> None:
-    """Map the caller's user to root of a new user namespace. Raises OSError where the machine forbids it."""
+    """Map the caller's user to root of a new user namespace. Raises OSError if the machine forbids it."""
     uid, gid = os.geteuid(), os.getegid()
     unshare(CLONE_NEWUSER)
     Path("/proc/self/setgroups").write_text("deny")
@@ -74,7 +74,7 @@ def inside(netns: int) -> Iterator[None]:
 
 
 def unsupported() -> str | None:
-    """Why this user cannot make network namespaces here, or None. Tries it in a child process."""
+    """Return the reason why this user cannot create network namespaces; None: it can. Tried in a child process."""
     for tool in ("ip", "tc", "nsenter"):
         if not any(os.access(f"{folder}/{tool}", os.X_OK) for folder in _search_path()):
             return f"`{tool}` is not installed (packages iproute2 and util-linux)"
@@ -101,7 +101,7 @@ def _search_path() -> list[str]:
 
 
 def _may_unshare() -> bool:
-    """True where this process has CAP_SYS_ADMIN (bit 21), which containers take from root."""
+    """Whether this process has CAP_SYS_ADMIN (bit 21), which root in a container may lack."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> 21 & 1)
@@ -109,15 +109,15 @@ def _may_unshare() -> bool:
 
 
 def needs_user_namespace() -> bool:
-    """True where network namespaces take a user namespace first."""
+    """Whether network namespaces need a user namespace first."""
     return os.geteuid() != 0 or not _may_unshare()
 
 
 def processes_inside(inodes: Collection[int], *, mark: str | None = None) -> list[int]:
     """Ids of the processes whose network namespace is one of ``inodes``.
 
-    With ``mark``, only those that also carry this emulator id in their environment. That is needed once the
-    emulator's own process is gone: the kernel may then have given the inode to somebody else's namespace.
+    With ``mark``, only those with this emulator id in their environment. That is needed after the emulator's process
+    has ended, since the kernel may have given the inode to another namespace.
     """
     found = []
     for entry in os.listdir("/proc"):
@@ -129,12 +129,12 @@ def processes_inside(inodes: Collection[int], *, mark: str | None = None) -> lis
             if mark is None or f"{MARK}={mark}".encode() in Path(f"/proc/{entry}/environ").read_bytes():
                 found.append(int(entry))
         except OSError:
-            continue  # gone meanwhile, or another user's
+            continue  # it has ended, or belongs to another user
     return found
 
 
 def end_processes(inodes: Collection[int], *, mark: str | None = None, grace_s: float = 1.0) -> int:
-    """Terminate what runs in the namespaces, kill what does not heed it, and return how many there were."""
+    """Terminate the processes in the namespaces, and kill those that do not end; returns their number."""
     first = processes_inside(inodes, mark=mark)
     _signal(first, signal.SIGTERM)
     deadline = time.monotonic() + grace_s

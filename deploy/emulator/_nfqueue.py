@@ -1,7 +1,7 @@
-"""The kernel's packet queues (NFQUEUE), spoken to directly over netlink: metadata out, verdicts in.
+"""Client of the kernel's packet queues (NFQUEUE), over netlink: it receives metadata of packets and sends verdicts.
 
-A packet that a rule sends to a queue stays in the kernel; user space learns its id and answers with a verdict
-when it pleases. Payloads are never copied, and a batch verdict releases every packet up to an id in order.
+A packet that a rule sends to a queue stays in the kernel; user space gets its id and sends a verdict at any later time.
+Payloads are never copied, and a batch verdict releases every packet up to an id in order.
 Layouts follow the kernel's user interface headers ``linux/netfilter/nfnetlink_queue.h`` and
 ``linux/netfilter_ipv4/ip_tables.h``.
 """
@@ -34,6 +34,7 @@ _HEADER = struct.Struct("=IHHII")
 _VERDICT_MESSAGE = struct.Struct("=IHHIIBB2sHH4s4s")
 _ID_OFFSET = 24
 _QUEUED_PACKETS = 400_000
+"""Most packets that a queue holds."""
 
 
 class PacketQueue:
@@ -42,7 +43,7 @@ class PacketQueue:
     def __init__(self, number: int, *, whole_segments: bool) -> None:
         """Bind queue ``number`` of the calling thread's network namespace. Raises OSError.
 
-        ``whole_segments`` False lets the kernel cut large TCP segments into packets before they are queued.
+        ``whole_segments`` False: the kernel cuts large TCP segments into packets before they are queued.
         """
         self._number = number.to_bytes(2, "big")
         self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER)
@@ -67,7 +68,7 @@ class PacketQueue:
         return self._socket.fileno()
 
     def receive(self) -> int | None:
-        """Id of the next packet, or None where no packet waits."""
+        """Return the id of the next packet; None: no packet is waiting."""
         while True:
             try:
                 self._socket.recv_into(self._buffer)
@@ -77,7 +78,7 @@ class PacketQueue:
                 return int.from_bytes(self._buffer[_ID_OFFSET : _ID_OFFSET + 4], "big")
 
     def accept_up_to(self, packet: int) -> None:
-        """Let every queued packet up to this id continue, in order."""
+        """Release every queued packet up to this id, in order."""
         self._verdict(_VERDICT_BATCH, _ACCEPT, packet)
 
     def accept(self, packet: int) -> None:
@@ -87,14 +88,14 @@ class PacketQueue:
         self._verdict(_VERDICT, _DROP, packet)
 
     def close(self) -> None:
-        """Unbind; the kernel drops what still waits."""
+        """Unbind; the kernel drops the packets that are still waiting."""
         self._socket.close()
 
     def set_whole_segments(self, whole_segments: bool) -> None:
         """Queue large TCP segments whole, or let the kernel cut them into packets before they are queued."""
         flags = struct.pack(">I", _FLAG_GSO if whole_segments else 0)
         mask = struct.pack(">I", _FLAG_GSO)
-        # without an acknowledgement, which might stand behind packets in the receive buffer
+        # without an acknowledgement, which might come after packets in the receive buffer
         self._send_config(_attribute(_CFG_FLAGS, flags) + _attribute(_CFG_MASK, mask), _REQUEST)
 
     def _verdict(self, kind: int, verdict: int, packet: int) -> None:
@@ -143,7 +144,7 @@ def send_to_queues(queues: Mapping[tuple[str, str], int]) -> None:
     """Replace the filter table of the calling thread's namespace: forwarded packets of (source address,
     destination address) go to the queue with this number, all others pass.
 
-    A packet whose queue nobody serves is dropped, so a dead relay cuts its links and never unshapes them.
+    A packet is dropped if no process serves its queue, so the links of a dead relay are cut, but never unshaped.
     The table is written through the kernel's own interface, so that no packet-filter tool is needed.
     Raises OSError where the kernel has no such tables.
     """

@@ -1,7 +1,7 @@
-"""Small senders and receivers that measure a link from inside its two sites.
+"""Senders and receivers that measure a link from inside its two sites.
 
 Run as ``python -m deploy.emulator._probe KIND ...``; each prints one line of JSON. They import only the standard
-library, so that they start at once.
+library, so that they start fast.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import time
 
 _CHUNK_BYTES = 1 << 18
 _DATAGRAM_BYTES = 1472
+"""Payload of a datagram that fills an Ethernet packet."""
 PAYLOAD_PER_PACKET = 1448 / 1500
-"""TCP payload per IP byte on full packets with timestamps: the most that a transfer can reach of a link's rate."""
+"""TCP payload per IP byte of full packets with timestamps: the largest fraction of a link's rate that TCP can reach."""
 
 
 def ping(address: str, count: int, interval_s: float) -> dict[str, object]:
-    """Echo requests, which the other side's kernel answers: round-trip times in milliseconds."""
+    """Send echo requests, which the other side's kernel answers; returns round-trip times in milliseconds."""
     rtts: list[float] = []
     sent: dict[int, float] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as raw:
@@ -60,7 +61,7 @@ def _echo_request(ident: int, sequence: int) -> bytes:
 
 
 def tcp_receive(seconds: float, warm_s: float) -> dict[str, object]:
-    """Accept one connection and count what arrives between ``warm_s`` and the end of ``seconds``."""
+    """Accept one connection and count the bytes received between ``warm_s`` and ``seconds``."""
     with socket.create_server(("0.0.0.0", 0)) as server:
         print(json.dumps({"port": server.getsockname()[1]}), flush=True)
         server.settimeout(20)
@@ -84,7 +85,7 @@ def tcp_receive(seconds: float, warm_s: float) -> dict[str, object]:
 
 
 def tcp_send(address: str, port: int) -> dict[str, object]:
-    """Send until the receiver has enough."""
+    """Send until the receiver closes the connection."""
     payload = memoryview(bytes(_CHUNK_BYTES))
     with socket.create_connection((address, port), timeout=20) as connection:
         try:
@@ -95,7 +96,7 @@ def tcp_send(address: str, port: int) -> dict[str, object]:
 
 
 def udp_receive(seconds: float, warm_s: float) -> dict[str, object]:
-    """Count datagrams until none has come for a while: rate after ``warm_s``, and the share that is missing."""
+    """Count datagrams until none arrives for a while; returns the rate after ``warm_s``, and the fraction lost."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver:
         receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
         receiver.bind(("0.0.0.0", 0))
@@ -129,7 +130,7 @@ def udp_receive(seconds: float, warm_s: float) -> dict[str, object]:
 
 
 def udp_send(address: str, port: int, mbps: float, seconds: float) -> dict[str, object]:
-    """Send numbered datagrams at a rate of IP bytes, then say several times that this was all."""
+    """Send numbered datagrams at a rate of IP bytes, then send an end mark several times."""
     interval_s = (_DATAGRAM_BYTES + 28) * 8e-6 / mbps
     filler = bytes(_DATAGRAM_BYTES - 4)
     number = 0
@@ -146,7 +147,7 @@ def udp_send(address: str, port: int, mbps: float, seconds: float) -> dict[str, 
             time.sleep(0.05)
             try:
                 sender.send(b"\xff" * 8)
-            except ConnectionRefusedError:  # it has closed already
+            except ConnectionRefusedError:  # the receiver has closed its socket
                 break
     return {"sent": number}
 

@@ -1,4 +1,4 @@
-"""Profiles as YAML files: their schema, and errors that name the file, the line and the key."""
+"""Schema of profiles in YAML files, with errors that name the file, the line and the key."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class _ProfileFile(_Closed):
     links: list[_Row] = Field(default_factory=list)
 
     def profile(self) -> Profile:
-        """Raises ValueError that starts with the key at fault and a colon."""
+        """Build the profile. Raises ValueError with a text that starts with the invalid key and a colon."""
         if len(set(self.regions)) != len(self.regions) or CONTROL in self.regions:
             raise ValueError(f"regions: names must differ from each other and from {CONTROL!r}")
         sites = [CONTROL, *self.regions]
@@ -81,7 +81,7 @@ class _ProfileFile(_Closed):
             for pair in row.pairs():
                 unknown = set(pair) - set(sites)
                 if unknown:
-                    raise ValueError(f"links.{index}: {unknown.pop()!r} is no region of this profile")
+                    raise ValueError(f"links.{index}: {unknown.pop()!r} is not a region of this profile")
                 if pair in named:
                     raise ValueError(f"links.{index}: {pair[0]} to {pair[1]} is given twice")
                 named[pair] = row.link()
@@ -99,7 +99,7 @@ class _ProfileFile(_Closed):
 
 
 def load_profile(name_or_path: str | Path) -> Profile:
-    """A shipped profile by name, or a file by path (anything with a slash or ending in .yaml).
+    """Load a shipped profile by name, or a file by path (a text with a slash, or that ends with .yaml or .yml).
 
     Raises GeofedError CONFIG_INVALID with the file, the line and the key at fault.
     """
@@ -127,7 +127,7 @@ def profile_names() -> list[str]:
 
 
 def parse_profile(text: str, origin: str) -> Profile:
-    """The profile of a YAML text; ``origin`` is the file name that errors show."""
+    """Parse the profile in a YAML text; ``origin`` is the file name that errors show."""
     try:
         document = YAML(typ="rt").load(text)
     except MarkedYAMLError as error:
@@ -147,7 +147,7 @@ def parse_profile(text: str, origin: str) -> Profile:
 
 
 def _plain(node: object) -> object:
-    """The document without ruamel's subclasses, which strict validation would refuse."""
+    """Return the document in plain types; strict validation refuses ruamel's subclasses."""
     if isinstance(node, dict):
         return {str(key): _plain(value) for key, value in node.items()}
     if isinstance(node, list):
@@ -159,7 +159,7 @@ def _plain(node: object) -> object:
 
 
 def _line(document: object, location: tuple[int | str, ...]) -> int:
-    """Line, from 1, of the deepest part of ``location`` that the document holds."""
+    """Return the line, from 1, of the deepest part of ``location`` that exists in the document."""
     line, node = 1, document
     for key in location:
         if isinstance(node, CommentedMap) and key in node:

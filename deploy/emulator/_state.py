@@ -1,4 +1,4 @@
-"""The state directory: who is up there, how to reach it, and what a dead one left behind."""
+"""State directory of an emulator: its lock, its control socket, and the cleanup after one that was killed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deploy.emulator import _namespaces as ns
 
 
 def lock(state_dir: Path) -> int:
-    """Take the state directory for the life of this process. Raises BlockingIOError where another has it."""
+    """Lock the state directory until this process ends. Raises BlockingIOError if another process holds the lock."""
     handle = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -22,7 +22,8 @@ def lock(state_dir: Path) -> int:
 
 
 def sweep(state_dir: Path) -> int:
-    """End what a dead emulator of this directory left running; returns how many processes. Needs the lock."""
+    """End processes that a killed emulator of this directory has left; returns their number. The caller holds the
+    lock."""
     file = state_dir / "state.json"
     ended = 0
     if file.exists():
@@ -34,5 +35,5 @@ def sweep(state_dir: Path) -> int:
 
 
 def socket_path(directory: int) -> str:
-    """Path of the control socket through an open directory: socket paths may only be 107 bytes long."""
+    """Return the control socket's path through an open directory, since socket paths may have only 107 bytes."""
     return f"/proc/self/fd/{directory}/control.sock"

@@ -1,12 +1,11 @@
-"""The network as commands: veth pairs from every site to the core, a shaping class per directed link.
+"""Commands that build the network: veth pairs from every site to the core, and a shaping class per directed link.
 
-Everything here is a pure function from the profile to lines for ``ip -batch`` and ``tc -batch``.
+All functions are pure; they return lines for ``ip -batch`` and ``tc -batch``.
 
     site i --eth0===s<i>-- core --s<j>===eth0-- site j
 
-The core routes by destination; device ``s<j>`` in the core shapes what leaves for site j, with one htb class
-per source, so that class ``1:<i+1>`` of device ``s<j>`` is the directed link i to j, and its counters are the
-link's meter.
+The core routes by destination. Device ``s<j>`` in the core shapes packets to site j, with one htb class per source:
+class ``1:<i+1>`` of device ``s<j>`` is the directed link from i to j, and its counters are the link's meters.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ from __future__ import annotations
 from deploy.emulator._link import FRAME_OVERHEAD_BYTES, MTU_BYTES, Link
 
 UNSHAPED_MBPS = 200_000
+"""Rate of an unshaped link's class, above what any machine reaches."""
 CUT_PRIORITY = 100
+"""Priority of the routing rules that cut links."""
 
 
 def address(index: int) -> str:
@@ -23,23 +24,25 @@ def address(index: int) -> str:
 
 
 def device(index: int) -> str:
-    """The core's device towards a site."""
+    """Return the name of the core's device to a site."""
     return f"s{index}"
 
 
 def queue_bytes(link: Link) -> int:
-    """Room of the queue in front of the rate: two bandwidth-delay products of the round trip, at least 512 KiB.
+    """Return the size of the queue before the rate limit: two bandwidth-delay products of the round trip, at least
+    512 KiB.
 
-    Shallower queues punish senders whose windows grow in bursts; wide-area routers are about this deep.
+    Shorter queues drop packets of senders whose windows grow in bursts; queues of wide-area routers are about this
+    long.
     """
     rate_bytes_s = (link.rate_mbps or UNSHAPED_MBPS) * 125_000
     return min(256 << 20, max(512 << 10, int(2 * rate_bytes_s * 2 * link.delay_ms / 1000)))
 
 
 def segment_bytes(links: list[Link]) -> int:
-    """Largest segment that a site may hand to the network at once.
+    """Return the largest segment that a site may send at once.
 
-    A segment of 64 KiB occupies a slow link for long, which shows as jitter that no real link has.
+    A segment of 64 KiB occupies a slow link for long, which causes jitter that no real link has.
     """
     rates = [link.rate_mbps for link in links if link.rate_mbps is not None]
     return 16_384 if rates and max(rates) <= 400 else 65_536
@@ -112,6 +115,6 @@ def _leaf(src: int, dst: int, what: str) -> str:
 
 
 def cut_line(src: int, dst: int, *, cut: bool) -> str:
-    """The ``ip`` line that makes packets of a link vanish without an answer, or lets them pass again."""
+    """Return the ``ip`` line that drops the packets of a link without an answer, or forwards them again."""
     verb = "add blackhole" if cut else "del blackhole"
     return f"rule {verb} from {address(src)} to {address(dst)} priority {CUT_PRIORITY}"

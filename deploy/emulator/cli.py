@@ -63,7 +63,7 @@ def up(
     backend: Annotated[str | None, typer.Option(help="netem or hold; by default what the kernel has.")] = None,
     output: OutputOption = Output.table,
 ) -> None:
-    """Bring a WAN up; it stays until `down`."""
+    """Start an emulated WAN; it runs until `down`."""
     if backend not in (None, "netem", "hold"):
         raise GeofedError("CONFIG_INVALID", f"no back-end {backend!r}", hint="choose netem or hold")
     emulator = Emulator(load_profile(profile), state_dir=state_dir, backend=backend).start(daemon=True)
@@ -115,7 +115,7 @@ def set_(
     both: Annotated[bool, typer.Option("--both", help="Change the way back too.")] = False,
     state_dir: StateDir = _STATE_DIR,
 ) -> None:
-    """Change a live link; what is not named stays."""
+    """Change a live link; fields that are not named stay."""
     fields: dict[str, float | None] = {}
     if rate is not None:
         fields["rate_mbps"] = None if rate == "none" else _quantity(rate, {"kbit": 1e-3, "mbit": 1, "gbit": 1e3, "": 1})
@@ -144,7 +144,7 @@ def partition(
     others: Annotated[list[str] | None, typer.Argument(help="From these only; by default from all.")] = None,
     state_dir: StateDir = _STATE_DIR,
 ) -> None:
-    """Cut a site off: packets vanish without an answer, both ways."""
+    """Cut a site off: packets in both directions are dropped without an answer."""
     Emulator.attach(state_dir).partition(site, *(others or []))
 
 
@@ -180,7 +180,7 @@ def calibrate(
     _emit(output, result.as_dict(), table)
     _note(f"back-end {result.backend}, TCP {result.congestion_control}")
     if not result.ok:
-        # the data is on stdout already; the error says it once more for people
+        # the data is on stdout already; the error repeats the result for users
         try:
             result.require()
         except GeofedError as error:
@@ -191,15 +191,15 @@ def calibrate(
 def _pair(text: str) -> tuple[str, str]:
     src, colon, dst = text.partition(":")
     if not colon:
-        raise GeofedError("CONFIG_INVALID", f"{text!r} is no link", hint="write it as FROM:TO")
+        raise GeofedError("CONFIG_INVALID", f"{text!r} is not a link", hint="write it as FROM:TO")
     return src, dst
 
 
 @app.command()
 def down(state_dir: StateDir = _STATE_DIR) -> None:
-    """Take the WAN down and end what runs inside; sweeps up behind one that was killed."""
+    """End the WAN and the processes in it; also cleans up after an emulator that was killed."""
     if not state_dir.exists():
-        raise GeofedError("EMULATOR_OFF", f"no emulator is up in {state_dir.absolute()}")
+        raise GeofedError("EMULATOR_OFF", f"no emulator is running in {state_dir.absolute()}")
     Emulator.at(state_dir).down()
 
 
@@ -217,7 +217,7 @@ def _complain(error: GeofedError) -> None:
 
 
 def main() -> None:
-    """Entry point; the exit status follows the catalogue of errors."""
+    """Run the command; the exit status follows the catalogue of errors."""
     wants_json = any(a in ("-ojson", "--output=json") for a in sys.argv) or any(
         pair in (("-o", "json"), ("--output", "json")) for pair in zip(sys.argv, sys.argv[1:], strict=False)
     )

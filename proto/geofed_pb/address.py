@@ -1,4 +1,4 @@
-"""Addresses as they are written: host:port, where an IPv6 host stands in brackets."""
+"""Formats addresses as host:port, with an IPv6 host in brackets."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["bracketed", "joined"]
 
 
 def bracketed(host: str) -> str:
-    """A host as it stands before a colon and a port: ``[::1]`` for ``::1``, all others as they are.
+    """Return a host as it is written before a colon and a port: ``[::1]`` for ``::1``, others unchanged.
 
-    Raises ``ValueError`` where it has a colon and is no IPv6 address.
+    Raises ``ValueError`` if it contains a colon and is not an IPv6 address.
     """
     bare = host.removeprefix("[").removesuffix("]")
     if ":" not in bare:
@@ -23,5 +23,5 @@ def bracketed(host: str) -> str:
 
 
 def joined(host: str, port: int) -> str:
-    """``host:port``; raises ``ValueError`` as `bracketed` does."""
+    """Return ``host:port``; raises ``ValueError`` as `bracketed` does."""
     return f"{bracketed(host)}:{port}"

@@ -1,7 +1,7 @@
-"""How long texts and messages may be, and how they are made so: here alone, for every process.
+"""Limits of texts and messages, for all processes, and functions that enforce them.
 
-Text comes from the user's code, from file names and from peers. `clean` makes it fit to be stored, sent and shown,
-where it enters; a message of cleaned texts is far below what a receiver takes.
+Text comes from the user's code, from file names and from peers. `clean` is applied where it enters a process, so that
+it can be stored, sent and shown; a message of cleaned texts is far below the limit of a receiver.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ __all__ = [
 ]
 
 LARGEST_MESSAGE_BYTES = 16 << 20
-"""What every gRPC server and client here sends and takes at most."""
+"""Largest message that gRPC servers and clients of geofed send and accept."""
 SESSION_MESSAGE_BYTES = 2 << 20
-"""What an agent and the control plane send each other at most. Peers of earlier versions take 4 MiB, and sent more:
-what is larger than this still arrives, and is cut where it does."""
+"""Largest message that an agent and the control plane send each other. Peers of earlier versions accept 4 MiB and may
+send larger messages; these are accepted and shortened by the receiver."""
 TEXT_BYTES = 4 << 10
-"""Of an error's message or hint, or of a condition."""
+"""Longest error message, hint or condition."""
 LOG_LINE_BYTES = 4000
+"""Longest log line."""
 NAME_BYTES = 200
-"""Of a metric's name."""
+"""Longest name of a metric."""
 MOST_METRICS = 1000
-"""Of one evaluation."""
+"""Most metrics of one evaluation."""
 TRUNCATED = "… truncated"
+"""End of a text that was shortened."""
 
 _UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _TRUNCATED = TRUNCATED.encode()
@@ -44,12 +46,13 @@ _Item = TypeVar("_Item")
 
 
 def clean(text: str, most_bytes: int = TEXT_BYTES) -> str:
-    """Valid UTF-8 of at most so many bytes (20 at least), without control characters but tabs and line ends.
+    """Return a text that is valid UTF-8 of at most ``most_bytes`` bytes (at least 20), without control characters.
 
-    What is unfit is shown as Python would write it; a byte that `os.fsdecode` could not read is shown as that byte.
-    Text that is cut ends with `TRUNCATED`. What is clean stays as it is.
+    Tabs and line feeds are kept. Other control characters and lone surrogates are replaced by Python escapes; a byte
+    that `os.fsdecode` could not decode by the escape of that byte. A text that is shortened ends with `TRUNCATED`. A
+    clean text is returned unchanged.
     """
-    # No character takes less than a byte: what lies further back is cut off in any case.
+    # No character takes less than a byte, so later characters would be cut off in any case.
     shown = _UNFIT.sub(_escaped, text[: most_bytes + 1]).encode()
     if len(shown) > most_bytes:
         shown = shown[: most_bytes - len(_TRUNCATED)].decode(errors="ignore").encode() + _TRUNCATED
@@ -64,7 +67,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def bounded_metrics(metrics: Mapping[str, float]) -> tuple[dict[str, float], str]:
-    """The first `MOST_METRICS`, under names that are clean, and what was left out, in words; empty: nothing."""
+    """Return the first `MOST_METRICS` metrics, with clean names, and a text if others were dropped."""
     kept = {clean(name, NAME_BYTES): value for name, value in islice(metrics.items(), MOST_METRICS)}
     left_out = len(metrics) - MOST_METRICS
     return kept, f"there are more than {MOST_METRICS:,} metrics: only the first ones are kept" if left_out > 0 else ""
@@ -73,7 +76,7 @@ def bounded_metrics(metrics: Mapping[str, float]) -> tuple[dict[str, float], str
 def parts_of(
     items: Iterable[_Item], size: Callable[[_Item], int], most_bytes: int, most_items: int
 ) -> Iterator[list[_Item]]:
-    """Cut items, in order, into lists of at most so many bytes and items; one that is larger alone has a list alone."""
+    """Split items, in order, into lists with limits of bytes and items; an item that is too large gets its own list."""
     part: list[_Item] = []
     total = 0
     for item in items:

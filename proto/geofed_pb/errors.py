@@ -1,8 +1,8 @@
-"""The one catalogue of errors: every failure a user can meet has a stable code, a sentence and a hint.
+"""Catalogue of errors: every failure that a user can get has a stable code, a message and a hint.
 
-An error crosses process borders as ``(code, message, hint)``: in gRPC as trailing metadata beside the status,
-over HTTP as a JSON body. The code decides the exit status of the command line and whether a retry helps;
-the message says what happened; the hint says what to do.
+An error is sent between processes as ``(code, message, hint)``: in gRPC as trailing metadata in addition to the status,
+over HTTP as a JSON body. The code determines the exit status of the command and whether a retry can help; the message
+says what happened; the hint says what to do.
 
     GeofedError
     └── raised with a code of CATALOGUE; nothing subclasses it
@@ -34,19 +34,19 @@ class Exit(IntEnum):
     BUG = 10
     INTERRUPTED = 130
     CLOSED_PIPE = 141
-    """What a shell says of a program that SIGPIPE has ended: nobody read on."""
+    """Status that a shell reports for a program ended by SIGPIPE: the reader has closed the pipe."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of an error code before it happens."""
+    """Properties of an error code."""
 
     exit: Exit
-    """Exit status of a command that ends with it."""
+    """Exit status of a command that ends with this error."""
     retryable: bool
-    """True where the same call may succeed later with nothing changed by the caller."""
+    """Whether the same call may succeed later without a change by the caller."""
     hint: str
-    """What to do, when the place that raises it has nothing better to say."""
+    """Default hint, where the code that raises the error gives none."""
 
 
 CATALOGUE: dict[str, Entry] = {
@@ -99,7 +99,7 @@ CATALOGUE: dict[str, Entry] = {
     "JOB_CANCELLED": Entry(Exit.JOB_ENDED_BADLY, False, "submit it again to run it"),
     "WAIT_TIMEOUT": Entry(Exit.WAIT_TIMEOUT, True, "the job continues; wait again with a longer --timeout"),
     "REGION_LOST": Entry(Exit.JOB_ENDED_BADLY, True, "see that the region's agent runs and reaches the control plane"),
-    # places and processes
+    # services and processes
     "UNAVAILABLE": Entry(Exit.UNAVAILABLE, True, "see that the control plane runs and that its address is right"),
     "GATEWAY_UNAVAILABLE": Entry(
         Exit.UNAVAILABLE, True, "see that the function gateway runs and that its address is right"
@@ -130,7 +130,7 @@ CATALOGUE: dict[str, Entry] = {
     "PRICE_UNKNOWN": Entry(
         Exit.INADMISSIBLE, False, "give the price in the region's configuration; unknown is never taken for zero"
     ),
-    # what clouds say of themselves
+    # clouds
     "CLOUD_SDK_MISSING": Entry(Exit.USAGE, False, "in a clone of geofed, pip install '.[clouds]' installs all of them"),
     "CLOUD_REGION_UNKNOWN": Entry(
         Exit.NOT_FOUND, False, "`control-plane catalogue regions --cloud CLOUD` shows the regions of a cloud"
@@ -156,7 +156,7 @@ CATALOGUE: dict[str, Entry] = {
     "CALIBRATION_FAILED": Entry(
         Exit.JOB_ENDED_BADLY, True, "the machine is too busy for this profile; a measurement would not be valid"
     ),
-    # us
+    # geofed itself
     "INTERNAL": Entry(Exit.BUG, False, "a bug in geofed; run again with --debug and report it"),
 }
 
@@ -164,9 +164,9 @@ CATALOGUE: dict[str, Entry] = {
 class GeofedError(Exception):
     """A failure with a code of the catalogue.
 
-    Message and hint are cleaned and bounded (`geofed_pb.bounds.clean`): whatever the user's code has raised, the error
-    can be stored, sent and shown. Raises ``KeyError`` for a code that the catalogue does not hold, so that no unlisted
-    code can leave a process.
+    Message and hint are cleaned and bounded (`geofed_pb.bounds.clean`), so that the error can be stored, sent and
+    shown, whatever text the user's code has raised. Raises ``KeyError`` for a code that is not in the catalogue, so
+    that no unlisted code can leave a process.
     """
 
     def __init__(self, code: str, message: str, *, hint: str | None = None) -> None:
@@ -185,7 +185,7 @@ class GeofedError(Exception):
         return self.entry.retryable
 
     def as_dict(self) -> dict[str, object]:
-        """The error as it stands in the JSON envelope of a command."""
+        """Return the error for the JSON envelope of a command."""
         return {"code": self.code, "message": self.message, "hint": self.hint, "retryable": self.retryable}
 
     def __str__(self) -> str:

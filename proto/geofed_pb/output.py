@@ -1,4 +1,4 @@
-"""What a command prints has arrived, or the command says why not."""
+"""Errors of writing a command's output: it is complete, or the command fails with an error."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["output_failure", "written_out"]
 
 @contextlib.contextmanager
 def written_out() -> Iterator[None]:
-    """Around a whole command: at its end all that it printed is written.
+    """Context of a whole command that flushes its output at the end.
 
-    Raises ``GeofedError("DISK_FULL")`` where there is no space for it, also for a file that the command writes, and
-    ``SystemExit`` where nobody reads it.
+    Raises ``GeofedError("DISK_FULL")`` if there is no space for it, or for a file that the command writes, and
+    ``SystemExit`` if the reader has closed the pipe.
     """
     try:
         try:
@@ -31,16 +31,16 @@ def written_out() -> Iterator[None]:
 
 
 def output_failure(error: OSError) -> BaseException:
-    """What to raise for an error of writing; after it nothing more is written to standard output."""
+    """Return the exception to raise for a write error; afterwards nothing more is written to standard output."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     if error.filename is not None:
         return GeofedError("DISK_FULL", f"no space left for {error.filename}") if full else error
     if full or isinstance(error, BrokenPipeError):
-        # Else the interpreter would try again at its end.
+        # Otherwise the interpreter would flush again at its end.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
-        # `| head` has what it wanted.
+        # The reader, such as `head`, has read enough.
         return SystemExit(int(Exit.CLOSED_PIPE))
-    hint = "send standard output elsewhere; what the command has done stands"
+    hint = "redirect standard output elsewhere; the command's effects are not undone"
     return GeofedError("DISK_FULL", "no space left for standard output", hint=hint) if full else error

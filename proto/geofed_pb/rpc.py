@@ -1,7 +1,7 @@
-"""How gRPC is used here: channel options, identities in TLS, and errors that keep their code across the wire.
+"""Use of gRPC in geofed: channel options, identities in TLS, and errors that are sent with their code.
 
-Every server's certificate carries its role as a DNS name (`control-plane.geofed`, `<region>.region.geofed`), and
-every client checks that name instead of the address it dialled, so that addresses may change and pass through NAT.
+Every server's certificate contains its role as a DNS name (`control-plane.geofed`, `<region>.region.geofed`). Clients
+check that name instead of the address that they connect to, so that addresses may change and NAT works.
 """
 
 from __future__ import annotations
@@ -43,12 +43,20 @@ __all__ = [
 ]
 
 CHUNK_BYTES = 1 << 20
+"""Bytes of a blob in one message."""
 CONTROL_PLANE_NAME = "control-plane.geofed"
+"""DNS name in the control plane's certificate."""
 _ERROR_KEY = "geofed-error-bin"
+"""Key of the error in the trailing metadata of a failed call."""
 _CLOCK_KEY = "geofed-clock"
-"""In the trailing metadata of each answer: the server's clock."""
-_STATUS_TEXT_BYTES, _TOLD_TEXT_BYTES, _TOLD_HINT_BYTES = 400, 3000, 1000
-"""Of an error that ends a call: gRPC refuses metadata of more than 8 KiB, in which it stands twice, both encoded."""
+"""Key of the server's clock in the trailing metadata of each answer."""
+_STATUS_TEXT_BYTES = 400
+"""Longest message in the status of a failed call. gRPC refuses metadata of more than 8 KiB, which contain the error
+twice: in the status and in the trailing metadata, both encoded."""
+_MESSAGE_BYTES = 3000
+"""Longest message of the error in the trailing metadata."""
+_HINT_BYTES = 1000
+"""Longest hint of the error in the trailing metadata."""
 _log = logging.getLogger("geofed.rpc")
 
 _STATUS = {
@@ -65,12 +73,13 @@ _STATUS = {
 
 
 def region_name(region: str) -> str:
-    """The DNS name in the certificates of a region."""
+    """Return the DNS name in the certificates of a region."""
     return f"{region}.region.geofed"
 
 
 def channel_options() -> list[tuple[str, Any]]:
-    """Keep-alive below the idle limits of cloud NATs (240 s at the lowest), bounded messages, own sub-channels."""
+    """Return the options of clients: keep-alive below the idle limits of cloud NATs (at least 240 s), bounded messages,
+    and a connection of its own for each channel."""
     return [
         *_message_options(),
         ("grpc.keepalive_time_ms", 10_000),
@@ -78,7 +87,8 @@ def channel_options() -> list[tuple[str, Any]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 200),
-        # A try ends before the kernel's third SYN, 3 s after the first: a new one finds a healed link sooner.
+        # An attempt ends before the kernel's third SYN, 3 s after the first, since a new one finds a healed link
+        # sooner.
         ("grpc.min_reconnect_backoff_ms", 2_500),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.use_local_subchannel_pool", 1),
@@ -87,7 +97,7 @@ def channel_options() -> list[tuple[str, Any]]:
 
 
 def server_options() -> list[tuple[str, Any]]:
-    """What `channel_options` asks of a server; two servers never share a port."""
+    """Return the options of servers, which match `channel_options`; two servers never share a port."""
     return [
         *_message_options(),
         ("grpc.keepalive_time_ms", 10_000),
@@ -108,37 +118,37 @@ def _message_options() -> list[tuple[str, Any]]:
 def channel(
     address: str, *, ca_pem: bytes, name: str, certificate_pem: bytes | None = None, key_pem: bytes | None = None
 ) -> grpc.aio.Channel:
-    """Open a TLS channel to the server that is called `name`, wherever it listens."""
+    """Open a TLS channel to an address, where the server's certificate must have the name `name`."""
     credentials = grpc.ssl_channel_credentials(ca_pem, key_pem, certificate_pem)
     options = [*channel_options(), ("grpc.ssl_target_name_override", name)]
     return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 def blocking_channel(address: str, *, ca_pem: bytes, name: str) -> grpc.Channel:
-    """The same for code that does not run in an event loop."""
+    """Open the same channel for code outside of an event loop."""
     options = [*channel_options(), ("grpc.ssl_target_name_override", name)]
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca_pem), options=options)
 
 
 def with_token(token: str) -> tuple[tuple[str, str], ...]:
-    """Call metadata that carries a bearer token."""
+    """Return call metadata with a bearer token."""
     return (("authorization", f"Bearer {token}"),)
 
 
 def peer_common_name(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
-    """Common name of the client's certificate; None where the client showed none."""
+    """Return the common name of the client's certificate; None if it has sent none."""
     for name in context.auth_context().get("x509_common_name") or ():
         return name.decode()
     return None
 
 
 def to_proto(error: GeofedError) -> common_pb2.Error:
-    """The error as it stands in a message."""
+    """Convert an error to its message."""
     return common_pb2.Error(code=error.code, message=error.message, hint=error.hint, retryable=error.retryable)
 
 
 def error_of(error: grpc.RpcError | common_pb2.Error) -> GeofedError:
-    """What the other side said went wrong; for a failure below it (no connection, bad certificate) the nearest code."""
+    """Return the error of a failed call; for a failure of the connection or of a certificate, the nearest code."""
     if isinstance(error, common_pb2.Error):
         code = error.code if error.code in CATALOGUE else "INTERNAL"
         return GeofedError(code, error.message, hint=error.hint or None)
@@ -158,22 +168,22 @@ def error_of(error: grpc.RpcError | common_pb2.Error) -> GeofedError:
 
 
 def _certificate_error(raw: str) -> GeofedError:
-    """Of a certificate that is not taken; whether it is in force is seen by this machine's clock."""
+    """Return the error for a refused certificate; its validity is checked with this machine's clock."""
     now = f"this machine's clock says {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     if "not yet valid" in raw.lower():
-        hint = f"{now}, which is before the certificate begins: set the clock, then try again"
+        hint = f"{now}, which is before the certificate's validity: correct the clock, then try again"
         return GeofedError("CERTIFICATE_INVALID", raw, hint=hint)
     if "expired" in raw.lower():
-        hint = f"{now}; set it where that is wrong, else: {CATALOGUE['CERTIFICATE_EXPIRED'].hint}"
+        hint = f"{now}; correct it if that is wrong, otherwise: {CATALOGUE['CERTIFICATE_EXPIRED'].hint}"
         return GeofedError("CERTIFICATE_EXPIRED", raw, hint=hint)
     return GeofedError("CERTIFICATE_INVALID", raw)
 
 
 def clock_of(trailing: Iterable[tuple[str, str | bytes]] | None) -> float | None:
-    """The server's clock in Unix seconds, as its answer's trailing metadata tells it; None: it is an older one."""
-    told = next((value for key, value in trailing or () if key == _CLOCK_KEY), None)
+    """Return the server's clock in Unix seconds from its answer's trailing metadata; None: an older server."""
+    clock = next((value for key, value in trailing or () if key == _CLOCK_KEY), None)
     try:
-        return float(told) if isinstance(told, str) else None
+        return float(clock) if isinstance(clock, str) else None
     except ValueError:
         return None
 
@@ -197,7 +207,7 @@ _NOT_CONNECTED = re.compile(
 
 
 def _plain(details: str) -> str:
-    """Where nobody could be reached, that and why, without gRPC's own words around it."""
+    """Shorten gRPC's text about a failed connection to the address and the reason."""
     found = _NOT_CONNECTED.fullmatch(details)
     return f"{unquote(found[1])}: {found[2]}" if found else details
 
@@ -207,9 +217,9 @@ _Servicer = TypeVar("_Servicer")
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: GeofedError) -> None:
     status = _STATUS.get(error.exit, grpc.StatusCode.INTERNAL)
-    told = to_proto(error)
-    told.message, told.hint = clean(error.message, _TOLD_TEXT_BYTES), clean(error.hint, _TOLD_HINT_BYTES)
-    trailing = ((_ERROR_KEY, told.SerializeToString()), _clock())
+    message = to_proto(error)
+    message.message, message.hint = clean(error.message, _MESSAGE_BYTES), clean(error.hint, _HINT_BYTES)
+    trailing = ((_ERROR_KEY, message.SerializeToString()), _clock())
     await context.abort(status, clean(error.message, _STATUS_TEXT_BYTES), trailing)
 
 
@@ -235,7 +245,7 @@ def answering(
             await _abort(context, error)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
-        except Exception as error:  # noqa: BLE001 - the edge of the process: nothing may leave without a code
+        except Exception as error:  # noqa: BLE001 - no error may leave the process without a code
             await _abort_unforeseen(context, method.__qualname__, error)
 
     return call
@@ -244,7 +254,7 @@ def answering(
 def streaming(
     method: Callable[[_Servicer, Any, Any], AsyncIterator[Any]],
 ) -> Callable[[_Servicer, Any, Any], AsyncIterator[Any]]:
-    """The same for a method that yields messages."""
+    """Wrap a servicer method that yields messages, so that its errors reach the caller with their code."""
 
     @functools.wraps(method)
     async def call(self: _Servicer, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
@@ -255,14 +265,14 @@ def streaming(
             await _abort(context, error)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
-        except Exception as error:  # noqa: BLE001 - the edge of the process: nothing may leave without a code
+        except Exception as error:  # noqa: BLE001 - no error may leave the process without a code
             await _abort_unforeseen(context, method.__qualname__, error)
 
     return call
 
 
 def read_pem(path: Path, what: str) -> bytes:
-    """Read a key or certificate, with a clear error where it is missing."""
+    """Read a key or certificate; raises ``GeofedError("UNAUTHENTICATED")`` if it is missing."""
     try:
         return path.read_bytes()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Speaking to a function platform through the OpenFaaS REST API, and an embedded platform that serves it."""
+"""Client of function platforms with the OpenFaaS REST API, and an embedded platform that serves this API."""
 
 from region_agent.gateway.callback import CallbackReceiver, CallbackResult
 from region_agent.gateway.client import GatewayClient

@@ -1,4 +1,4 @@
-"""Where the answers of asynchronous calls arrive: a small ASGI piece that takes each call id once."""
+"""Receiver of the answers of asynchronous calls: ASGI routes that accept each call id once."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from starlette.routing import Route
 __all__ = ["CallbackReceiver", "CallbackResult"]
 
 _MAX_BODY_BYTES = 4 * 2**20
+"""Largest body of a callback."""
 
 
 @dataclass(frozen=True)
@@ -26,21 +27,21 @@ class CallbackResult:
     call_id: str
     """Identity of the call."""
     function: str
-    """Function that answered, without its namespace where the gateway sends none."""
+    """Function that answered, with its namespace if the gateway sends it."""
     status: int
-    """HTTP status of the function, 0 where the gateway did not say."""
+    """HTTP status of the function; 0: the gateway has not sent it."""
     duration_s: float
-    """How long the function took."""
+    """Duration of the call in seconds."""
     body: bytes
     """Body of the answer."""
 
 
 class CallbackReceiver:
-    """Hands every result to ``on_result`` exactly once per call id.
+    """Calls ``on_result`` exactly once per call id.
 
-    A gateway may deliver twice. The second delivery is answered like the first and dropped. If ``on_result``
-    raises, the call id stays open and the gateway is told 500, so that it delivers again. The path holds a
-    random token, since gateways send callbacks without credentials.
+    A gateway may deliver twice. The second delivery is answered like the first and dropped. If ``on_result`` raises,
+    the call id stays open and the answer is 500, so that the gateway delivers again. The path contains a random token,
+    since gateways send callbacks without credentials.
     """
 
     def __init__(self, on_result: Callable[[CallbackResult], Awaitable[None]], *, remembered: int = 100_000) -> None:
@@ -66,7 +67,7 @@ class CallbackReceiver:
         try:
             body = await _bounded_body(request)
         except ClientDisconnect:
-            return PlainTextResponse("the body broke off", 400)
+            return PlainTextResponse("the body is incomplete", 400)
         if body is None:
             return PlainTextResponse(f"the body exceeds {_MAX_BODY_BYTES} bytes", 413)
         try:

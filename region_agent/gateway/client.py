@@ -1,4 +1,4 @@
-"""A client of the OpenFaaS REST API; it serves the embedded gateway and a real one alike."""
+"""Client of the OpenFaaS REST API, for the embedded gateway and for OpenFaaS itself."""
 
 from __future__ import annotations
 
@@ -36,16 +36,19 @@ from region_agent.gateway.unix_sockets import UnixTransport
 __all__ = ["GatewayClient"]
 
 _SYSTEM_TIMEOUT = timedelta(seconds=30)
+"""Timeout of a request to a system route."""
 _CONNECT_TIMEOUT_S = 10.0
+"""Timeout of a connection."""
 _ANSWER_GRACE = timedelta(seconds=5)
+"""Time beyond a call's timeout for the gateway's own 504 to arrive."""
 
 
 class GatewayClient:
-    """One gateway, over pooled connections; an async context manager.
+    """Client of one gateway, with pooled connections; an async context manager.
 
     ``url`` is ``https://host:port``, ``http://`` on a loopback address only, or ``unix:///path``. ``verify`` is
-    an SSL context or the path of the CA's PEM file; ``None`` takes the system's authorities. Credentials go to
-    the system routes alone: a function never sees them.
+    an SSL context or the path of the CA's PEM file; ``None`` uses the system's authorities. Credentials are sent to
+    the system routes only, never to a function.
 
     Every method raises ``GeofedError``: ``GATEWAY_UNAVAILABLE``, ``UNAUTHENTICATED``, ``FUNCTION_NOT_FOUND``,
     ``FUNCTION_BUSY``, ``FUNCTION_TIMEOUT``, ``FUNCTION_OUT_OF_MEMORY``, ``FUNCTION_FAILED``, ``LIMIT_EXCEEDED``.
@@ -113,12 +116,12 @@ class GatewayClient:
         return _status(_json(await self._send("GET", f"/system/function/{quote(name)}", params=self._query())))
 
     async def scale(self, name: str, replicas: int) -> None:
-        """Ask for so many replicas; the community edition clamps to 1..5, so ``get`` tells what became of it."""
+        """Set the number of replicas; the community edition clamps it to 1..5, so ``get`` returns the actual number."""
         body = {"serviceName": name, "namespace": self._namespace, "replicas": replicas}
         await self._send("POST", f"/system/scale-function/{quote(name)}", json_body=body)
 
     async def wait_ready(self, name: str, replicas: int, timeout: timedelta) -> FunctionStatus:
-        """Poll until exactly so many replicas answer; raises ``FUNCTION_FAILED`` when the time is up."""
+        """Poll until exactly this number of replicas is ready; raises ``FUNCTION_FAILED`` after the timeout."""
         deadline = time.monotonic() + timeout.total_seconds()
         pause_s = 0.01
         while True:
@@ -213,7 +216,7 @@ class GatewayClient:
         await self._send("POST", "/system/secrets", json_body=self._secret(name, value))
 
     async def update_secret(self, name: str, value: bytes) -> None:
-        """Replace a secret; replicas that run keep what they were started with."""
+        """Replace a secret; running replicas keep the value that they were started with."""
         await self._send("PUT", "/system/secrets", json_body=self._secret(name, value))
 
     async def delete_secret(self, name: str) -> None:
@@ -221,7 +224,7 @@ class GatewayClient:
         await self._send("DELETE", "/system/secrets", json_body={"name": name, "namespace": self._namespace})
 
     async def list_secrets(self) -> tuple[str, ...]:
-        """Names of the secrets; no value ever comes back."""
+        """Return the names of the secrets; the API never returns values."""
         answer = await self._send("GET", "/system/secrets", params=self._query())
         return tuple(str(item["name"]) for item in _json(answer) or ())
 
@@ -232,7 +235,7 @@ class GatewayClient:
         return dict(_json(await self._send("GET", "/system/info")))
 
     async def health(self) -> bool:
-        """True where the gateway says that it is well; never raises."""
+        """Whether the gateway reports that it is healthy; never raises."""
         try:
             return (await self._http.get("/healthz")).status_code == 200
         except (httpx.HTTPError, OSError):
@@ -242,7 +245,7 @@ class GatewayClient:
         """Namespaces that hold functions."""
         return tuple(_json(await self._send("GET", "/system/namespaces")) or ())
 
-    # how it is sent
+    # requests
 
     async def _send(
         self,
@@ -253,7 +256,7 @@ class GatewayClient:
         json_body: object = None,
         accept: tuple[int, ...] = (),
     ) -> httpx.Response:
-        """A call of a system route; all of them may be repeated."""
+        """Send a request to a system route, with retries, since all of them are idempotent."""
         request = self._http.build_request(method, path, params=params, json=json_body)
         answer = await self._attempts(request, idempotent=True, auth=self._auth)
         if answer.is_success or answer.status_code in accept:
@@ -284,7 +287,7 @@ class GatewayClient:
         try:
             yield
         except httpx.ReadTimeout as error:
-            raise GeofedError("FUNCTION_TIMEOUT", f"the gateway at {self._url} gave no answer in time") from error
+            raise GeofedError("FUNCTION_TIMEOUT", f"the gateway at {self._url} did not answer in time") from error
         except (httpx.HTTPError, OSError) as error:
             text = str(error) or type(error).__name__
             raise GeofedError("GATEWAY_UNAVAILABLE", f"the gateway at {self._url} does not answer: {text}") from error
@@ -317,7 +320,7 @@ class GatewayClient:
 
 
 def _endpoint(url: str) -> tuple[str, str | None]:
-    """Base URL and unix socket path; plaintext is refused beyond this machine."""
+    """Return the base URL and the path of the unix socket; raises if data would leave this machine in plaintext."""
     parts = urlsplit(url)
     if parts.scheme == "unix":
         return "http://gateway", parts.path
@@ -338,7 +341,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _call_timeout(timeout: timedelta) -> httpx.Timeout:
-    """A little longer than what the gateway was told, so that its own 504 arrives first."""
+    """Return a timeout slightly longer than the gateway's, so that its own 504 arrives first."""
     return httpx.Timeout((timeout + _ANSWER_GRACE).total_seconds(), connect=_CONNECT_TIMEOUT_S, pool=None)
 
 

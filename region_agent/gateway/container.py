@@ -1,4 +1,4 @@
-"""``python -m region_agent.gateway.container``: a function in a container, as OpenFaaS wants it, without a watchdog.
+"""``python -m region_agent.gateway.container``: serves a function in a container for OpenFaaS, without a watchdog.
 
 It serves the handler on TCP with the watchdog's contract: ``/_/health`` and ``/_/ready``, 429 beyond ``max_inflight``
 calls at the same time, and after SIGTERM no further call, while those that run are answered. Settings come from the
@@ -23,6 +23,7 @@ from region_agent.gateway.quantities import parse_duration
 __all__ = ["main"]
 
 _HANDLER = "region_agent.worker.handler:handle"
+"""Default handler: the worker function."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,18 +49,18 @@ def _serve(host: str, handler: str) -> int:
         listener = socket.create_server((host, port), backlog=128)
     except OSError as error:
         raise GeofedError("PORT_IN_USE", f"cannot listen on {host}:{port}: {error.strerror}") from None
-    # The handler, and with it torch, is there before the first request is read: a container that is healthy is warm.
+    # The handler, and with it torch, is loaded before the first request is read: a healthy container is warm.
     calls = CallQueue(resolve_handler(handler), Context(os.environ.get("HOSTNAME", "container")))
     server = ReplicaServer(listener, calls.call, inflight)
 
-    # Python runs signal handlers in the main thread, between two steps of the call that it runs: too late, where that
-    # sleeps or computes and another thread got the signal. The wake-up descriptor is written to at once.
-    told, tell = socket.socketpair()
-    tell.setblocking(False)
-    signal.set_wakeup_fd(tell.fileno(), warn_on_full_buffer=False)
+    # Python runs signal handlers in the main thread between two bytecode instructions, which is too late while that
+    # thread sleeps or computes. The wake-up descriptor is written to immediately.
+    signals, wakeup = socket.socketpair()
+    wakeup.setblocking(False)
+    signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, _ignore)
     signal.signal(signal.SIGINT, _ignore)
-    threading.Thread(target=_leave, args=(told, server, calls, drain_s), name="drain", daemon=True).start()
+    threading.Thread(target=_drain_on_signal, args=(signals, server, calls, drain_s), name="drain", daemon=True).start()
     threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
     print(f"serving {handler} on port {listener.getsockname()[1]}", file=sys.stderr, flush=True)
     calls.work(inflight)
@@ -67,15 +68,16 @@ def _serve(host: str, handler: str) -> int:
 
 
 def _ignore(signum: int, frame: FrameType | None) -> None:
-    """What there is to do, the thread does that reads the wake-up descriptor."""
+    """Do nothing: the thread that reads the wake-up descriptor handles the signal."""
 
 
-def _leave(told: socket.socket, server: ReplicaServer, calls: CallQueue, within_s: float) -> None:
-    leaving = {bytes([signal.SIGTERM]), bytes([signal.SIGINT])}
-    while told.recv(1) not in leaving:
+def _drain_on_signal(signals: socket.socket, server: ReplicaServer, calls: CallQueue, timeout_s: float) -> None:
+    """Wait for SIGTERM or SIGINT, then for the calls that run, with a timeout in seconds, and end the process."""
+    ending = {bytes([signal.SIGTERM]), bytes([signal.SIGINT])}
+    while signals.recv(1) not in ending:
         pass
-    if not server.drain(within_s):
-        os._exit(int(Exit.UNAVAILABLE))  # a call that outlasts every time limit is not waited for
+    if not server.drain(timeout_s):
+        os._exit(int(Exit.UNAVAILABLE))  # ends calls that have exceeded every time limit
     calls.stop()
 
 

@@ -1,4 +1,4 @@
-"""What a function is, in the words of the OpenFaaS REST API: specifications, statuses, answers."""
+"""Data types of the OpenFaaS REST API: specifications, statuses and answers of functions."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ __all__ = [
 SCALE_MIN_LABEL = "com.openfaas.scale.min"
 SCALE_MAX_LABEL = "com.openfaas.scale.max"
 INTERNAL_HEADER = "X-OpenFaaS-Internal"
+"""Header of answers that come from the gateway itself, not from the function."""
 EXIT_HEADER = "X-Geofed-Exit"
+"""Header with the reason for which a replica ended during a call: "memory", "timeout" or "crash"."""
 SHARE_ANNOTATION = "geofed.share"
-"""Names the folder of other regions' shards that a function may read; the embedded gateway's ``share_dir`` has it."""
+"""Annotation with the folder, below the embedded gateway's ``share_dir``, of other regions' shards that a function may
+read."""
 _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
@@ -38,12 +41,12 @@ def is_dns_label(name: str) -> bool:
 
 
 def fixed_scale_labels(replicas: int) -> dict[str, str]:
-    """Labels under which the autoscaler of a gateway can do nothing: its minimum is its maximum."""
+    """Return labels with the same minimum and maximum, so that the gateway's autoscaler changes nothing."""
     return {SCALE_MIN_LABEL: str(replicas), SCALE_MAX_LABEL: str(replicas)}
 
 
 def timeout_env(limit: timedelta) -> dict[str, str]:
-    """The watchdog's three time-outs raised together; one left at its default of 30 s would cut the call."""
+    """Return settings of the watchdog's three timeouts; one left at its default of 30 s would interrupt the call."""
     text = format_duration(limit)
     return {"read_timeout": text, "write_timeout": text, "exec_timeout": text}
 
@@ -71,12 +74,12 @@ class BasicAuth:
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """A function as it is deployed."""
+    """Specification with which a function is deployed."""
 
     service: str
     """Name, a DNS label of at most 63 characters."""
     image: str
-    """Container image; the embedded gateway takes it for the name of a handler."""
+    """Container image; the embedded gateway maps it to a handler."""
     namespace: str = ""
     """Namespace, empty for the gateway's default."""
     env_process: str = ""
@@ -147,15 +150,15 @@ class FunctionStatus:
     """A function as the gateway reports it."""
 
     spec: FunctionSpec
-    """What was deployed, as far as the gateway tells it."""
+    """Specification, as far as the gateway reports it."""
     replicas: int
-    """How many replicas are wanted."""
+    """Wanted number of replicas."""
     available_replicas: int
-    """How many answer."""
+    """Number of replicas that answer."""
     invocation_count: int
-    """Calls since it was deployed."""
+    """Calls since the deployment."""
     created_at: datetime | None
-    """When it was deployed, where the gateway says so."""
+    """Time of the deployment, if the gateway reports it."""
 
     @property
     def name(self) -> str:
@@ -212,7 +215,7 @@ class Response:
     body: bytes
     """Body, whole."""
     call_id: str
-    """Identity of the call, as it stands in logs on both sides."""
+    """Identity of the call, which the logs of both sides contain."""
 
     def raise_for_status(self) -> Response:
         """The response itself, or ``FUNCTION_FAILED`` where the status is 400 or above."""

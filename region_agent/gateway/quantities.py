@@ -1,4 +1,4 @@
-"""Kubernetes quantities and Go durations, the two notations of OpenFaaS for sizes and times."""
+"""Parses and formats Kubernetes quantities and Go durations, the notations of OpenFaaS for sizes and times."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ def format_duration(duration: timedelta) -> str:
 
 
 def format_bytes(size_bytes: int) -> str:
-    """A size for people: ``312 MiB``."""
+    """Format a size for messages: ``312 MiB``."""
     return f"{size_bytes / 2**20:.0f} MiB" if size_bytes >= 2**20 else f"{size_bytes} bytes"

@@ -1,4 +1,4 @@
-"""When a failed call is tried again, and after what wait."""
+"""Retries of failed calls: which failures are retried, and after what wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from region_agent.gateway.functions import EXIT_HEADER, INTERNAL_HEADER
 __all__ = ["RetryPolicy"]
 
 _RETRYABLE_STATUSES = frozenset({429, 502, 503, 504})
-_POINTLESS_EXITS = frozenset({"memory", "timeout"})
+"""HTTP statuses of failures that may be temporary."""
+_PERMANENT_EXITS = frozenset({"memory", "timeout"})
+"""Reasons for which a replica was killed that a retry would repeat."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +29,17 @@ class RetryPolicy:
     """Upper bound of every wait."""
 
     def wait(self, attempt: int, draw: float | None = None) -> timedelta:
-        """The wait after failed attempt number ``attempt`` (from 0); ``draw`` in [0, 1) replaces the dice."""
+        """Return the wait after failed attempt number ``attempt`` (from 0); ``draw`` in [0, 1) replaces the random
+        one."""
         bound = min(self.longest, self.first * 2 ** min(attempt, 30))
         return timedelta(seconds=bound.total_seconds() * (random.random() if draw is None else draw))
 
 
 def is_retryable(status: int, headers: Mapping[str, str]) -> bool:
-    """True for a failure of the infrastructure that may pass.
+    """Whether an answer is a failure of the infrastructure that may be temporary.
 
-    A replica that was killed over its memory or time limit would be killed again, so such answers are not.
+    A replica that was killed over its memory or time limit would be killed again, so such answers are not retried.
     """
-    if status < 400 or headers.get(EXIT_HEADER) in _POINTLESS_EXITS:
+    if status < 400 or headers.get(EXIT_HEADER) in _PERMANENT_EXITS:
         return False
     return status in _RETRYABLE_STATUSES or (status >= 500 and INTERNAL_HEADER in headers)

@@ -1,4 +1,5 @@
-"""Folders for sockets: a Unix socket's path has 107 bytes at most, and a state directory may be deeper than that."""
+"""Folders with short paths for sockets: the path of a unix socket has at most 107 bytes, a state directory's may be
+longer."""
 
 from __future__ import annotations
 
@@ -13,22 +14,26 @@ from geofed_pb.errors import GeofedError
 __all__ = ["remove_short_folder", "short_folder"]
 
 _PREFIX = "geofed-gw-"
-_LONGEST_BASE = 40
-"""Bytes. What libraries put behind it (``/pymp-abcdefgh/listener-abcdefgh``) must fit, too."""
-_OTHERS = ("/tmp", "/var/tmp", "/dev/shm")
+"""Prefix of the folders' names."""
+_MAX_BASE_BYTES = 40
+"""Longest path of the parent folder; names that libraries append (``/pymp-abcdefgh/listener-abcdefgh``) must fit,
+too."""
+_FALLBACKS = ("/tmp", "/var/tmp", "/dev/shm")
+"""Parent folders that are tried after the default one."""
 
 
 def short_folder(record: Path) -> Path:
-    """A new folder with a short path that only this user can enter. ``record`` is a file that tells the next process
-    of its path: what one that was killed has left goes then.
+    """Create a folder with a short path that only this user can enter.
 
-    Raises ``GeofedError("CONFIG_INVALID")`` where there is no place for one.
+    ``record``: a file for its path, with which the next process deletes the folder if this one is killed.
+
+    Raises ``GeofedError("CONFIG_INVALID")`` if no parent folder can be used.
     """
     remove_short_folder(record)
     tried = []
-    for base in dict.fromkeys((tempfile.gettempdir(), *_OTHERS)):
-        if len(os.fsencode(base)) > _LONGEST_BASE:
-            tried.append(f"{base}: longer than {_LONGEST_BASE} bytes")
+    for base in dict.fromkeys((tempfile.gettempdir(), *_FALLBACKS)):
+        if len(os.fsencode(base)) > _MAX_BASE_BYTES:
+            tried.append(f"{base}: longer than {_MAX_BASE_BYTES} bytes")
             continue
         try:
             folder = tempfile.mkdtemp(prefix=_PREFIX, dir=base)
@@ -37,15 +42,15 @@ def short_folder(record: Path) -> Path:
             continue
         record.write_text(folder)
         return Path(folder)
-    text = f"there is no folder for sockets, whose paths must be short ({'; '.join(tried)})"
+    text = f"cannot create a folder with a short path for sockets ({'; '.join(tried)})"
     raise GeofedError("CONFIG_INVALID", text, hint="set TMPDIR to a short path that can be written to, like /tmp")
 
 
 def remove_short_folder(record: Path) -> None:
-    """Remove the folder that a record tells of, if there is one."""
+    """Delete the folder whose path is in the record file, and the file, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         folder = Path(record.read_text())
-        # Whatever has been written into the record, nothing else is removed.
+        # Only folders of this kind are deleted, whatever the record contains.
         if folder.name.startswith(_PREFIX) and not folder.is_symlink():
             shutil.rmtree(folder, ignore_errors=True)
         record.unlink()

@@ -1,7 +1,7 @@
-"""HTTP over a unix socket, for calls that are cancelled while their answer arrives.
+"""HTTP over a unix socket, for calls that may be cancelled while their answer arrives.
 
-httpx speaks through anyio, which (4.16) has a unix socket's reader set a result on a future that was cancelled in the
-same turn of the event loop; that is logged as an error with a traceback. asyncio's own streams do not.
+httpx uses anyio, whose reader of a unix socket (4.16) sets a result on a future that was cancelled in the same
+iteration of the event loop; that is logged as an error with a traceback. The streams of asyncio used here do not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["UnixTransport"]
 
 
 class UnixTransport(httpx.AsyncHTTPTransport):
-    """To one socket; ``limits`` as httpx has them."""
+    """Transport to one socket. ``limits``: limits of httpx."""
 
     def __init__(self, path: str, limits: httpx.Limits) -> None:
         super().__init__(limits=limits)
@@ -71,7 +71,7 @@ class _Stream(httpcore.AsyncNetworkStream):
             raise httpcore.WriteError(str(error)) from error
 
     async def aclose(self) -> None:
-        # What was not sent of a call that is cut off is not waited for.
+        # Unsent bytes of a cancelled call are discarded.
         self._writer.transport.abort()
         await asyncio.sleep(0)
 
@@ -81,5 +81,5 @@ class _Stream(httpcore.AsyncNetworkStream):
         raise NotImplementedError("a unix socket is spoken to in plaintext")
 
     def get_extra_info(self, info: str) -> Any:
-        # Of an idle connection: that the other side has closed it.
+        # Asked for idle connections: readable means that the other side has closed the connection.
         return self._reader.at_eof() or self._writer.is_closing() if info == "is_readable" else None

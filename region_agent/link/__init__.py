@@ -1,1 +1,1 @@
-"""The session with the control plane: identity, commands in, reports and logs out."""
+"""The agent's session with the control plane: it receives commands and sends reports and logs."""

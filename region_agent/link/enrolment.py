@@ -1,4 +1,5 @@
-"""Joining a federation: the agent makes its key, the control plane signs for it, once for each invitation."""
+"""Joining a federation: the agent creates its key, and the control plane signs a certificate for it, once for each
+invitation."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ __all__ = ["join_federation"]
 
 
 async def join_federation(token: str, state_dir: Path, address: str | None = None) -> Federation:
-    """Spend an invitation; stores the identity and returns whom the region has joined.
+    """Join a federation with an invitation; stores the region's identity and returns the federation.
 
-    Raises ``GeofedError``: ``TOKEN_INVALID`` for one that is damaged, spent or over, ``UNAVAILABLE`` where the
-    control plane does not answer (the invitation is then still good).
+    Raises ``GeofedError``: ``TOKEN_INVALID`` for an invitation that is damaged, used or expired; ``UNAVAILABLE`` if the
+    control plane does not answer, after which the invitation is still valid.
     """
     invitation = read_invitation(token)
     key_pem, request = make_request(invitation.region)
     target = _address(address or invitation.address)
-    async with channel(target, ca_pem=invitation.ca_pem, name=CONTROL_PLANE_NAME) as line:
-        stub = control_pb2_grpc.EnrolmentStub(line)
+    async with channel(target, ca_pem=invitation.ca_pem, name=CONTROL_PLANE_NAME) as connection:
+        stub = control_pb2_grpc.EnrolmentStub(connection)
         try:
             joined = await stub.Join(
                 control_pb2.JoinRequest(secret=invitation.secret, csr_pem=request), timeout=20, wait_for_ready=False
@@ -44,5 +45,5 @@ def _address(text: str) -> str:
     with contextlib.suppress(ValueError):
         if colon and port.isdecimal():
             return joined(host, int(port))
-    text = f"{text!r} is no address of a control plane"
+    text = f"{text!r} is not a valid address of a control plane"
     raise GeofedError("CONFIG_INVALID", text, hint="write it like HOST:7443 or [::1]:7443")

@@ -1,4 +1,5 @@
-"""The agent's line to the control plane: one stream that is dialled again for ever, and blobs beside it."""
+"""The agent's connection to the control plane: one stream, which is opened again whenever it is lost, and separate
+connections for blobs."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, CONTROL_PLANE_NAME, channel, error_of, to_proto
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 from region_agent.link.identity import Identity
-from region_agent.link.outgoing import ReportQueue, fitted, is_passing, too_large
+from region_agent.link.outgoing import ReportQueue, fitted, is_transient, too_large
 from region_agent.state.store import AgentStore
 from sync.durable import disk_full_is_told
 from sync.framing import digest_of
@@ -31,13 +32,16 @@ __all__ = ["Commands", "Hub"]
 
 _log = logging.getLogger("geofed.hub")
 _BACKOFF_FIRST_SECONDS = 0.2
-_BACKOFF_MOST_SECONDS = 3.0
+"""Pause before the first attempt to reconnect; it doubles with each further one."""
+_BACKOFF_LONGEST_SECONDS = 3.0
+"""Longest pause between attempts to reconnect."""
 _SILENCE_LEASES = 1.0
-"""A session that has brought nothing for this many leases is dead, whatever TCP says."""
+"""Timeout of a session without a message, in leases."""
 _DEFAULT_LEASE_SECONDS = 30.0
+"""Lease until the control plane has sent its own."""
 
 
-_OF_A_JOB = (
+_JOB_COMMANDS = (
     agent_pb2.StartPartition,
     agent_pb2.Peers,
     agent_pb2.StopPartition,
@@ -48,7 +52,7 @@ _OF_A_JOB = (
 
 
 class Commands(Protocol):
-    """Who carries out what the control plane asks for. Each is called once its command is stored."""
+    """Carries out the control plane's commands. An implementation stores each command before it returns."""
 
     def start(self, seq: int, command: agent_pb2.StartPartition) -> None: ...
     def peers(self, seq: int, command: agent_pb2.Peers) -> None: ...
@@ -57,89 +61,92 @@ class Commands(Protocol):
     def publish(self, seq: int, command: agent_pb2.PublishModel) -> None: ...
     def send_shard(self, seq: int, command: agent_pb2.SendShard) -> None: ...
     def profile(self, command: agent_pb2.ProfileTask) -> None:
-        """Not stored: whoever waits for it asks again."""
+        """Start a profile. The command is not stored, since the control plane repeats it."""
 
     def probe(self, command: agent_pb2.ProfileTask) -> None:
-        """The same."""
+        """Start a probe. The command is not stored, since the control plane repeats it."""
 
     def state_restored(self) -> None:
-        """What is kept here is older than what the control plane was told: it was put back from a copy."""
+        """Handle a state directory that is older than the control plane's knowledge, as after a restore of a backup."""
 
 
 class Hub:
-    """One region's side of the session.
+    """The region's side of the session.
 
-    Commands are stored before they are acknowledged, reports before they are sent; after a break, each side tells
-    the other how far it has come, and both continue from there. A message that can never be delivered, or never be
-    carried out, is set aside, and its job fails with the reason; what stands behind it continues.
+    Commands are stored before they are acknowledged, and reports before they are sent. After a lost connection each
+    side sends the number of the last message that it has, and both continue from there. A message that can never be
+    delivered or carried out is set aside, and its job fails with the reason; later messages are not affected.
     """
 
     def __init__(self, identity: Identity, store: AgentStore, catalogue: Callable[[], str], version: str) -> None:
         self._identity, self._store, self._catalogue, self._version = identity, store, catalogue, version
         self._boot_id = uuid.uuid4().hex
-        self._passing: dict[str, agent_pb2.FromAgent] = {}
+        self._latest: dict[str, agent_pb2.FromAgent] = {}
+        """Messages that are not stored, by kind and subject; only the latest of each is sent."""
         self._news = asyncio.Event()
+        """There is something to send."""
         self._stale = asyncio.Event()
-        """What the present session was told of this region holds no more."""
+        """The region's description in the present session is out of date."""
         self.lease_seconds = _DEFAULT_LEASE_SECONDS
         self.connected = False
-        self._turned = asyncio.Event()
-        """A session has begun or ended."""
+        self._session_changed = asyncio.Event()
+        """A session has begun or ended since the last `session_changed`."""
         self._reports = ReportQueue(store)
         self.last_heard = 0.0
         """Unix seconds of the last message from the control plane."""
         self.skew_seconds = 0.0
-        """The control plane's clock minus ours."""
+        """The control plane's clock minus this machine's."""
         self.refusal: GeofedError | None = None
-        """Why the control plane does not take this agent, where it does not."""
+        """Reason why there is no session; None while there is one."""
 
     # Reports
 
     def report(self, message: agent_pb2.PartitionReport, *, durable: bool) -> None:
-        """Tell how a partition stands; of those that may be lost only the newest is kept."""
+        """Send a report on a partition. Of reports that are not durable only the latest is kept."""
         key = f"partition {message.job}"
         whole = fitted(agent_pb2.FromAgent(partition=message))
         if durable:
             stored = self._store.add_report(whole.SerializeToString())
-            # What waits to be sent is older than this, and would be taken for news behind it.
-            self._passing.pop(key, None)
+            # A waiting report is older than this one, and must not be sent after it.
+            self._latest.pop(key, None)
         if not durable or not stored:
-            self._passing[key] = whole
+            self._latest[key] = whole
         self._news.set()
 
-    def tell_profile(self, report: agent_pb2.ProfileReport) -> None:
-        """Tell how far a profile is; only its newest word is kept."""
-        self._passing[f"profile {report.id}"] = fitted(agent_pb2.FromAgent(profile=report))
+    def report_profile(self, report: agent_pb2.ProfileReport) -> None:
+        """Send a report on a profile; only the latest one is kept."""
+        self._latest[f"profile {report.id}"] = fitted(agent_pb2.FromAgent(profile=report))
         self._news.set()
 
-    def tell_capacity(self, preemptible: int) -> None:
-        """Tell how many preemptible workers there are now; the next session's first word has it too."""
+    def report_capacity(self, preemptible: int) -> None:
+        """Send the present number of preemptible workers; the first message of the next session contains it, too."""
         update = agent_pb2.CapacityNews(preemptible=preemptible)
-        self._passing["capacity"] = agent_pb2.FromAgent(capacity=update)
+        self._latest["capacity"] = agent_pb2.FromAgent(capacity=update)
         self._news.set()
 
     def send_durably(self, message: agent_pb2.FromAgent) -> None:
+        """Store a message, and send it until it is acknowledged."""
         self._store.add_report(fitted(message).SerializeToString())
         self._news.set()
 
     # The session
 
-    def begin_anew(self) -> None:
-        """Open another session, whose first word says what this region has now."""
+    def open_new_session(self) -> None:
+        """Open another session, whose first message describes the region as it is now."""
         self._stale.set()
 
-    async def turned(self, within: float) -> None:
-        """Wait until a session begins or ends, for so many seconds at most."""
+    async def session_changed(self, within: float) -> None:
+        """Wait until a session begins or ends, with a timeout in seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within):
-                await self._turned.wait()
-        self._turned.clear()
+                await self._session_changed.wait()
+        self._session_changed.clear()
 
     async def run(self, commands: Commands) -> None:
-        """Keep a session until cancelled.
+        """Keep a session open until cancelled.
 
-        Raises ``GeofedError`` where no new try can help: ``CERTIFICATE_EXPIRED``, and ``FENCED`` where another
-        process has taken over with the same identity.
+        Raises ``GeofedError`` if a retry cannot help: ``CERTIFICATE_EXPIRED``; ``FENCED`` if another process uses the
+        same identity.
         """
         backoff = _BACKOFF_FIRST_SECONDS
         while True:
@@ -149,18 +156,18 @@ class Hub:
             except grpc.RpcError as raised:
                 self._identity.check()
                 self._note(error := error_of(raised))
-                if self.connected and not is_passing(error):
+                if self.connected and not is_transient(error):
                     self._reports.broke(error)
             except TimeoutError:
-                self._note(GeofedError("UNAVAILABLE", "the control plane has gone silent"))
+                self._note(GeofedError("UNAVAILABLE", "no message from the control plane within the lease"))
             except GeofedError as error:
-                # A command could not be stored: it was not acknowledged, and comes again in the next session.
+                # A command could not be stored. It was not acknowledged, so the next session sends it again.
                 self._note(error)
             finally:
                 was_connected, self.connected = self.connected, False
                 if was_connected:
-                    self._turned.set()
-            backoff = _BACKOFF_FIRST_SECONDS if was_connected else min(backoff * 2, _BACKOFF_MOST_SECONDS)
+                    self._session_changed.set()
+            backoff = _BACKOFF_FIRST_SECONDS if was_connected else min(backoff * 2, _BACKOFF_LONGEST_SECONDS)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
 
     def _note(self, error: GeofedError) -> None:
@@ -171,10 +178,10 @@ class Hub:
         self.refusal = error
 
     async def _session(self, commands: Commands) -> None:
-        async with self._dial() as line:
-            await self._converse(agent_pb2_grpc.AgentHubStub(line).Session(), commands)
+        async with self._connect() as connection:
+            await self._run_session(agent_pb2_grpc.AgentHubStub(connection).Session(), commands)
 
-    async def _converse(self, call: Any, commands: Commands) -> None:
+    async def _run_session(self, call: Any, commands: Commands) -> None:
         self._stale.clear()
         try:
             hello = agent_pb2.Hello(
@@ -185,14 +192,14 @@ class Hub:
                 report_cursor=self._store.reports_acknowledged(),
             )
             if hello.ByteSize() > SESSION_MESSAGE_BYTES:
-                hint = "take datasets out of the region's file"
+                hint = "remove datasets from the region's file"
                 raise GeofedError("LIMIT_EXCEEDED", f"the region's catalogue: {too_large(hello).message}", hint=hint)
             await call.write(agent_pb2.FromAgent(hello=hello))
             async with asyncio.timeout(_DEFAULT_LEASE_SECONDS):
                 first = await call.read()
             if first is grpc.aio.EOF:
                 return
-            self._welcomed(first.welcome, commands)
+            self._begin_session(first.welcome, commands)
             sending = asyncio.create_task(self._send(call, first.welcome.report_cursor))
             receiving = asyncio.create_task(self._receive(call, commands))
             stale = asyncio.create_task(self._stale.wait())
@@ -202,7 +209,7 @@ class Hub:
                     return
                 if sending.done() and not isinstance(sending.exception(), grpc.RpcError | asyncio.InvalidStateError):
                     sending.result()
-                # A stream that can no longer be written to is over; the reading side is told why.
+                # After a failed write the reason is raised by the reading side.
                 await receiving
             finally:
                 for task in (sending, receiving, stale):
@@ -211,15 +218,15 @@ class Hub:
         finally:
             call.cancel()
 
-    def _welcomed(self, welcome: agent_pb2.Welcome, commands: Commands) -> None:
+    def _begin_session(self, welcome: agent_pb2.Welcome, commands: Commands) -> None:
         self.connected, self.refusal = True, None
-        self._turned.set()
+        self._session_changed.set()
         self.lease_seconds = welcome.lease_seconds or _DEFAULT_LEASE_SECONDS
         self.last_heard = time.time()
         self.skew_seconds = welcome.at - self.last_heard
         _log.info("session %d with the control plane", welcome.session)
         if self._reports.resume(welcome.report_cursor):
-            _log.warning("the control plane was told more than this state directory knows of: it was lost or put back")
+            _log.warning("this state directory is older than the control plane's records: it was lost or restored")
             commands.state_restored()
 
     async def _receive(self, call: Any, commands: Commands) -> None:
@@ -227,11 +234,11 @@ class Hub:
             async with asyncio.timeout(self.lease_seconds * _SILENCE_LEASES):
                 message = await call.read()
             if message is grpc.aio.EOF:
-                # Ended in order; had it been an error, reading would have raised it.
+                # A regular end; after an error, reading would have raised.
                 return
             self.last_heard = time.time()
             try:
-                self._take(message, commands)
+                self._dispatch(message, commands)
             except GeofedError as error:
                 if error.retryable or not message.seq:
                     raise
@@ -239,27 +246,27 @@ class Hub:
             except Exception as error:
                 if not message.seq:
                     raise
-                # Whatever it broke on, it would again, in every session to come.
+                # The command would fail again in every later session.
                 _log.exception("command %d", message.seq)
                 self._refuse(message, GeofedError("INTERNAL", f"{type(error).__name__}: {error}"))
             if message.seq:
-                # Stored by now; a repeated acknowledgement does no harm.
-                self._passing["ack"] = agent_pb2.FromAgent(command_ack=agent_pb2.CommandAck(seq=message.seq))
+                # The command is stored by now; a repeated acknowledgement is harmless.
+                self._latest["ack"] = agent_pb2.FromAgent(command_ack=agent_pb2.CommandAck(seq=message.seq))
                 self._news.set()
 
     def _refuse(self, message: agent_pb2.ToAgent, error: GeofedError) -> None:
-        """A command that can never be carried out: what comes behind it still is."""
+        """Set aside a command that can never be carried out, and report its job as failed."""
         _log.error("command %d is set aside: %s", message.seq, error)
         self._store.set_command_aside(message.seq, str(error), message.SerializeToString())
         kind = message.WhichOneof("body")
-        order = getattr(message, kind) if kind is not None else None
-        if isinstance(order, _OF_A_JOB):
+        command = getattr(message, kind) if kind is not None else None
+        if isinstance(command, _JOB_COMMANDS):
             report = agent_pb2.PartitionReport(
-                job=order.job, epoch=order.epoch, state="failed", condition=error.message, error=to_proto(error)
+                job=command.job, epoch=command.epoch, state="failed", condition=error.message, error=to_proto(error)
             )
             self.report(report, durable=True)
 
-    def _take(self, message: agent_pb2.ToAgent, commands: Commands) -> None:
+    def _dispatch(self, message: agent_pb2.ToAgent, commands: Commands) -> None:
         kind = message.WhichOneof("body")
         if message.seq and message.seq <= self._store.command_cursor():
             return
@@ -294,9 +301,9 @@ class Hub:
                 for seq, raw in batch:
                     await call.write(self._reports.sendable(seq, raw))
                     cursor = seq
-            # Only behind every durable report, so that no older state arrives after a newer one.
-            passing, self._passing = self._passing, {}
-            for message in passing.values():
+            # After all durable reports, so that no older state arrives after a newer one.
+            latest, self._latest = self._latest, {}
+            for message in latest.values():
                 await call.write(message)
             now = time.monotonic()
             if now >= heartbeat_due:
@@ -311,7 +318,7 @@ class Hub:
     # Blobs and certificates
 
     async def fetch_blob(self, digest: str) -> bytes:
-        """A whole blob of the control plane, verified."""
+        """Download a blob from the control plane and verify it."""
         held = bytearray()
         async with self._stub() as stub:
             async for chunk in stub.FetchBlob(common_pb2.BlobRequest(digest=digest)):
@@ -321,7 +328,7 @@ class Hub:
         return bytes(held)
 
     async def fetch_file(self, digest: str, into: Path) -> None:
-        """Have a blob of the control plane lie in a file, whole and verified; continues at what is there of it."""
+        """Download a blob into a file and verify it; continues a partial download."""
         if into.exists():
             return
         partial = into.with_name(f"{into.name}.partial")
@@ -339,7 +346,7 @@ class Hub:
             os.replace(partial, into)
 
     async def put_blob(self, data: bytes, digest: str) -> None:
-        """Hand a blob in; continues at what the control plane has of it already."""
+        """Upload a blob; continues a partial upload."""
         async with self._stub() as stub:
             have = await stub.StatBlob(common_pb2.BlobRequest(digest=digest), timeout=30)
             if not have.complete:
@@ -348,7 +355,7 @@ class Hub:
             raise GeofedError("UNAVAILABLE", f"the control plane has {have.have_bytes} of {len(data)} bytes")
 
     async def renew(self) -> None:
-        """Have the certificate renewed, for the same key."""
+        """Renew the certificate, with the same key."""
         request = agent_pb2.RenewRequest(csr_pem=self._identity.renewal_request())
         async with self._stub() as stub:
             reply = await stub.Renew(request, timeout=30)
@@ -356,14 +363,14 @@ class Hub:
 
     @asynccontextmanager
     async def _stub(self) -> AsyncIterator[agent_pb2_grpc.AgentHubStub]:
-        """A line of its own, so that the end of a session does not cut it; failures as ``GeofedError``."""
-        async with self._dial() as line:
+        """Open a separate connection, which does not end with a session; failures are raised as ``GeofedError``."""
+        async with self._connect() as connection:
             try:
-                yield agent_pb2_grpc.AgentHubStub(line)
+                yield agent_pb2_grpc.AgentHubStub(connection)
             except grpc.RpcError as error:
                 raise error_of(error) from None
 
-    def _dial(self) -> grpc.aio.Channel:
+    def _connect(self) -> grpc.aio.Channel:
         identity = self._identity
         return channel(
             identity.federation.address,

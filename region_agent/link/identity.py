@@ -1,4 +1,4 @@
-"""The region's key and certificate: made here, signed by the control plane, renewed at half of their life."""
+"""The region's key and certificate: created here, signed by the control plane, renewed after half of the lifetime."""
 
 from __future__ import annotations
 
@@ -22,37 +22,38 @@ from sync.transport.sockets import Tls
 __all__ = ["Identity", "Invitation", "make_request", "read_invitation"]
 
 _PREFIX = "geofed1."
+"""First characters of an invitation."""
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """What `control-plane region invite` prints, unpacked."""
+    """Decoded invitation, as `control-plane region invite` prints it."""
 
     address: str
     """host:port of the control port."""
     ca_pem: bytes
-    """The authority to trust, so that the first contact is safe already."""
+    """Certificate of the federation's authority, with which the first connection verifies the control plane."""
     region: str
     secret: str
 
 
 def read_invitation(text: str) -> Invitation:
-    """Unpack a token; raises ``GeofedError("TOKEN_INVALID")``."""
+    """Decode an invitation; raises ``GeofedError("TOKEN_INVALID")``."""
     text = text.strip()
     try:
         if not text.startswith(_PREFIX):
-            raise ValueError("it does not begin as a token does")
+            raise ValueError(f"it does not begin with {_PREFIX}")
         body = text.removeprefix(_PREFIX)
         raw = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
         ca = x509.load_der_x509_certificate(base64.b64decode(raw["ca"]))
         pem = ca.public_bytes(serialization.Encoding.PEM)
         return Invitation(str(raw["address"]), pem, str(raw["region"]), str(raw["secret"]))
     except (ValueError, KeyError, TypeError, binascii.Error) as error:
-        raise GeofedError("TOKEN_INVALID", f"this is no invitation: {error}") from None
+        raise GeofedError("TOKEN_INVALID", f"not a valid invitation: {error}") from None
 
 
 def make_request(region: str) -> tuple[bytes, bytes]:
-    """A fresh key and a signing request for it, both PEM; the key never leaves this machine."""
+    """Create a key and a signing request for it, both in PEM. The key stays on this machine."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, region)])
     request = x509.CertificateSigningRequestBuilder().subject_name(name).sign(key, hashes.SHA256())
@@ -64,7 +65,7 @@ def make_request(region: str) -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True)
 class Federation:
-    """Whom the region has joined."""
+    """The federation that the region has joined."""
 
     region: str
     address: str
@@ -73,7 +74,7 @@ class Federation:
 
 
 class Identity:
-    """The files in ``<state>/identity``: key and certificate in one generation each, so that a renewal is atomic."""
+    """The files in ``<state>/identity``."""
 
     def __init__(self, state_dir: Path) -> None:
         self.folder = state_dir / "identity"
@@ -83,7 +84,7 @@ class Identity:
         self._federation_file = self.folder / "federation.json"
 
     def store(self, federation: Federation, key_pem: bytes, certificate_pem: bytes, ca_pem: bytes) -> None:
-        """Keep what joining gave."""
+        """Write the result of joining to the files."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.chmod(self.folder, 0o700)
         for path, content in (
@@ -96,13 +97,13 @@ class Identity:
             os.chmod(path, 0o600)
 
     def renew(self, certificate_pem: bytes, ca_pem: bytes) -> None:
-        """Keep a renewed certificate; it is for the same key, so no order of writes can leave a mismatch."""
+        """Write a renewed certificate. The key stays the same, so an interruption leaves a consistent identity."""
         write_durably(self.ca_file, [ca_pem])
         write_durably(self.certificate_file, [certificate_pem])
 
     @property
     def federation(self) -> Federation:
-        """Raises ``GeofedError("UNAUTHENTICATED")`` where the region has not joined."""
+        """The joined federation; raises ``GeofedError("UNAUTHENTICATED")`` if the region has not joined one."""
         try:
             return Federation(**json.loads(self._federation_file.read_text()))
         except FileNotFoundError:
@@ -111,7 +112,7 @@ class Identity:
             raise GeofedError("UNAUTHENTICATED", text, hint=hint) from None
 
     def tls(self) -> Tls:
-        """As it is in the files now: it is renewed while others use it."""
+        """Read the present key and certificate; the files change when the certificate is renewed."""
         return Tls(self.ca_file.read_bytes(), self.certificate_file.read_bytes(), self.key_file.read_bytes())
 
     @property
@@ -119,13 +120,15 @@ class Identity:
         return x509.load_pem_x509_certificate(self.certificate_file.read_bytes())
 
     def check(self) -> None:
-        """Raises ``GeofedError``, by this machine's clock: CERTIFICATE_EXPIRED where the certificate is over,
-        CERTIFICATE_INVALID where it has not begun."""
-        self.federation  # noqa: B018 - raises where there is none
+        """Check the certificate's validity by this machine's clock.
+
+        Raises ``GeofedError``: CERTIFICATE_EXPIRED; CERTIFICATE_INVALID if the validity has not begun; UNAUTHENTICATED.
+        """
+        self.federation  # noqa: B018 - raises if there is none
         begins, ends, now = self.certificate.not_valid_before_utc, self.certificate.not_valid_after_utc, time.time()
         reads = f"this machine's clock says {time.strftime('%Y-%m-%d %H:%M', time.gmtime(now))} UTC"
         if ends.timestamp() < now:
-            hint = f"{reads}; set it where that is wrong, else: {CATALOGUE['CERTIFICATE_EXPIRED'].hint}"
+            hint = f"{reads}; correct it if that is wrong, otherwise: {CATALOGUE['CERTIFICATE_EXPIRED'].hint}"
             text = f"the region's certificate ended {ends:%Y-%m-%d %H:%M} UTC"
             raise GeofedError("CERTIFICATE_EXPIRED", text, hint=hint)
         if begins.timestamp() > now:
@@ -133,16 +136,18 @@ class Identity:
             raise GeofedError("CERTIFICATE_INVALID", text, hint="set the clock, then try again")
 
     def renewal_request(self) -> bytes:
-        """A signing request for the key that the region has."""
+        """Create a signing request for the region's key."""
         key = serialization.load_pem_private_key(self.key_file.read_bytes(), None)
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise GeofedError("STATE_INVALID", f"{self.key_file} is not the key that joining made")
+            raise GeofedError(
+                "STATE_INVALID", f"{self.key_file} is not the key that was created when the region joined"
+            )
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, self.federation.region)])
         request = x509.CertificateSigningRequestBuilder().subject_name(name).sign(key, hashes.SHA256())
         return request.public_bytes(serialization.Encoding.PEM)
 
     def renewal_due_in(self, now: float) -> float:
-        """Seconds until half of the certificate's life is over."""
+        """Return the seconds until half of the certificate's lifetime has passed."""
         certificate = self.certificate
         begins, ends = certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp()
         return (begins + ends) / 2 - now

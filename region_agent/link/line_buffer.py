@@ -1,4 +1,4 @@
-"""Lines on their way, bounded: of a burst the first and the newest are kept, and how many were dropped between them."""
+"""Bounded buffer of log lines: of a burst it keeps the first and the newest lines, and counts those in between."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ _Line = TypeVar("_Line")
 
 
 def dropped_text(count: int) -> str:
-    """What stands where lines were dropped."""
+    """Return the text that stands for dropped lines."""
     return f"… {count:,} lines dropped"
 
 
 class LineBuffer(Generic[_Line]):
-    """Takes lines of any number, holds at most so many bytes. The newest are worth the most: an error comes last."""
+    """Holds lines up to a number of bytes: a quarter for the first lines, the rest for the newest, which matter most,
+    since an error comes last."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self._first_bytes, self._newest_bytes = most_bytes // 4, most_bytes - most_bytes // 4
+    def __init__(self, max_bytes: int) -> None:
+        self._first_bytes, self._newest_bytes = max_bytes // 4, max_bytes - max_bytes // 4
         self.clear()
 
     def clear(self) -> None:
-        """Hold nothing."""
+        """Drop all lines, without counting them."""
         self._first: list[_Line] = []
         self._newest: deque[tuple[_Line, int]] = deque()
         self._first_left, self._newest_left = self._first_bytes, self._newest_bytes
@@ -33,7 +34,7 @@ class LineBuffer(Generic[_Line]):
         return bool(self._first or self._newest)
 
     def add(self, line: _Line, size: int) -> None:
-        """Take a line, and the bytes it counts for; one that is larger than the whole is held alone."""
+        """Add a line with its size in bytes. A line that is larger than the buffer replaces all newest lines."""
         if not self._newest and size <= self._first_left:
             self._first.append(line)
             self._first_left -= size
@@ -45,7 +46,7 @@ class LineBuffer(Generic[_Line]):
             self._dropped += 1
 
     def take(self) -> tuple[list[_Line], int, list[_Line]]:
-        """All that is held, and hold it no more: the first lines, how many were dropped then, and the newest."""
+        """Return the first lines, the number of dropped lines after them, and the newest lines; empties the buffer."""
         taken = self._first, self._dropped, [line for line, _ in self._newest]
         self.clear()
         return taken

@@ -1,4 +1,4 @@
-"""Log lines of jobs on their way to the control plane: bounded in memory, and in the queue of reports."""
+"""Sends log lines of jobs to the control plane, with bounded memory and a bounded queue of reports."""
 
 from __future__ import annotations
 
@@ -13,34 +13,38 @@ from region_agent.state.store import AgentStore
 __all__ = ["LogShipping"]
 
 _JOB_BYTES = 1 << 20
-"""Of one job's lines that wait here."""
-_BATCH_BYTES, _BATCH_LINES = 256 << 10, 5000
+"""Most bytes of one job's lines that are buffered."""
+_BATCH_BYTES = 256 << 10
+"""Most bytes of lines in a message."""
+_BATCH_LINES = 5000
+"""Most lines in a message."""
 _QUEUE_BYTES = 4 << 20
-"""Of reports that wait for the control plane: beyond it lines wait here, where the middle of them is dropped."""
+"""Bytes of stored reports up to which lines are sent. With more, lines stay in the buffer, which drops the middle
+ones."""
 
 
 class LogShipping:
-    """Takes lines one by one, and sends them in batches."""
+    """Buffers log lines and sends them in batches."""
 
     def __init__(self, store: AgentStore, send: Callable[[agent_pb2.FromAgent], None]) -> None:
-        """``send`` makes a message durable, to be sent in order."""
+        """``send`` stores a message, to be sent in order."""
         self._store, self._send = store, send
         self._waiting: dict[str, LineBuffer[agent_pb2.LogRecord]] = {}
 
     def add(self, job: str, source: str, text: str) -> None:
-        """Take a line."""
+        """Add a line to a job's log."""
         text = clean(text, LOG_LINE_BYTES)
         record = agent_pb2.LogRecord(job=job, at=time.time(), source=clean(source, 64), text=text)
         self._waiting.setdefault(job, LineBuffer(_JOB_BYTES)).add(record, record.ByteSize())
 
     def flush(self) -> None:
-        """Send what waits, unless too much waits to be sent already."""
+        """Send the buffered lines of all jobs, unless too many reports are waiting."""
         if self._waiting and self._store.report_bytes_waiting() <= _QUEUE_BYTES:
             for job in list(self._waiting):
                 self.flush_job(job)
 
     def flush_job(self, job: str) -> None:
-        """Send the lines of a job in any case: what comes behind them is about their cause."""
+        """Send the buffered lines of a job in any case, before a report that they explain."""
         buffer = self._waiting.pop(job, None)
         if buffer is None:
             return

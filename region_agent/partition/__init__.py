@@ -1,1 +1,1 @@
-"""One job in this region: its state machine, and what carries out what that decides."""
+"""A partition: the state machine of one job in this region, and the code that carries out its actions."""

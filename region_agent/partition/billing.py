@@ -1,4 +1,4 @@
-"""What a partition has cost: the meters, times the region's prices."""
+"""Cost of a partition: its meters times the region's prices."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ class Item:
 
 
 def invocation_amounts(seconds: float, memory_mb: int, *, preemptible: bool = False) -> dict[str, float]:
-    """Meters of one invocation: its time, rounded up to the millisecond as the clouds do, by its memory limit."""
+    """Return the meters of one invocation: GB-seconds, with time rounded up to 1 ms as the clouds do, and one call."""
     billed = math.ceil(seconds * _MS_PER_S) / _MS_PER_S
     kind = "preemptible_gb_seconds" if preemptible else "gb_seconds"
     return {kind: billed * memory_mb / 1024, "calls": 1.0}
 
 
 def bill(meters: dict[str, float], prices: PricesConfig, channel: ChannelPricesConfig | None = None) -> list[Item]:
-    """The account of a partition, by item; egress by the region it went to. ``channel``: None for one that is free."""
+    """Return the account of a partition, by item; egress by receiving region. ``channel``: None for one that is
+    free."""
     lines = [
         ("function-seconds", meters.get("gb_seconds", 0.0), "GB-s", prices.function_usd_per_gb_second),
         ("function-calls", meters.get("calls", 0.0), "1", prices.function_usd_per_request),
@@ -40,15 +41,15 @@ def bill(meters: dict[str, float], prices: PricesConfig, channel: ChannelPricesC
     preemptible = meters.get("preemptible_gb_seconds", 0.0)
     if preemptible or prices.preemptible_usd_per_gb_second is not None:
         price = prices.preemptible_usd_per_gb_second
-        # Where it is not told any more what they cost, they count as others: never as nothing.
+        # If the region file has no preemptible price any more, the normal price holds: never zero.
         price = prices.function_usd_per_gb_second if price is None else price
         lines.insert(1, ("preemptible-function-seconds", preemptible, "GB-s", price))
-    told = [Item(item, quantity, unit, quantity * price, prices.source) for item, quantity, unit, price in lines]
-    return told + egress(meters, prices) + (_bill_channel(meters, channel) if channel is not None else [])
+    items = [Item(item, quantity, unit, quantity * price, prices.source) for item, quantity, unit, price in lines]
+    return items + egress(meters, prices) + (_bill_channel(meters, channel) if channel is not None else [])
 
 
 def egress(meters: dict[str, float], prices: PricesConfig) -> list[Item]:
-    """What went to other regions, by region."""
+    """Return the items for bytes sent to other regions, by region."""
     sent = {name.removeprefix("sent_bytes:"): n for name, n in sorted(meters.items()) if name.startswith("sent_bytes:")}
     return [
         Item(

@@ -1,4 +1,4 @@
-"""What a partition's processes are told: the worker in each invocation, the parameter server in its file."""
+"""Builds the inputs of a partition's processes: a worker's invocation, and the parameter server's configuration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sync.ps.config import PsConfig
 from sync.ps.tokens import WorkerIdentity, sign
 
 __all__ = [
-    "Told",
+    "RegionInputs",
     "batches_of",
     "bundle_key",
     "initial_model_file",
@@ -37,13 +37,14 @@ __all__ = [
 
 _STRETCHES = TypeAdapter(tuple[Stretch, ...])
 _TOKEN_GRACE = timedelta(seconds=300)
+"""Time for which a worker's token stays valid after the slice."""
 _PART_ELEMENTS = 1 << 22
-"""Of a model that workers read in parts: 16 MiB each."""
+"""Elements in a part of a model that pipeline workers read in parts; 16 MiB in float32."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """What of the region goes into an invocation."""
+class RegionInputs:
+    """Values of the region that go into an invocation."""
 
     identity: Identity
     server: ServerConfig
@@ -51,55 +52,55 @@ class Told:
     """The partition's row in the agent's store."""
     splits: Mapping[str, Any]
     samples: int | None
-    """Of the training split, by the region's file."""
+    """Samples of the training split by the region's file; None if unknown."""
     channel: str
-    """Kind."""
+    """Kind of the channel."""
     channel_address: str
     channel_costs: Mapping[str, float]
 
 
 def bundle_key(start: agent_pb2.StartPartition) -> str:
-    """Channel key of the packed task folder."""
+    """Return the channel key of the packed task folder."""
     return f"bundle/{start.task.bundle_digest.removeprefix('sha256:')}"
 
 
 def initial_model_file(start: agent_pb2.StartPartition, folder: Path) -> Path | None:
-    """Where the model lies that the job begins with; None: it begins with what the task makes."""
+    """Return the file of the model that the job begins with; None: the task creates the model."""
     digest = start.task.initial_model
     return folder / f"initial-{digest.removeprefix('sha256:')}.safetensors" if digest else None
 
 
 def batches_of(plan: agent_pb2.PartitionPlan, row: PartitionRow) -> BatchPlan:
-    """Which batch each step has, as it was stored, and the one that was asked for last."""
+    """Restore the batch sizes of the steps, and the last request for another one, from the store."""
     replicas = plan.pipeline.degree if plan.HasField("pipeline") else plan.workers
     wanted = None if row.batch is None else (row.batch, row.rate or 1.0)
     return BatchPlan(plan.steps_per_round, plan.batch * replicas, _STRETCHES.validate_json(row.stretches), wanted)
 
 
 def stretches_json(stretches: tuple[Stretch, ...]) -> str:
-    """As the store keeps them."""
+    """Serialise stretches for the store."""
     return _STRETCHES.dump_json(stretches).decode()
 
 
 def whole_pipelines(plan: agent_pb2.PartitionPlan, workers: int) -> int:
-    """How many of these workers can work: of a pipeline, as many for each stage. 0: it is paused."""
+    """Round a number of workers down to whole pipelines, but at least one; 0 stays 0, which is a pause."""
     stages = len(plan.pipeline.stages) or 1
     return max(stages, workers - workers % stages) if workers else 0
 
 
-def _schedule(told: agent_pb2.LearningRate) -> Schedule:
-    way = {"shape": told.schedule, "warmup": told.warmup, "floor": told.floor, "begin": told.begin}
+def _schedule(rate: agent_pb2.LearningRate) -> Schedule:
+    fields = {"shape": rate.schedule, "warmup": rate.warmup, "floor": rate.floor, "begin": rate.begin}
     try:
-        return Schedule.model_validate(way)
+        return Schedule.model_validate(fields)
     except ValidationError:
-        text = f"a learning rate that goes {told.schedule!r} is not known here"
+        text = f"unknown learning-rate schedule {rate.schedule!r}"
         raise GeofedError("CONFIG_INVALID", text, hint="the control plane is newer: update this agent") from None
 
 
-def invocation_of(start: agent_pb2.StartPartition, action: Invoke, told: Told) -> Invocation:
-    """One bounded call of a worker."""
+def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: RegionInputs) -> Invocation:
+    """Build the body of one call of a worker."""
     plan, task = start.plan, start.task
-    who = WorkerIdentity(start.job, start.region, action.worker, action.attempt, action.workers)
+    identity = WorkerIdentity(start.job, start.region, action.worker, action.attempt, action.workers)
     life = timedelta(seconds=plan.slice_seconds) + _TOKEN_GRACE
     pipeline = plan.pipeline
     replicas = pipeline.degree if plan.HasField("pipeline") else plan.workers
@@ -109,17 +110,17 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, told: Told) -
         worker=action.worker,
         workers=action.workers,
         attempt=action.attempt,
-        token=sign(who, told.row.token_key, life),
-        ps_address=f"{told.server.worker_host}:{told.row.worker_port}",
+        token=sign(identity, inputs.row.token_key, life),
+        ps_address=f"{inputs.server.worker_host}:{inputs.row.worker_port}",
         ps_name=region_name(start.region),
-        ca_pem=told.identity.ca_file.read_text(),
-        channel=told.channel,
-        channel_address=told.channel_address,
+        ca_pem=inputs.identity.ca_file.read_text(),
+        channel=inputs.channel,
+        channel_address=inputs.channel_address,
         bundle_key=bundle_key(start),
         module=task.module,
         config=json.loads(task.config_json or "{}"),
-        splits=dict(told.splits),
-        declared_samples=told.samples,
+        splits=dict(inputs.splits),
+        declared_samples=inputs.samples,
         region_batch=plan.batch * replicas,
         stretches=action.stretches,
         batch=plan.batch,
@@ -133,7 +134,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, told: Told) -
         collective=plan.collective or "server-reduce",
         merging=dict(plan.merging),
         merging_codec=plan.merging_codec or "fp32",
-        channel_costs=dict(told.channel_costs),
+        channel_costs=dict(inputs.channel_costs),
         stages=tuple((stage.first_layer, stage.last_layer) for stage in pipeline.stages),
         degree=action.workers // len(pipeline.stages) if pipeline.stages else 1,
         micro_batch=pipeline.micro_batch or 1,
@@ -156,7 +157,7 @@ def server_config_of(
     folder: Path,
     begun: bool = False,
 ) -> PsConfig:
-    """What the parameter server is started with; its ports are those it had before, where they are free."""
+    """Build the parameter server's configuration; its ports are those of its last run, where they are free."""
     plan = start.plan
     worker_port, exchange_port, bulk_port = free_ports(
         server.exchange_host,

@@ -1,4 +1,4 @@
-"""The region's channel: where it is, what a job may see of it, and what its use has cost."""
+"""The region's channel: its address, a job's access to it, and the cost of its use."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from sync.collective import ChannelCosts, probe
 __all__ = ["METERED", "RegionChannel", "usage_meters"]
 
 METERED = ("puts", "gets", "misses", "looks", "waits", "deletes", "lists", "bytes_in", "bytes_out")
-"""Kinds of requests, and bytes, that the account has meters of, each named ``channel_<kind>``."""
+"""Kinds of requests, and bytes, with a meter in the account, each named ``channel_<kind>``."""
 _PREFIX = "geofed"
-_TRIAL = "doctor"
-"""In place of a job; jobs end with a hyphen and digits."""
+"""Prefix of all keys and users in Redis."""
+_CHECK_JOB = "doctor"
+"""Used in place of a job's name by `RegionChannel.check`; no job has it, since jobs end with a hyphen and digits."""
 _USER_RIGHTS = ("resetkeys", "resetchannels", "-@all", "+@read", "+@write", "+@transaction", "+@connection", "+info")
-"""Of the Redis user that a job's workers are: nothing but values, and only under the job's keys."""
+"""ACL rules of the Redis user for a job's workers: reading and writing values, only under the job's keys."""
 _Result = TypeVar("_Result")
 
 
 class RegionChannel:
-    """What the agent knows of its channel. Calls block: they are made in a thread."""
+    """Access to the region's channel. Methods block: call them in a thread."""
 
     def __init__(
         self, config: FileChannelConfig | RedisChannelConfig | S3ChannelConfig, folder: Path, region: str
     ) -> None:
-        """``folder``: where the file channel is. Regions may share a store of any other kind."""
+        """``folder``: where a file channel is stored. Regions may share a store of any other kind."""
         self._config, self._folder, self._region = config, folder, region
 
     @property
@@ -41,13 +42,13 @@ class RegionChannel:
         return self._config.kind
 
     def require(self, wanted: str) -> None:
-        """Raise ``GeofedError("CONFIG_INVALID")`` where a job asks for another channel than the region has."""
+        """Raise ``GeofedError("CONFIG_INVALID")`` if a job requires another kind of channel than the region has."""
         if wanted not in ("auto", self.kind):
-            text = f"the job asks for the channel {wanted}, this region has {self.kind}"
+            text = f"the job requires the channel {wanted}, this region has {self.kind}"
             raise GeofedError("CONFIG_INVALID", text, hint="leave `channel` out, or set it to auto")
 
     def address(self, job: str = "") -> str:
-        """For the agent and the parameter server; without a job, of all jobs."""
+        """Return the address for the agent and the parameter server; without a job, that of all jobs."""
         match self._config:
             case FileChannelConfig():
                 return str(self._folder / job)
@@ -61,10 +62,10 @@ class RegionChannel:
                 return f"s3://{config.bucket}/{quote(path)}" + (f"?{urlencode(given)}" if given else "")
 
     def worker_address(self, job: str) -> str:
-        """For the job's workers, where job code runs: without the region's own credentials.
+        """Return the address for the job's workers, which run job code: without the region's own credentials.
 
-        With Redis that asks for a password the job gets a user of its own, which sees the job's keys only; its password
-        is made anew each time.
+        With a password-protected Redis the job gets a user of its own, which can access the job's keys only. Each call
+        sets a new password. Raises ``GeofedError("FORBIDDEN")`` if the region's user may not create it.
         """
         config = self._config
         if not isinstance(config, RedisChannelConfig) or config.password_file is None:
@@ -73,11 +74,11 @@ class RegionChannel:
         rights = ("reset", "on", f">{password}", *_USER_RIGHTS, f"~{_PREFIX}/{self._region}/{job}/*")
         _redis_admin(self.address(job), lambda client: client.execute_command("ACL", "SETUSER", user, *rights))
         parts = urlsplit(self.address(job))
-        where = parts.netloc.rpartition("@")[2]
-        return urlunsplit(parts._replace(netloc=f"{quote(user)}:{quote(password)}@{where}"))
+        host = parts.netloc.rpartition("@")[2]
+        return urlunsplit(parts._replace(netloc=f"{quote(user)}:{quote(password)}@{host}"))
 
     def worker_env(self) -> dict[str, str]:
-        """What the workers' function gets of it."""
+        """Return the environment variables that the worker function needs for the channel."""
         config = self._config
         if isinstance(config, S3ChannelConfig) and config.worker_credentials_file is not None:
             return {"AWS_SHARED_CREDENTIALS_FILE": str(config.worker_credentials_file)}
@@ -90,49 +91,49 @@ class RegionChannel:
         return f"{_PREFIX}-{self._region}-{job}"
 
     def costs(self, job: str) -> tuple[ChannelCosts, Usage]:
-        """What requests take from here, measured; and what measuring took."""
+        """Measure latency and rate of the channel's requests; returns them with the requests that this used."""
         channel = self.open(job)
         try:
-            # In the memory of one machine all workers share its cores.
+            # With a channel in one machine's memory all workers share that machine's cores.
             cores = float(os.cpu_count() or 1) if channel.in_memory else 0.0
             return probe(channel, "probe", cores=cores), channel.usage
         finally:
             channel.close()
 
-    def tried(self) -> dict[str, float]:
-        """Write a value as the agent and read it as a worker, then clear up; seconds that each took.
+    def check(self) -> dict[str, float]:
+        """Write a value as the agent, read it as a worker, and delete it; returns the seconds of "put" and "get".
 
-        Raises ``GeofedError``: what is wrong with the channel.
+        Raises ``GeofedError`` if the channel does not work.
         """
-        took, value = {}, b"is it there?"
-        mine = self.open(_TRIAL)
+        seconds, value = {}, b"check"
+        channel = self.open(_CHECK_JOB)
         begun = time.monotonic()
         try:
-            mine.put("trial", [value])
+            channel.put("check", [value])
         except GeofedError:
-            # There is nothing to clear up, and it would wait as long once more for who does not answer.
-            mine.close()
+            # Nothing was written, and deleting it would only run into the same timeout.
+            channel.close()
             raise
         try:
-            took["put"] = time.monotonic() - begun
-            found = self._as_worker("trial")
-            took["get"] = time.monotonic() - begun - took["put"]
+            seconds["put"] = time.monotonic() - begun
+            found = self._get_as_worker("check")
+            seconds["get"] = time.monotonic() - begun - seconds["put"]
             if found is None or bytes(found) != value:
-                raise GeofedError("CHANNEL_UNAVAILABLE", "what was put into the channel did not come back")
+                raise GeofedError("CHANNEL_UNAVAILABLE", "the value read from the channel is not the one written")
         finally:
-            mine.close()
-            self.discard(_TRIAL)
-        return took
+            channel.close()
+            self.discard(_CHECK_JOB)
+        return seconds
 
-    def _as_worker(self, key: str) -> memoryview | None:
-        channel = open_channel(self.kind, self.worker_address(_TRIAL))
+    def _get_as_worker(self, key: str) -> memoryview | None:
+        channel = open_channel(self.kind, self.worker_address(_CHECK_JOB))
         try:
             return channel.get(key)
         finally:
             channel.close()
 
     def discard(self, job: str) -> None:
-        """Forget all of a job."""
+        """Delete everything that a job has stored, and its Redis user."""
         channel = open_channel(self.kind, self.address())
         try:
             channel.delete_tree(job)
@@ -143,7 +144,7 @@ class RegionChannel:
 
 
 def usage_meters(usage: Mapping[str, float]) -> dict[str, float]:
-    """The account's meters of a channel's use."""
+    """Return the use of a channel as meters of the account."""
     return {f"channel_{kind}": float(usage[kind]) for kind in METERED if usage.get(kind)}
 
 
@@ -158,22 +159,22 @@ def _with_password(config: RedisChannelConfig) -> str:
     return urlunsplit(parts._replace(netloc=f"{quote(config.user)}:{quote(password)}@{parts.netloc}"))
 
 
-def _with_prefix(url: str, place: str) -> str:
+def _with_prefix(url: str, path: str) -> str:
     parts = urlsplit(url)
-    prefix = urlencode({"prefix": f"{_PREFIX}/{place}"}, safe="/")
+    prefix = urlencode({"prefix": f"{_PREFIX}/{path}"}, safe="/")
     return urlunsplit(parts._replace(query="&".join(part for part in (parts.query, prefix) if part)))
 
 
-def _redis_admin(address: str, ask: Callable[[Any], _Result]) -> _Result:
+def _redis_admin(address: str, command: Callable[[Any], _Result]) -> _Result:
     import redis
 
     parts = urlsplit(address)
     client = redis.Redis.from_url(urlunsplit(parts._replace(query="")))
     try:
-        return ask(client)
+        return command(client)
     except redis.exceptions.ResponseError as error:
-        hint = "let the region's Redis user run ACL SETUSER and ACL DELUSER"
-        raise GeofedError("FORBIDDEN", f"no Redis user for the job could be made: {error}", hint=hint) from None
+        hint = "allow the region's Redis user to run ACL SETUSER and ACL DELUSER"
+        raise GeofedError("FORBIDDEN", f"cannot create a Redis user for the job: {error}", hint=hint) from None
     except redis.exceptions.RedisError as error:
         raise GeofedError("CHANNEL_UNAVAILABLE", f"{type(error).__name__}: {error}") from None
     finally:

@@ -1,4 +1,4 @@
-"""What happens to a partition in its region, and what its agent then does."""
+"""Events that a partition's state machine receives, and actions that it returns."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from region_agent.worker.invocation import Stretch
 
 __all__ = [
     "Action",
-    "Begin",
+    "ActionFailed",
     "ConfigurePs",
     "Configured",
-    "Ended",
     "Event",
-    "Happened",
     "Invoke",
-    "KeepBatches",
     "Preempted",
+    "Prepare",
     "Prepared",
     "Progress",
     "PsEnded",
     "PsPeer",
     "PsReady",
-    "PsSaid",
-    "PsWays",
+    "PsStatusChanged",
+    "PsTopology",
     "Publish",
     "PublishAsked",
     "Published",
-    "Quit",
+    "RecordEvent",
     "Report",
-    "Restart",
     "Retry",
+    "RetryLater",
     "Scale",
     "Scaled",
-    "Setback",
+    "ShutDown",
+    "ShutDownFinished",
     "StartPs",
     "Started",
     "Stopped",
+    "StoreBatches",
     "WorkerEnded",
 ]
 
 
 @dataclass(frozen=True)
 class PsPeer:
-    """Another region's parameter server."""
+    """Parameter server of another region."""
 
     region: str
     epoch: int
@@ -52,19 +52,19 @@ class PsPeer:
 
 
 @dataclass(frozen=True)
-class PsWays:
-    """Which regions exchange directly, chosen anew while the job runs."""
+class PsTopology:
+    """Regions that exchange directly, where the control plane has changed them since the plan."""
 
     routes: int = 0
-    """Their number; 0: as the plan has them."""
+    """Number of the topology; a higher one replaces a lower one. 0: the plan's topology."""
     neighbours: tuple[tuple[str, str], ...] = ()
     former: tuple[tuple[str, str], ...] = ()
-    """Pairs that still do as well, until every region knows the present ones."""
+    """Pairs of the previous topology; they still exchange until every region has the present one."""
 
 
 @dataclass(frozen=True)
 class PsView:
-    """What the parameter server says of itself, as far as the partition's life depends on it."""
+    """Fields of the parameter server's status that the state machine depends on."""
 
     phase: str = "starting"
     condition: str = ""
@@ -77,69 +77,70 @@ class PsView:
 
 @dataclass(frozen=True)
 class Started:
-    """The control plane has given the partition to this region, or said again that it has."""
+    """The control plane has assigned the partition to this region, or has repeated that command."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Code, data and function are there."""
+    """Code, data and function are ready."""
 
 
 @dataclass(frozen=True)
 class PeersKnown:
-    """Where the other parameter servers are."""
+    """The control plane has sent the addresses of the other parameter servers."""
 
     peers: tuple[PsPeer, ...]
-    ways: PsWays = field(default_factory=PsWays)
+    topology: PsTopology = field(default_factory=PsTopology)
     finish: bool = False
-    """The job is to end before its plan."""
+    """The job ends before its planned last round, as soon as all regions can end together."""
 
 
 @dataclass(frozen=True)
 class PsReady:
-    """The parameter server listens."""
+    """The parameter server is listening."""
 
     address: str
 
 
 @dataclass(frozen=True)
 class Configured:
-    """The parameter server knows of an attempt: nothing of an older one counts any more."""
+    """The parameter server has accepted an attempt and fences every earlier one."""
 
     attempt: int
     round: int
-    """Completed by then."""
+    """Rounds completed by then."""
 
 
 @dataclass(frozen=True)
-class PsSaid:
-    """The parameter server's state has changed."""
+class PsStatusChanged:
+    """The parameter server has reported another status."""
 
     view: PsView
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Told from time to time, by the clock."""
+    """Periodic report of the time without a step."""
 
     idle_seconds: float
-    """Since the last step, or the last wait for others."""
+    """Time since the last step, or since the last wait for other regions."""
     limit_seconds: float
-    """After which a call that has not answered is ended."""
+    """Timeout of a call that does not answer."""
 
 
 @dataclass(frozen=True)
 class PsEnded:
-    """The parameter server's process is gone."""
+    """The parameter server's process has exited."""
 
     error: GeofedError
 
 
 @dataclass(frozen=True)
 class WorkerEnded:
-    """An invocation is over: "continue", "done", "failed", or "left": its attempt was over, but not its work."""
+    """An invocation has ended: "continue", "done", "failed", or "left" (its attempt was fenced before its work was
+    done)."""
 
     worker: int
     attempt: int
@@ -147,84 +148,87 @@ class WorkerEnded:
     resume_key: str = ""
     error: GeofedError | None = None
     step: int = 0
-    """At which ``resume_key`` continues."""
+    """First step that an invocation with ``resume_key`` makes."""
 
 
 @dataclass(frozen=True)
-class Setback:
-    """Something that an action asked for could not be done."""
+class ActionFailed:
+    """An action could not be carried out."""
 
     error: GeofedError
     step: str = ""
-    """"prepare", "publish" and "scale" are done again, and "configure" where workers are not called before; what else
-    there is does not matter by itself."""
+    """The failed action: "prepare", "publish" and "scale" are retried; "configure" is retried while workers wait for
+    it. Other failures need no retry of their own."""
 
 
 @dataclass(frozen=True)
 class Retry:
-    """The pause after a setback is over."""
+    """The pause before a retry is over."""
 
     attempt: int
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """The control plane wants another number of workers."""
+    """The control plane has set another number of workers."""
 
     workers: int
     """0: the partition pauses."""
     reason: str = ""
     batch: int = 0
-    """Samples of all of them in a step; 0: as it is."""
+    """Samples of all workers in a step; 0: unchanged."""
     rate: float = 1.0
-    """What the learning rate is multiplied by with that batch."""
+    """Factor of the learning rate with that batch."""
     preemptible: bool = False
-    """On capacity that may be taken away."""
+    """The workers run on preemptible capacity."""
     order: int = 0
-    """As the control plane counts these."""
+    """Number of the command, as the control plane counts them."""
 
 
 @dataclass(frozen=True)
 class Preempted:
-    """Preemptible workers are taken away; so many are left, and continue until the control plane says otherwise. It is
-    said when it is decided, so that no later order can be crossed by it."""
+    """Preemptible workers are being taken away. The remaining ones continue until the control plane sets a number.
+
+    The event comes when the preemption is decided, so that no later command of the control plane arrives before it.
+    """
 
     workers: int
+    """Workers that remain."""
 
 
 @dataclass(frozen=True)
 class Deployed:
-    """The function platform has done what it was asked for."""
+    """The function platform has carried out a `Scale` or a `RemoveReplicas`."""
 
     workers: int | None
-    """Replicas that it holds; None: it only ended some, and is to be told anew how many it shall hold."""
+    """Replicas that the platform holds; None: it has only ended some, and needs a `Scale` with the wanted number."""
     preemptible: bool = False
-    """On capacity that may be taken away."""
+    """The replicas run on preemptible capacity."""
 
 
 @dataclass(frozen=True)
 class PublishAsked:
-    """The control plane wants the final model from here."""
+    """The control plane has asked this region for the final model."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """The control plane has the final model."""
+    """The control plane has stored the final model."""
 
     blob_digest: str
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """The control plane ends the partition."""
+    """The control plane has ended the partition."""
 
     reason: str
     discard: bool
 
 
 @dataclass(frozen=True)
-class Ended:
-    """What `Quit` asked for is done: no process and no call runs any more, and all that they took is counted."""
+class ShutDownFinished:
+    """`ShutDown` is done: no process and no call runs any more, and everything they used is in the account."""
 
 
 Event = (
@@ -233,11 +237,11 @@ Event = (
     | PeersKnown
     | PsReady
     | Configured
-    | PsSaid
+    | PsStatusChanged
     | Progress
     | PsEnded
     | WorkerEnded
-    | Setback
+    | ActionFailed
     | Retry
     | Scaled
     | Preempted
@@ -245,7 +249,7 @@ Event = (
     | PublishAsked
     | Published
     | Stopped
-    | Ended
+    | ShutDownFinished
 )
 
 
@@ -253,13 +257,13 @@ Event = (
 
 
 @dataclass(frozen=True)
-class Begin:
-    """Fetch the code, look at the data, deploy the function; then say `Prepared`, or `Setback`."""
+class Prepare:
+    """Fetch the code, check the data and deploy the function. Answered by `Prepared` or `ActionFailed`."""
 
 
 @dataclass(frozen=True)
 class StartPs:
-    """Start the parameter server's process; then say `PsReady`, and `PsEnded` when it is gone."""
+    """Start the parameter server's process. Answered by `PsReady`, and by `PsEnded` when it exits."""
 
     epoch: int
     attempt: int
@@ -267,54 +271,54 @@ class StartPs:
 
 @dataclass(frozen=True)
 class ConfigurePs:
-    """Tell the parameter server who its peers are and what counts."""
+    """Send the parameter server its peers, and the epoch and attempt from which messages are valid."""
 
     epoch: int
     attempt: int
     peers: tuple[PsPeer, ...]
-    ways: PsWays = field(default_factory=PsWays)
+    topology: PsTopology = field(default_factory=PsTopology)
     finish: bool = False
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Have the function platform hold so many replicas; then say `Deployed`, or `Setback`."""
+    """Set the function's number of replicas. Answered by `Deployed` or `ActionFailed`."""
 
     workers: int
 
 
 @dataclass(frozen=True)
-class TakeAway:
-    """End the replicas that are too many, and leave the others alone; then say `Deployed`, or `Setback`."""
+class RemoveReplicas:
+    """End surplus replicas and leave the others running. Answered by `Deployed` or `ActionFailed`."""
 
     workers: int
 
 
 @dataclass(frozen=True)
-class KeepBatches:
-    """Store which batch each step has, before anybody makes one by it."""
+class StoreBatches:
+    """Store the batch size of each step, before any worker makes such a step."""
 
     stretches: tuple[Stretch, ...]
 
 
 @dataclass(frozen=True)
 class Invoke:
-    """Call the worker function; then say `WorkerEnded`."""
+    """Call the worker function. Answered by `WorkerEnded`."""
 
     worker: int
     attempt: int
     resume_key: str = ""
     workers: int = 1
-    """Of the attempt."""
+    """Number of workers in the attempt."""
     stretches: tuple[Stretch, ...] = ()
-    """Of the region's batch."""
+    """Changes of the region's batch, in the order of steps."""
     preemptible: bool = False
-    """It runs on capacity that may be taken away."""
+    """The worker runs on preemptible capacity."""
 
 
 @dataclass(frozen=True)
-class Restart:
-    """Say `Retry` after a pause."""
+class RetryLater:
+    """Feed `Retry` after a pause."""
 
     attempt: int
     seconds: float
@@ -322,12 +326,12 @@ class Restart:
 
 @dataclass(frozen=True)
 class Publish:
-    """Hand the final model to the control plane; then say `Published`, or `Setback`."""
+    """Upload the final model to the control plane. Answered by `Published` or `ActionFailed`."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Tell the control plane how the partition stands."""
+    """Report the partition's state to the control plane."""
 
     state: str
     condition: str = ""
@@ -336,8 +340,8 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Happened:
-    """Add a line to the job's history."""
+class RecordEvent:
+    """Add an event to the job's history."""
 
     kind: str
     text: str
@@ -345,23 +349,24 @@ class Happened:
 
 
 @dataclass(frozen=True)
-class Quit:
-    """End the processes and calls of the partition; then say `Ended`, and remove its function."""
+class ShutDown:
+    """End the processes and calls of the partition, feed `ShutDownFinished`, then remove the function."""
 
     discard: bool
+    """Also delete the partition's files."""
 
 
 Action = (
-    Begin
+    Prepare
     | StartPs
     | ConfigurePs
     | Scale
-    | TakeAway
-    | KeepBatches
+    | RemoveReplicas
+    | StoreBatches
     | Invoke
-    | Restart
+    | RetryLater
     | Publish
     | Report
-    | Happened
-    | Quit
+    | RecordEvent
+    | ShutDown
 )

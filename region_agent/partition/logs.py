@@ -1,4 +1,4 @@
-"""What a partition's function writes, on its way to the job's log."""
+"""Copies the log of a partition's function to the job's log."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from region_agent.gateway import GatewayClient
 
 __all__ = ["FunctionLogs"]
 
-_AGAIN_SECONDS = 1.0
-_LONGEST_CATCH_UP_SECONDS = 10.0
+_RECONNECT_SECONDS = 1.0
+"""Pause before a lost log stream is opened again."""
+_CATCH_UP_SECONDS = 10.0
+"""Timeout of `FunctionLogs.catch_up`."""
 
 
 class FunctionLogs:
-    """Reads the log of a function from the gateway, over broken connections."""
+    """Reads the log of a function from the gateway and reconnects after lost connections."""
 
     def __init__(self, gateway: GatewayClient, function: str, take: Callable[[str, str], None]) -> None:
-        """``take`` gets the source of each line, and its text."""
+        """``take`` is called with the source and the text of each line."""
         self._gateway, self._function, self._take = gateway, function, take
         self._followed = False
         self._read = datetime.min.replace(tzinfo=UTC)
-        """When the last line was written that was taken."""
+        """Time at which the last line that was read had been written."""
         self._news = asyncio.Event()
 
     async def follow(self) -> None:
-        """Take lines until the function is gone."""
+        """Read lines until the function is deleted."""
         self._followed, since = True, None
         try:
             while True:
@@ -42,20 +44,20 @@ class FunctionLogs:
                 except GeofedError as error:
                     if not error.retryable:
                         return
-                await asyncio.sleep(_AGAIN_SECONDS)
+                await asyncio.sleep(_RECONNECT_SECONDS)
         finally:
             self._followed = False
             self._news.set()
 
     async def catch_up(self) -> None:
-        """Wait until what was written before now is taken, for some seconds at most.
+        """Wait until all lines written before now are read, with a timeout.
 
-        What becomes of a call is told after what it has written.
+        Called before the outcome of a call is reported, so that its log lines come first.
         """
         if not self._followed:
             return
         with contextlib.suppress(GeofedError, TimeoutError):
-            async with asyncio.timeout(_LONGEST_CATCH_UP_SECONDS):
+            async with asyncio.timeout(_CATCH_UP_SECONDS):
                 async for newest in self._gateway.logs(self._function, tail=1):
                     while self._followed and self._read < newest.timestamp:
                         self._news.clear()

@@ -1,4 +1,4 @@
-"""A partition's meters, and what the control plane is told of it."""
+"""Meters of a partition, and its reports to the control plane."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["PartitionMeter", "report_of", "view_of"]
 
 
 class PartitionMeter:
-    """Sums that survive restarts of the parameter server and of the agent.
+    """Sums of resource use that survive restarts of the parameter server and of the agent.
 
-    A parameter server counts from zero at each start; what it has counted is added as it grows.
+    A parameter server counts from zero at each start; the growth of its counters is added to the sums.
     """
 
     def __init__(self, store: AgentStore, job: str) -> None:
@@ -31,10 +31,11 @@ class PartitionMeter:
         self._counted: dict[str, float] = {}
         self._server_since: float | None = None
         self._open: dict[int, tuple[float, int, bool]] = {}
-        """Invocations that run: begun when (Unix), memory, preemptible."""
+        """Running invocations by number: begin (Unix seconds), memory (MB), preemptible."""
 
     def values(self, now: float | None = None) -> dict[str, float]:
-        """``now`` (Unix seconds): with what open invocations have taken until then; None: of those that have ended."""
+        """Return the sums by meter. ``now`` (Unix seconds): include running invocations up to then; None: only
+        ended."""
         sums = self._store.meters(self._job)
         for begun, memory_mb, preemptible in self._open.values() if now is not None else ():
             for name, amount in _amounts(begun, now or 0.0, memory_mb, preemptible).items():
@@ -43,18 +44,18 @@ class PartitionMeter:
 
     @property
     def identity(self) -> int:
-        """Sums of another identity do not continue from these."""
+        """Identity of the agent's store; sums from another store do not continue these."""
         return self._store.meter_id
 
     def server_started(self, now: float) -> None:
         self._counted, self._server_since = {}, now
 
     def server_ended(self, now: float) -> None:
-        self._add_server_time(now)
+        self.add_server_time(now)
         self._server_since = None
 
-    def server_said(self, status: sync_pb2.PsStatus, now: float) -> None:
-        """Take over what the server's own counters have grown by."""
+    def add_server_status(self, status: sync_pb2.PsStatus, now: float) -> None:
+        """Add the growth of the server's own counters since its last status."""
         counters = {f"sent_bytes:{region}": float(count) for region, count in status.sent_bytes.items()}
         counters |= {f"received_bytes:{region}": float(count) for region, count in status.received_bytes.items()}
         counters |= {f"refused:{region}": float(count) for region, count in status.refused.items()}
@@ -63,22 +64,18 @@ class PartitionMeter:
         grown = {name: value - self._counted.get(name, 0.0) for name, value in counters.items()}
         self._counted = counters
         self._store.add_to_meters(self._job, {name: value for name, value in grown.items() if value})
-        self._add_server_time(now)
-
-    def server_runs(self, now: float) -> None:
-        """It takes time whether or not it says anything."""
-        self._add_server_time(now)
+        self.add_server_time(now)
 
     def invocation_begun(self, number: int, now: float, memory_mb: int, *, preemptible: bool) -> None:
-        """It is in the store under this number, and counts from now on (Unix seconds)."""
+        """Begin to count an invocation, stored under this number, from ``now`` (Unix seconds)."""
         self._open[number] = now, memory_mb, preemptible
 
     def invocation_ended(self, number: int, now: float) -> None:
-        """However it ended: it is charged until now."""
+        """Charge an invocation until ``now`` (Unix seconds), whether it succeeded or failed."""
         begun, memory_mb, preemptible = self._open.pop(number)
         self._store.invocation_ended(number, self._job, _amounts(begun, now, memory_mb, preemptible))
 
-    def invocation_said(self, outcome: Outcome) -> None:
+    def add_outcome(self, outcome: Outcome) -> None:
         self._store.add_to_meters(
             self._job,
             {
@@ -93,10 +90,11 @@ class PartitionMeter:
         )
 
     def channel_used(self, usage: Usage) -> None:
-        """By the agent itself."""
+        """Add the agent's own use of the channel."""
         self._store.add_to_meters(self._job, usage_meters(asdict(usage)))
 
-    def _add_server_time(self, now: float) -> None:
+    def add_server_time(self, now: float) -> None:
+        """Charge the server's running time until ``now`` (seconds, monotonic)."""
         if self._server_since is not None:
             self._store.add_to_meters(self._job, {"ps_seconds": now - self._server_since})
             self._server_since = now
@@ -108,7 +106,7 @@ def _amounts(begun: float, now: float, memory_mb: int, preemptible: bool) -> dic
 
 
 def view_of(status: sync_pb2.PsStatus) -> PsView:
-    """The part of a status that the partition's life depends on."""
+    """Return the fields of a status that the partition's state machine depends on."""
     error: GeofedError | None = error_of(status.error) if status.HasField("error") else None
     return PsView(status.phase, status.condition, status.round, error)
 
@@ -121,7 +119,7 @@ def report_of(
     prices: PricesConfig | None,
     channel: ChannelPricesConfig | None = None,
 ) -> agent_pb2.PartitionReport:
-    """How the partition stands; sums are cumulative, so a lost report is made good by the next."""
+    """Build the report on a partition. Its sums are cumulative, so the next report makes up for a lost one."""
     meters = meter.values(time.time())
     compute = meters.get("compute_seconds", 0.0)
     return agent_pb2.PartitionReport(

@@ -1,4 +1,4 @@
-"""A partition's parameter server as a process of its own, and the agent's line to it."""
+"""A partition's parameter server as a process of its own, and the agent's connection to it."""
 
 from __future__ import annotations
 
@@ -27,24 +27,32 @@ from sync.ps.config import PsConfig
 __all__ = ["PsProcess", "free_ports"]
 
 _READY_SECONDS = 30.0
+"""Timeout of a start, from the process to its listening ports."""
 _STOP_SECONDS = 5.0
-_WATCH_AGAIN_SECONDS = 0.3
-_PORTS_TOLD = 6
+"""Time that a server has to end after SIGTERM, before SIGKILL."""
+_RECONNECT_SECONDS = 0.3
+"""Pause before the agent reconnects to a server whose stream of statuses has ended."""
+_MAX_LISTED_PORTS = 6
+"""Ports that an error message lists."""
 _ERROR_LINE = re.compile(r"^error\[([A-Z_]+)\]: (.*)$")
+"""Last line of a server that fails: error code and message."""
 
 
 class PsProcess:
-    """One run of the server. It ends with the agent, and is started again on its own state."""
+    """One run of a parameter server. It ends with the agent; the next run continues from its state on disk."""
 
     def __init__(self, config: PsConfig, config_file: Path, identity: Identity, log: Callable[[str], None]) -> None:
         self._config, self._config_file, self._identity, self._log = config, config_file, identity, log
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Future[None] | None = None
-        self._told: GeofedError | None = None
+        self._error: GeofedError | None = None
         self.ports: dict[str, int] = {}
 
     async def start(self) -> None:
-        """Start it and wait until it listens; raises ``GeofedError`` with what it said if it does not."""
+        """Start the process and wait until it listens.
+
+        Raises ``GeofedError`` with the error that the process has printed, or with INTERNAL after a timeout.
+        """
         self._config.ready_file.unlink(missing_ok=True)
         write_durably(self._config_file, [self._config.model_dump_json().encode()])
         os.chmod(self._config_file, 0o600)
@@ -58,13 +66,13 @@ class PsProcess:
         try:
             await self._until_ready(self._process)
         except BaseException:
-            # Also when this start is cancelled, since nobody else knows of the process yet.
+            # Also when this start is cancelled: no other code has the process yet.
             await self.kill()
             raise
         self.ports = json.loads(self._config.ready_file.read_text())
 
-    def _dial(self) -> grpc.aio.Channel:
-        """A line of its own for each use, with the certificate of now: the agent renews it while the server runs."""
+    def _connect(self) -> grpc.aio.Channel:
+        """Open a connection with the present certificate; each call opens its own, as the agent renews certificates."""
         return channel(
             f"{_reachable(self._config.exchange_listen)}:{self.ports['exchange']}",
             ca_pem=self._identity.ca_file.read_bytes(),
@@ -78,64 +86,64 @@ class PsProcess:
         while not self._config.ready_file.exists():
             if process.returncode is not None or asyncio.get_running_loop().time() > deadline:
                 await self.kill()
-                raise self._told or GeofedError("INTERNAL", "the parameter server did not come up")
+                raise self._error or GeofedError("INTERNAL", "the parameter server did not start")
             await asyncio.sleep(0.02)
 
     async def ended(self) -> GeofedError:
-        """Wait until the process is gone; returns why."""
+        """Wait until the process has exited; returns the reason."""
         if self._process is None:
             return GeofedError("INTERNAL", "the parameter server was never started")
         status = await self._process.wait()
         if self._reading is not None:
             await asyncio.wait({self._reading})
-        if self._told is not None:
-            return self._told
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-        return GeofedError("UNAVAILABLE", f"the parameter server ended with {how}")
+        if self._error is not None:
+            return self._error
+        exit_text = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        return GeofedError("UNAVAILABLE", f"the parameter server ended with {exit_text}")
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
     async def configure(self, wanted: ConfigurePs) -> sync_pb2.PsStatus:
-        """Returns how it stands then: nothing of an older attempt counts from there on."""
-        ways = wanted.ways
+        """Send peers, epoch and attempt; returns the server's status, after which it fences every older attempt."""
+        topology = wanted.topology
         request = sync_pb2.PsConfig(
             epoch=wanted.epoch,
             attempt=wanted.attempt,
             peers=[sync_pb2.PsPeer(region=p.region, address=p.address, epoch=p.epoch) for p in wanted.peers],
-            routes=ways.routes,
-            neighbours=[sync_pb2.Neighbours(a=a, b=b) for a, b in ways.neighbours],
-            former=[sync_pb2.Neighbours(a=a, b=b) for a, b in ways.former],
+            routes=topology.routes,
+            neighbours=[sync_pb2.Neighbours(a=a, b=b) for a, b in topology.neighbours],
+            former=[sync_pb2.Neighbours(a=a, b=b) for a, b in topology.former],
             finish=wanted.finish,
         )
-        async with self._dial() as line:
+        async with self._connect() as connection:
             try:
-                status: sync_pb2.PsStatus = await sync_pb2_grpc.PsAdminStub(line).Configure(request, timeout=10)
+                status: sync_pb2.PsStatus = await sync_pb2_grpc.PsAdminStub(connection).Configure(request, timeout=10)
                 return status
             except grpc.RpcError as error:
                 raise error_of(error) from None
 
     async def watch(self) -> AsyncIterator[sync_pb2.PsStatus]:
-        """Statuses as they change, for ever: a broken line is dialled again, since the process may still run."""
+        """Yield the server's status at each change, without end: a lost connection is opened again."""
         while True:
-            async with self._dial() as line:
+            async with self._connect() as connection:
                 with contextlib.suppress(grpc.RpcError):
-                    async for status in sync_pb2_grpc.PsAdminStub(line).Watch(sync_pb2.PsWatchRequest()):
+                    async for status in sync_pb2_grpc.PsAdminStub(connection).Watch(sync_pb2.PsWatchRequest()):
                         yield status
-            await asyncio.sleep(_WATCH_AGAIN_SECONDS)
+            await asyncio.sleep(_RECONNECT_SECONDS)
 
     async def model(self) -> AsyncIterator[common_pb2.BlobChunk]:
-        """The model as safetensors."""
-        async with self._dial() as line:
+        """Yield the model, as chunks of a safetensors file."""
+        async with self._connect() as connection:
             try:
-                async for chunk in sync_pb2_grpc.PsAdminStub(line).GetModel(sync_pb2.PsModelRequest()):
+                async for chunk in sync_pb2_grpc.PsAdminStub(connection).GetModel(sync_pb2.PsModelRequest()):
                     yield chunk
             except grpc.RpcError as error:
                 raise error_of(error) from None
 
     async def stop(self) -> None:
-        """End it in order, by force if it does not."""
+        """End the process with SIGTERM, and with SIGKILL after a timeout."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
@@ -159,29 +167,30 @@ class PsProcess:
             line = raw.decode(errors="replace").rstrip()
             if found := _ERROR_LINE.match(line):
                 code = found[1] if found[1] in CATALOGUE else "INTERNAL"
-                self._told = GeofedError(code, found[2])
-            elif line.startswith("hint: ") and self._told is not None:
-                self._told = GeofedError(self._told.code, self._told.message, hint=line.removeprefix("hint: "))
+                self._error = GeofedError(code, found[2])
+            elif line.startswith("hint: ") and self._error is not None:
+                self._error = GeofedError(self._error.code, self._error.message, hint=line.removeprefix("hint: "))
             self._log(line)
 
 
 def free_ports(
-    host: str, within: tuple[int, int] | None, kept: tuple[int, int, int], *, worker_host: str = ""
+    host: str, port_range: tuple[int, int] | None, kept: tuple[int, int, int], *, worker_host: str = ""
 ) -> tuple[int, int, int | None]:
-    """Ports for a server's workers, its peers and their bulk streams: those that it had, else free ones in a range.
+    """Choose a server's ports for its workers, its peers and their bulk streams.
 
-    Without a range they are 0 at first, and in place of one that somebody has taken since, which has the system choose.
-    A range with two free ports leaves none, None, for bulk streams. Raises ``GeofedError("PORT_IN_USE")`` where it has
-    fewer; a port that is taken between this look and the server's start is looked for anew by the next start.
+    ``kept``: the ports of the server's last run, which are used again where they are free; 0 where there was none.
+    Without ``port_range`` a port that is taken becomes 0, with which the system chooses one. In a range with only two
+    free ports there is none for bulk streams: None. Raises ``GeofedError("PORT_IN_USE")`` if the range has fewer. A
+    port that another process takes before the server listens fails that start; the next start chooses again.
     """
 
     def free(port: int) -> bool:
         return all(_is_free(each, port) for each in {host, worker_host or host})
 
-    if within is None:
+    if port_range is None:
         worker, exchange, bulk = (port if free(port) else 0 for port in kept)
         return worker, exchange, bulk
-    first, last = within
+    first, last = port_range
     found = [port for port in kept if first <= port <= last and free(port)]
     if len(found) < 2 or found[:2] != list(kept[:2]):
         found = []
@@ -193,10 +202,12 @@ def free_ports(
             (found if free(port) else taken).append(port)
     if len(found) < 2:
         text = (
-            f"of server.ports {first}-{last} somebody listens on {_listed(taken)}; "
-            f"{len(found) or 'none'} {'is' if len(found) == 1 else 'are'} left, a parameter server takes two at least"
+            f"server.ports {first}-{last}: {_listed(taken)} {'is' if len(taken) == 1 else 'are'} in use; "
+            f"{len(found) or 'none'} {'is' if len(found) == 1 else 'are'} free, a parameter server needs at least two"
         )
-        hint = "stop what listens there, or another job of the region, or widen server.ports in the region's file"
+        hint = (
+            "stop the processes that use them, or another job of the region, or widen server.ports in the region file"
+        )
         raise GeofedError("PORT_IN_USE", text, hint=hint)
     return found[0], found[1], found[2] if len(found) == 3 else None
 
@@ -211,7 +222,7 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def _listed(ports: list[int]) -> str:
-    return ", ".join(map(str, ports[:_PORTS_TOLD])) + (", …" if len(ports) > _PORTS_TOLD else "")
+    return ", ".join(map(str, ports[:_MAX_LISTED_PORTS])) + (", …" if len(ports) > _MAX_LISTED_PORTS else "")
 
 
 def _reachable(listen: str) -> str:
@@ -223,7 +234,7 @@ def _environment() -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        # AWS_: where an SDK finds the credentials of the region's channel.
+        # From AWS_* variables an SDK takes the credentials of the region's channel.
         if name in ("PATH", "LANG", "HOME", "TMPDIR", "PYTHONPATH") or name.startswith("AWS_")
     }
     # One thread is enough: the server waits far more than it computes.

@@ -1,1 +1,1 @@
-"""Datasets of this region, and shards on their way between regions."""
+"""Datasets of this region, and the transfer of shards between regions."""

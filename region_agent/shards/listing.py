@@ -1,4 +1,4 @@
-"""What a shard consists of: the list of its files with their digests, which stands for the whole."""
+"""List of a shard's files with their digests, which identifies the whole shard."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sync.durable import disk_full_is_told
 from sync.framing import digest_of
 
 __all__ = [
-    "LARGEST_LIST_BYTES",
+    "MAX_LIST_BYTES",
     "FileContent",
     "Listed",
     "ListedFile",
@@ -35,13 +35,15 @@ __all__ = [
 ]
 
 _log = logging.getLogger("geofed.shard")
-LARGEST_LIST_BYTES = 32 << 20
-"""About 190,000 files: each is a journey of its own, and both agents hold the list in memory."""
-_one_at_a_time = threading.Lock()
-"""A thread that nobody waits for any more may still bring objects to where the next one looks for them."""
+MAX_LIST_BYTES = 32 << 20
+"""Largest list, of about 190,000 files. Each file is transferred on its own, and both agents hold the list in
+memory."""
+_listing_lock = threading.Lock()
+"""Held while a shard is listed, since a thread of a cancelled transfer may still download to the same files."""
 _READ_BYTES = 1 << 20
+"""Bytes that are read at a time for a digest."""
 _ENTRY_BYTES = 140
-"""At most, of an entry of the list without its names."""
+"""Largest size of an entry of the list without its names."""
 _SPLIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -52,30 +54,30 @@ class ListedFile(BaseModel):
 
     split: str
     name: str
-    """Relative to the split."""
+    """Path relative to the split."""
     folder: bool
-    """Whether the split is a folder, and this one of its files."""
+    """The split is a folder, and this is one of its files."""
     size: int = Field(ge=0)
     digest: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
 
     @field_validator("split")
     @classmethod
-    def _is_a_name(cls, value: str) -> str:
+    def _check_split(cls, value: str) -> str:
         if not _SPLIT.fullmatch(value):
-            raise ValueError("no name for a split")
+            raise ValueError("not a valid name for a split")
         return value
 
     @field_validator("name")
     @classmethod
-    def _stays_inside(cls, value: str) -> str:
+    def _check_name(cls, value: str) -> str:
         path = PurePosixPath(value)
         if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in value or str(path) != value:
-            raise ValueError("no name for a file of a shard")
+            raise ValueError("not a valid name for a file of a shard")
         return value
 
 
 class ShardList(BaseModel):
-    """All files of a shard, in the order in which they travel."""
+    """All files of a shard, in the order of the transfer."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -83,14 +85,14 @@ class ShardList(BaseModel):
     files: tuple[ListedFile, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _each_once(self) -> ShardList:
+    def _check_unique(self) -> ShardList:
         if len({(file.split, file.name) for file in self.files}) < len(self.files):
-            raise ValueError("a file stands twice")
+            raise ValueError("a file is listed twice")
         alone = [file.split for file in self.files if not file.folder]
         if len(set(alone)) < len(alone) or any(file.folder and file.split in alone for file in self.files):
             raise ValueError("a split is one file or one folder")
         for split in {file.split for file in self.files}:
-            if clash := _clash(file.name for file in self.files if file.split == split):
+            if clash := _file_and_folder(file.name for file in self.files if file.split == split):
                 raise ValueError(f"{clash} is a file and a folder")
         return self
 
@@ -103,31 +105,31 @@ class ShardList(BaseModel):
 
     @property
     def digest(self) -> str:
-        """Of the list, and by it of the shard."""
+        """Digest of the list, which identifies the shard."""
         return digest_of([self.to_bytes()])
 
 
 def read_list(data: bytes) -> ShardList:
-    """Raises ``GeofedError("FRAME_INVALID")``."""
+    """Parse a list; raises ``GeofedError("FRAME_INVALID")``."""
     try:
         return ShardList.model_validate_json(data)
     except ValidationError as error:
-        told = error.errors(include_url=False)[0]["msg"]
-        raise GeofedError("FRAME_INVALID", f"what came is no list of a shard's files: {told}") from None
+        reason = error.errors(include_url=False)[0]["msg"]
+        raise GeofedError("FRAME_INVALID", f"not a valid list of a shard's files: {reason}") from None
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A shard of this region with where its files lie."""
+    """A shard of this region with the paths of its files."""
 
     shard: ShardList
     paths: tuple[Path, ...]
-    """In the order of its files."""
+    """Paths in the order of the list."""
     marks: tuple[tuple[int, int], ...]
-    """Size and time of the last change of each, when it was read."""
+    """Size and modification time of each file when its digest was computed."""
 
     def content(self, index: int) -> FileContent:
-        """Raises ``GeofedError("SHARD_UNREADABLE")`` where the file is not as it was read."""
+        """Open a file; raises ``GeofedError("SHARD_UNREADABLE")`` if it has changed since it was listed."""
         path, mark = self.paths[index], self.marks[index]
         if _mark(path) != mark:
             raise _changed(path)
@@ -135,9 +137,10 @@ class Listed:
 
 
 class FileContent:
-    """A file's bytes, read piece by piece; closed when nobody holds it any more.
+    """A file's bytes, read piece by piece; the file is closed with the object.
 
-    Its owner may change it at any time. One that is mapped ends the process that reads where it has been cut off.
+    The file is not memory-mapped: its owner may truncate it at any time, and reading a truncated mapping ends the
+    process.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -151,7 +154,7 @@ class FileContent:
         return self._size
 
     def __getitem__(self, piece: slice, /) -> memoryview:
-        """Raises ``GeofedError("SHARD_UNREADABLE")`` where it has become shorter."""
+        """Read a piece; raises ``GeofedError("SHARD_UNREADABLE")`` if the file has become shorter."""
         begin, end, _ = piece.indices(self._size)
         whole = memoryview(bytearray(max(0, end - begin)))
         at = 0
@@ -170,20 +173,20 @@ class FileContent:
 
 
 def _changed(path: Path) -> GeofedError:
-    return GeofedError("SHARD_UNREADABLE", f"{path} has changed while it was being handed over")
+    return GeofedError("SHARD_UNREADABLE", f"{path} has changed during its transfer")
 
 
 def listed(name: str, dataset: DatasetConfig, stores: Mapping[str, StoreConfig], stage: Path) -> Listed:
-    """Read a shard through and list it; one in an object store is brought into the folder ``stage`` first.
+    """Compute the digests of a shard's files; objects of a store are downloaded to the folder ``stage`` first.
 
-    Blocking; raises ``GeofedError``: SHARD_UNREADABLE, LIMIT_EXCEEDED, DISK_FULL.
+    Blocks; raises ``GeofedError``: SHARD_UNREADABLE, LIMIT_EXCEEDED, DISK_FULL.
     """
     files, paths, marks = [], [], []
-    with _one_at_a_time:
+    with _listing_lock:
         splits = shard_files(dataset, dict(stores))
-        _check_travels(splits)
+        _check_sendable(splits)
         for split, found in sorted(splits.items()):
-            for file, path in zip(found, _local(found, stage / split), strict=True):
+            for file, path in zip(found, _local_paths(found, stage / split), strict=True):
                 mark = _mark(path)
                 entry = ListedFile(split=split, name=file.name, folder=file.folder, size=mark[0], digest=_digest(path))
                 files.append(entry)
@@ -193,37 +196,39 @@ def listed(name: str, dataset: DatasetConfig, stores: Mapping[str, StoreConfig],
 
 
 def list_bytes(splits: Mapping[str, tuple[ShardFile, ...]]) -> int:
-    """How long the list of these files is at most."""
+    """Return an upper bound of the size of the list of these files."""
     names = ((split, json.dumps(file.name, ensure_ascii=False)) for split, files in splits.items() for file in files)
     return sum(_ENTRY_BYTES + len(split) + len(name.encode(errors="replace")) for split, name in names)
 
 
-def _clash(names: Iterable[str]) -> str:
-    """A name that is a file's and a folder's, as keys of an object store may be; empty: there is none."""
+def _file_and_folder(names: Iterable[str]) -> str:
+    """Return a name that is both a file's and a folder's, as an object store allows; empty if there is none."""
     files = set(names)
     folders = (name[: found.start()] for name in files for found in re.finditer("/", name))
     return next((folder for folder in folders if folder in files), "")
 
 
-def _check_travels(splits: Mapping[str, tuple[ShardFile, ...]]) -> None:
-    """Raises ``GeofedError``, before files are read: LIMIT_EXCEEDED where the list would be too long to be taken,
-    SHARD_UNREADABLE where the files cannot be laid out."""
+def _check_sendable(splits: Mapping[str, tuple[ShardFile, ...]]) -> None:
+    """Check that a shard can be sent, before its files are read.
+
+    Raises ``GeofedError``: LIMIT_EXCEEDED if the list would be too long; SHARD_UNREADABLE if names exclude each other.
+    """
     for split, files in splits.items():
-        if clash := _clash(file.name for file in files):
-            text = f"split {split}: {clash} is an object's key and the beginning of another's, which no folder can hold"
+        if clash := _file_and_folder(file.name for file in files):
+            text = f"split {split}: {clash} is an object's key and a prefix of another's, which files cannot represent"
             raise GeofedError("SHARD_UNREADABLE", text, hint="rename one of them")
-    if (length := list_bytes(splits)) > LARGEST_LIST_BYTES:
+    if (length := list_bytes(splits)) > MAX_LIST_BYTES:
         count = sum(len(files) for files in splits.values())
         raise GeofedError(
             "LIMIT_EXCEEDED",
-            f"a shard of {count:,} files cannot be handed over: their list has {length:,} bytes, "
-            f"{LARGEST_LIST_BYTES:,} at most are taken",
+            f"a shard of {count:,} files cannot be sent: its list has {length:,} bytes, "
+            f"which exceeds the limit of {MAX_LIST_BYTES:,}",
             hint="pack the samples into fewer, larger files",
         )
 
 
-def _local(files: tuple[ShardFile, ...], stage: Path) -> list[Path]:
-    """Where the files of a split lie. What an earlier try has brought is not asked for again."""
+def _local_paths(files: tuple[ShardFile, ...], stage: Path) -> list[Path]:
+    """Return the paths of a split's files, and download those that are in a store and not downloaded yet."""
     if all(file.path for file in files):
         return [Path(file.path) for file in files]
     with disk_full_is_told(stage):
@@ -233,11 +238,11 @@ def _local(files: tuple[ShardFile, ...], stage: Path) -> list[Path]:
 
 
 def shard_bytes(splits: Mapping[str, tuple[ShardFile, ...]]) -> dict[str, int]:
-    """Bytes of each split; empty where the shard cannot be handed over. Blocking; raises OSError."""
+    """Return the bytes of each split; empty if the shard cannot be sent. Blocks; raises OSError."""
     try:
-        _check_travels(splits)
+        _check_sendable(splits)
     except GeofedError as error:
-        _log.warning("a shard is processed here only: %s", error)
+        _log.warning("a shard can only be processed in this region: %s", error)
         return {}
     return {split: sum(_size(file) for file in files) for split, files in splits.items()}
 
@@ -248,10 +253,10 @@ def _size(file: ShardFile) -> int:
 
 def _mark(path: Path) -> tuple[int, int]:
     try:
-        told = path.stat()
+        status = path.stat()
     except OSError as error:
         raise GeofedError("SHARD_UNREADABLE", f"{path}: {error.strerror}") from None
-    return told.st_size, told.st_mtime_ns
+    return status.st_size, status.st_mtime_ns
 
 
 def _digest(path: Path) -> str:

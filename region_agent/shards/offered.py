@@ -1,4 +1,4 @@
-"""Which of its datasets a region offers to the federation, and how large they are: those whose files are there."""
+"""Datasets that a region offers to the federation, which are those with readable files, and their sizes."""
 
 from __future__ import annotations
 
@@ -14,43 +14,44 @@ from region_agent.shards.reading import shard_files
 __all__ = ["OfferedDatasets"]
 
 _log = logging.getLogger("geofed.data")
-_LOOK_AGAIN_SECONDS = 30.0
-_LONGEST_LOOK_SECONDS = 20.0
-"""A store that does not answer must not keep the agent from the control plane, nor its jobs from their workers."""
+_RECHECK_SECONDS = 30.0
+"""Interval of checks of datasets that could not be read."""
+_CHECK_TIMEOUT_SECONDS = 20.0
+"""Timeout of a check, so that a store that does not answer does not delay the agent's start."""
 
 
 class OfferedDatasets:
-    """Looks at each dataset when the agent starts, and at those that could not be read from time to time."""
+    """Checks each dataset when the agent starts, and those that could not be read at an interval."""
 
     def __init__(self, config: RegionConfig, changed: Callable[[], None]) -> None:
-        """``changed`` is called when there is more to offer than at the last look."""
+        """``changed`` is called when a dataset has become readable."""
         self._config, self._changed = config, changed
         self.withheld: dict[str, GeofedError] = {}
-        """By dataset: why it cannot be read."""
+        """Datasets that cannot be read, with the error."""
         self.sizes: dict[str, dict[str, int]] = {}
-        """Bytes of the splits that may be processed elsewhere, by dataset."""
-        self._looks: dict[str, asyncio.Future[dict[str, int]]] = {}
-        """That have not come to an end in time: another one would wait for the same."""
+        """Bytes of each split, by dataset; empty for data that must stay in the region."""
+        self._checks: dict[str, asyncio.Future[dict[str, int]]] = {}
+        """Checks that have timed out but still run; the next check of the dataset waits for the same one."""
 
     @property
     def condition(self) -> str:
-        """What is withheld, in words; empty: nothing."""
+        """Text about the datasets that are not offered; empty if there are none."""
         return "; ".join(f"dataset {name} is not offered: {error}" for name, error in sorted(self.withheld.items()))
 
-    async def look(self) -> None:
-        """At all datasets, at once."""
-        await self._look_at(self._config.datasets)
+    async def check(self) -> None:
+        """Check all datasets concurrently."""
+        await self._check(self._config.datasets)
 
-    async def keep_looking(self) -> None:
-        """For ever, at what is withheld."""
+    async def keep_checking(self) -> None:
+        """Check the withheld datasets at an interval, without end."""
         while True:
-            await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+            await asyncio.sleep(_RECHECK_SECONDS)
             before = set(self.withheld)
-            await self._look_at(before)
+            await self._check(before)
             if set(self.withheld) != before:
                 self._changed()
 
-    async def _look_at(self, names: Iterable[str]) -> None:
+    async def _check(self, names: Iterable[str]) -> None:
         chosen = sorted(names)
         for name, error in zip(chosen, await asyncio.gather(*map(self._error_of, chosen)), strict=True):
             if error is None and self.withheld.pop(name, None) is not None:
@@ -60,12 +61,12 @@ class OfferedDatasets:
                 self.withheld[name] = error
 
     async def _error_of(self, name: str) -> GeofedError | None:
-        look = self._looks.pop(name, None) or asyncio.ensure_future(asyncio.to_thread(self._sizes_of, name))
+        check = self._checks.pop(name, None) or asyncio.ensure_future(asyncio.to_thread(self._sizes_of, name))
         try:
-            self.sizes[name] = await asyncio.wait_for(asyncio.shield(look), _LONGEST_LOOK_SECONDS)
+            self.sizes[name] = await asyncio.wait_for(asyncio.shield(check), _CHECK_TIMEOUT_SECONDS)
         except TimeoutError:
-            self._looks[name] = look
-            text = f"the store of dataset {name} did not answer within {_LONGEST_LOOK_SECONDS:.0f} s"
+            self._checks[name] = check
+            text = f"the store of dataset {name} did not answer within {_CHECK_TIMEOUT_SECONDS:.0f} s"
             return GeofedError("SHARD_UNREADABLE", text)
         except GeofedError as error:
             return error
@@ -74,7 +75,7 @@ class OfferedDatasets:
         return None
 
     def _sizes_of(self, name: str) -> dict[str, int]:
-        """Blocking."""
+        """Return the bytes of each split; blocks."""
         dataset = self._config.datasets[name]
         found = shard_files(dataset, self._config.stores)
         return {} if dataset.residency == "region" else shard_bytes(found)

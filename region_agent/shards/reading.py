@@ -1,6 +1,7 @@
-"""What a worker needs to read a shard: paths on this machine, or addresses signed for one object and a short time.
+"""Files of a shard as a worker reads them: paths on this machine, or presigned URLs of objects.
 
-The region's keys to its object store stay in the agent: a worker, which runs the user's code, gets signed addresses.
+The credentials of the region's object store stay in the agent. A worker, which runs the user's code, gets URLs that are
+valid for one object and a short time.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from region_agent.worker.invocation import ShardFile
 __all__ = ["SIGNATURE_LIFE", "shard_files"]
 
 SIGNATURE_LIFE = timedelta(hours=1)
+"""Time for which a presigned URL is valid."""
 
 
 def shard_files(dataset: DatasetConfig, stores: dict[str, StoreConfig]) -> dict[str, tuple[ShardFile, ...]]:
-    """Files of each split. Blocking; raises ``GeofedError("SHARD_UNREADABLE")``."""
+    """Return the files of each split. Blocks; raises ``GeofedError("SHARD_UNREADABLE")``."""
     return {name: _split(part.uri, stores.get(dataset.store, StoreConfig())) for name, part in dataset.splits.items()}
 
 
@@ -36,22 +38,22 @@ def _local(path: Path, *, folder: bool) -> tuple[ShardFile, ...]:
     else:
         found = (ShardFile(name=path.name, path=str(path)),) if path.is_file() else ()
     if not found:
-        raise GeofedError("SHARD_UNREADABLE", f"{path} is not there" if not path.exists() else f"{path} is empty")
+        raise GeofedError("SHARD_UNREADABLE", f"{path} not found" if not path.exists() else f"{path} is empty")
     return found
 
 
 def _readable(name: Path, folder: Path) -> str:
-    """Names travel to workers and other regions as text."""
+    """Return a file's name, which must be valid UTF-8, since it is sent to workers and other regions as text."""
     try:
         name.as_posix().encode()
     except UnicodeEncodeError:
-        hint = f"rename the file, or take it out of {folder}, and start the agent again"
+        hint = f"rename the file, or remove it from {folder}, and restart the agent"
         raise GeofedError("SHARD_UNREADABLE", f"{folder / name}: the name is not UTF-8", hint=hint) from None
     return str(name)
 
 
 def _objects(uri: str, store: StoreConfig) -> tuple[ShardFile, ...]:
-    # A key is what stands there, letter by letter: none of them means anything, as "#" and "?" do in a URL.
+    # Not parsed as a URL: in a key, "#" and "?" are ordinary characters.
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     client, errors = _client(store)
     with contextlib.closing(client):
@@ -86,7 +88,7 @@ def _client(store: StoreConfig) -> tuple[Any, tuple[type[Exception], ...]]:
         raise GeofedError(
             "CONFIG_INVALID", "s3:// needs boto3", hint="in a clone of geofed: pip install '.[s3]'"
         ) from None
-    # Checksums that are newer than most S3-compatible stores are asked for only where they are required.
+    # Many S3-compatible stores do not support the newer checksums, so they are used only where they are required.
     config = Config(
         signature_version="s3v4",
         request_checksum_calculation="when_required",

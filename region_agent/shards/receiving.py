@@ -1,4 +1,5 @@
-"""Other regions' shards on their way in: kept by digest, verified, and then laid out as they were at home."""
+"""Receives shards of other regions: files are stored by digest, verified, and then linked under their original
+names."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from geofed_pb.rpc import answering, peer_common_name, server_options
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from region_agent.config import RegionConfig
 from region_agent.partition.server_process import free_ports
-from region_agent.shards.listing import LARGEST_LIST_BYTES, ShardList, read_list
+from region_agent.shards.listing import MAX_LIST_BYTES, ShardList, read_list
 from region_agent.worker.invocation import ShardFile
 from sync.durable import disk_full_is_told, write_durably
 from sync.transfer.arrival import Tickets
@@ -29,48 +30,48 @@ from sync.transfer.manifest import Manifest, Verdict
 from sync.transfer.wire import manifest_of
 from sync.transport.sockets import Tls
 
-__all__ = ["LIST_SEQUENCE", "ShardPort", "ShardStore", "forget_shards", "open_port"]
+__all__ = ["LIST_SEQUENCE", "ShardPort", "ShardStore", "delete_old_shards", "open_port"]
 
 LIST_SEQUENCE = 1
-"""Of the list; file n of it, counted from 0, comes as n + 2."""
+"""Sequence number of the list of files; file n of it, counted from 0, has n + 2."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_GROWN = 1.5
-"""A shard may have grown by so much since its region told its size."""
+_MAX_GROWTH = 1.5
+"""Factor by which a shard may be larger than the plan states, since it may have grown after its region's report."""
 _SMALL_BYTES = 64 << 20
+"""Bytes by which a shard may be larger in any case."""
 _STOP_GRACE_SECONDS = 1.0
+"""Time for open requests to end when the port is closed."""
 
 
 class ShardStore:
-    """One region's shard of one job in a folder: whole files by digest, the list, and at the end the splits."""
+    """Folder of one region's shard for one job: complete files by digest, the list of files, and finally the splits."""
 
     def __init__(self, folder: Path, source: str, dataset: str, planned_bytes: int) -> None:
         self.source, self._dataset = source, dataset
-        self._most_bytes = max(int(planned_bytes * _GROWN), planned_bytes + _SMALL_BYTES)
+        self._max_bytes = max(int(planned_bytes * _MAX_GROWTH), planned_bytes + _SMALL_BYTES)
         self._folder = folder
         self._blobs, self._splits, self._list_file = folder / "blobs", folder / "splits", folder / "list"
         self._blobs.mkdir(parents=True, exist_ok=True)
         self.list: ShardList | None = None
         self._through = LIST_SEQUENCE
         self.failed: GeofedError | None = None
-        """What came cannot be used, whoever sends it again."""
+        """Error of a list that cannot be used, also if it is sent again."""
         with contextlib.suppress(FileNotFoundError, GeofedError):
-            self._know(read_list(self._list_file.read_bytes()))
+            self._set_list(read_list(self._list_file.read_bytes()))
 
-    def _know(self, shard: ShardList) -> None:
+    def _set_list(self, shard: ShardList) -> None:
         if shard.dataset != self._dataset:
-            raise GeofedError("FRAME_INVALID", f"a shard of {shard.dataset} came, one of {self._dataset} is wanted")
-        if shard.total_bytes > self._most_bytes:
-            text = (
-                f"the shard of {self.source} has {shard.total_bytes} bytes, {self._most_bytes} at most were planned for"
-            )
-            raise GeofedError(
-                "LIMIT_EXCEEDED", text, hint="start its agent anew, so that it tells the size, and submit"
-            )
+            raise GeofedError("FRAME_INVALID", f"received a shard of {shard.dataset} instead of {self._dataset}")
+        if shard.total_bytes > self._max_bytes:
+            text = f"the shard of {self.source} has {shard.total_bytes} bytes, the plan allows {self._max_bytes}"
+            hint = "restart its agent, so that it reports the present size, and submit the job again"
+            raise GeofedError("LIMIT_EXCEEDED", text, hint=hint)
         self.list, self._through = shard, LIST_SEQUENCE
 
-    # What comes
+    # Receiving
 
     def verdict(self, manifest: Manifest) -> Verdict:
+        """Whether a file is wanted, already stored, or not wanted now."""
         if manifest.sequence == LIST_SEQUENCE:
             known = self.list is not None and self.list.digest == manifest.digest
             return Verdict.HAVE if known else Verdict.WANT
@@ -79,42 +80,44 @@ class ShardStore:
             manifest.digest,
             manifest.total_bytes,
         ):
-            # Nor may the same file come under many numbers, each of which takes room.
+            # This also refuses one file under many numbers, each of which would take disk space.
             return Verdict.LATER
         return Verdict.HAVE if self._blob(manifest.digest).exists() else Verdict.WANT
 
     def place_of(self, manifest: Manifest) -> Path:
+        """Return the path for a received file."""
         if manifest.sequence == LIST_SEQUENCE:
             return self._folder / f"list-{manifest.digest.removeprefix('sha256:')}"
         return self._blob(manifest.digest)
 
     def stored(self, manifest: Manifest) -> None:
+        """Handle a file that was stored; of the list this sets `list`, or `failed`."""
         if manifest.sequence != LIST_SEQUENCE:
             return
-        place = self.place_of(manifest)
+        path = self.place_of(manifest)
         try:
-            told = place.read_bytes()
-            self._know(read_list(told))
-            write_durably(self._list_file, [told])
+            content = path.read_bytes()
+            self._set_list(read_list(content))
+            write_durably(self._list_file, [content])
         except GeofedError as error:
             self.list, self.failed = None, error
-        for file in (place, place.with_suffix(".json")):
+        for file in (path, path.with_suffix(".json")):
             file.unlink(missing_ok=True)
 
     def _blob(self, digest: str) -> Path:
         return self._blobs / digest.removeprefix("sha256:")
 
-    # How it stands
+    # Progress
 
     @property
     def have_bytes(self) -> int:
-        """In files that are here whole."""
+        """Bytes of the completely received files, up to the first that is missing."""
         files = () if self.list is None else self.list.files
         return sum(file.size for file in files[: self.through - LIST_SEQUENCE])
 
     @property
     def through(self) -> int:
-        """All up to this sequence is here."""
+        """Sequence number up to which all files are received; 0: not even the list."""
         if self.list is None:
             return 0
         files = self.list.files
@@ -128,8 +131,11 @@ class ShardStore:
     def complete(self) -> bool:
         return self.list is not None and self.through == LIST_SEQUENCE + len(self.list.files)
 
-    def laid_out(self) -> dict[str, tuple[ShardFile, ...]]:
-        """The splits as a worker reads them; files that are complete only. Blocking."""
+    def link_splits(self) -> dict[str, tuple[ShardFile, ...]]:
+        """Link the received files into folders of splits; returns the files of each split. Blocks.
+
+        Raises ``GeofedError("DISK_FULL")``.
+        """
         assert self.list is not None
         found: dict[str, list[ShardFile]] = {}
         with disk_full_is_told(self._splits):
@@ -141,35 +147,35 @@ class ShardStore:
                         os.link(self._blob(file.digest), path)
                     else:
                         path.touch()
-                told = ShardFile(name=file.name, folder=file.folder, path=str(path), shard=self.source)
-                found.setdefault(file.split, []).append(told)
+                entry = ShardFile(name=file.name, folder=file.folder, path=str(path), shard=self.source)
+                found.setdefault(file.split, []).append(entry)
         return {split: tuple(files) for split, files in found.items()}
 
 
 class ShardPort(Intake, sync_pb2_grpc.ShardPortServicer):
-    """Takes the shards that a job's plan has processed here, from the regions that hold them and from nobody else."""
+    """Service that receives the shards that a job's plan assigns to this region, each only from its own region."""
 
     def __init__(self, job: str, region: str, cloud: str, stores: Iterable[ShardStore]) -> None:
         super().__init__(job, Tickets())
         self._region, self._cloud = region, cloud
         self.stores = {shard_store.source: shard_store for shard_store in stores}
         self.changed = asyncio.Event()
-        """Something has come."""
+        """Set when a file was stored."""
 
     def admit(self, caller: str | None, job: str | None = None) -> str:
         if caller is None or caller not in self.stores:
-            raise GeofedError("FORBIDDEN", f"no shard of {caller} is wanted in {self._region}")
+            raise GeofedError("FORBIDDEN", f"{self._region} expects no shard of {caller}")
         if job is not None and job != self._job:
-            raise GeofedError("FORBIDDEN", f"no shard is wanted here for {job}")
+            raise GeofedError("FORBIDDEN", f"{self._region} expects no shard for {job} on this port")
         return caller
 
     def check(self, proto: sync_pb2.UpdateManifest, caller: str | None) -> Manifest:
-        """A region hands over its own shard only."""
+        """Check that a manifest is valid and comes from the region of the shard."""
         if self.admit(caller, proto.job) != proto.region:
-            raise GeofedError("FORBIDDEN", f"{caller} may not hand over a shard of {proto.region}")
-        most = LARGEST_LIST_BYTES if proto.sequence == LIST_SEQUENCE else LARGEST_UPDATE_BYTES
-        if not 0 < proto.total_bytes <= most:
-            raise GeofedError("LIMIT_EXCEEDED", f"a file of {proto.total_bytes} bytes, {most} at most are taken")
+            raise GeofedError("FORBIDDEN", f"{caller} may not send a shard of {proto.region}")
+        limit = MAX_LIST_BYTES if proto.sequence == LIST_SEQUENCE else LARGEST_UPDATE_BYTES
+        if not 0 < proto.total_bytes <= limit:
+            raise GeofedError("LIMIT_EXCEEDED", f"a file of {proto.total_bytes} bytes exceeds the limit of {limit}")
         if proto.sequence < LIST_SEQUENCE or not _DIGEST.fullmatch(proto.digest):
             raise GeofedError("FRAME_INVALID", "a file without a number or a digest")
         return manifest_of(proto)
@@ -185,12 +191,13 @@ class ShardPort(Intake, sync_pb2_grpc.ShardPortServicer):
         self.changed.set()
 
     def count_received(self, caller: str, count: int) -> None:
-        """The one who sends pays, and counts."""
+        """Do nothing: the sending region pays for traffic and counts it."""
 
     @answering
     async def Introduce(
         self, request: sync_pb2.IntroduceRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> sync_pb2.Introduction:
+        """Answer with this region's cloud and the files that it has already."""
         shard_store = self.stores[self.admit(peer_common_name(context), request.job)]
         return sync_pb2.Introduction(
             region=self._region,
@@ -200,16 +207,16 @@ class ShardPort(Intake, sync_pb2_grpc.ShardPortServicer):
         )
 
     def progress(self, source: str) -> str:
-        """How far a region's shard is, in words."""
+        """Return a text about the progress of a region's shard."""
         shard_store = self.stores[source]
         if shard_store.list is None:
-            return "nothing has come yet"
+            return "nothing received yet"
         arriving = (arrival.landing.have for (region, _), arrival in self._incoming.items() if region == source)
-        here = shard_store.have_bytes + sum(end - begin for have in arriving for begin, end in have)
-        return f"{min(here, shard_store.list.total_bytes):,} of {shard_store.list.total_bytes:,} bytes are here"
+        received = shard_store.have_bytes + sum(end - begin for have in arriving for begin, end in have)
+        return f"received {min(received, shard_store.list.total_bytes):,} of {shard_store.list.total_bytes:,} bytes"
 
     async def complete(self) -> None:
-        """Wait until all shards are here; raises ``GeofedError`` where what came is of no use."""
+        """Wait until all shards are received; raises ``GeofedError`` for a list that cannot be used."""
         while True:
             self.changed.clear()
             for shard_store in self.stores.values():
@@ -222,12 +229,12 @@ class ShardPort(Intake, sync_pb2_grpc.ShardPortServicer):
 
 @contextlib.asynccontextmanager
 async def open_port(port: ShardPort, config: RegionConfig, identity: Callable[[], Tls]) -> AsyncIterator[str]:
-    """Listen for other regions' agents; gives the address that they are to dial.
+    """Listen for other regions' agents; yields the address that they connect to.
 
     Raises ``GeofedError("PORT_IN_USE")``.
     """
     host = config.server.exchange_host
-    _, exchange, bulk = free_ports(host, _upper(config.server.ports), (0, 0, 0))
+    _, exchange, bulk = free_ports(host, _upper_half(config.server.ports), (0, 0, 0))
     server = grpc.aio.server(options=server_options())
     sync_pb2_grpc.add_ExchangeServicer_to_server(port, server)
     sync_pb2_grpc.add_ShardPortServicer_to_server(port, server)
@@ -248,13 +255,14 @@ async def open_port(port: ShardPort, config: RegionConfig, identity: Callable[[]
                 await asyncio.to_thread(port.bulk.close)
 
 
-def _upper(ports: tuple[int, int] | None) -> tuple[int, int] | None:
-    """The parameter server of the same partition looks for its ports from below, at the same time."""
+def _upper_half(ports: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Return the upper half of a range of ports: the same partition's parameter server searches it from below at the
+    same time."""
     return None if ports is None else (min(ports[1] - 1, max(ports[0], (ports[0] + ports[1]) // 2)), ports[1])
 
 
-def forget_shards(folder: Path, keep: Callable[[str], bool]) -> None:
-    """Remove what jobs have left that are no more. Blocking."""
+def delete_old_shards(folder: Path, keep: Callable[[str], bool]) -> None:
+    """Delete the shards of all jobs but those that ``keep`` is true for. Blocks."""
     if folder.is_dir():
         for job in folder.iterdir():
             if not keep(job.name):

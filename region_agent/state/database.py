@@ -1,4 +1,4 @@
-"""The SQLite file in the agent's state directory: small, synchronous, and safe for the agent's threads."""
+"""The SQLite database in the agent's state directory, with blocking calls that any thread may make."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["AgentDatabase"]
 
 
 class AgentDatabase:
-    """Transactions, and what is owed to a full disk; the schema must have a table `facts` of names and values."""
+    """A database with writes that are deferred while the disk is full. The schema must have a table `facts`."""
 
     def __init__(self, path: Path, schema: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # It holds the keys by which tokens of workers are made; SQLite's other files take its mode.
+        # The file contains the keys of workers' tokens. SQLite's other files get the same mode.
         path.touch(mode=0o600)
         path.chmod(0o600)
         self._path = path
         self._lock = threading.Lock()
-        self._owed: list[Callable[[sqlite3.Connection], object]] = []
+        self._deferred: list[Callable[[sqlite3.Connection], object]] = []
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._db.execute("pragma journal_mode = wal")
         self._db.execute("pragma synchronous = full")
@@ -38,7 +38,7 @@ class AgentDatabase:
             try:
                 self._db.execute("begin immediate")
                 try:
-                    for write in self._owed:
+                    for write in self._deferred:
                         write(self._db)
                     yield self._db
                     self._db.execute("commit")
@@ -46,16 +46,16 @@ class AgentDatabase:
                     if self._db.in_transaction:  # SQLite itself rolls back when the disk is full
                         self._db.execute("rollback")
                     raise
-                self._owed.clear()
+                self._deferred.clear()
             except sqlite3.OperationalError as error:
                 if "full" in str(error) or "disk I/O" in str(error):
                     raise GeofedError("DISK_FULL", f"no space left for {self._path}") from None
                 raise
 
-    def _write_or_owe(self, write: Callable[[sqlite3.Connection], object]) -> bool:
-        """Write what has happened already and must be kept: where the disk is full, with the next write that succeeds.
+    def _write_or_defer(self, write: Callable[[sqlite3.Connection], object]) -> bool:
+        """Write now or, if the disk is full, with the next write that succeeds; True if it is written now.
 
-        True where it is stored now.
+        For records of events that have already happened.
         """
         try:
             with self._writing() as db:
@@ -64,7 +64,7 @@ class AgentDatabase:
             if error.code != "DISK_FULL":
                 raise
             with self._lock:
-                self._owed.append(write)
+                self._deferred.append(write)
             return False
         return True
 
@@ -73,5 +73,6 @@ class AgentDatabase:
             return self._db.execute(query, values).fetchall()
 
     def fact(self, name: str, default: int = 0) -> int:
+        """Return a number of the table `facts`."""
         rows = self._rows("select value from facts where name = ?", name)
         return int(str(rows[0][0])) if rows else default

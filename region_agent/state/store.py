@@ -1,4 +1,4 @@
-"""What an agent must not forget: its partitions, the reports that were not acknowledged, and its meters."""
+"""The agent's durable state: its partitions, reports that are not acknowledged yet, and meters."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ create table if not exists invocations (
     id integer primary key, job text not null, begun real not null, preemptible integer not null default 0);
 """
 
-_MOST_SET_ASIDE = 100
-_MOST_READ_BYTES = 4 << 20
-"""Of reports that are held in memory at a time; one that is larger is held alone."""
+_MAX_SET_ASIDE = 100
+"""Messages set aside that are kept."""
+_MAX_READ_BYTES = 4 << 20
+"""Bytes of reports that are read at a time; a larger report is read alone."""
 _KEEP, _DISCARD = 1, 2
-"""Values of `stopped`: what becomes of the partition's state. 0: it is not stopped."""
+"""Values of `stopped`: keep or discard the partition's state. 0: the partition is not stopped."""
 
 
 @dataclass(frozen=True)
 class PartitionRow:
-    """A partition as it is kept."""
+    """Stored partition."""
 
     job: str
     start: bytes
@@ -55,27 +56,27 @@ class PartitionRow:
     bulk_port: int
     token_key: str
     workers: int | None
-    """None: as planned."""
+    """Number that the control plane has set; None: the planned one."""
     batch: int | None = None
-    """Samples of all workers in a step that were asked for with them; None: as planned."""
+    """Samples of all workers in a step that were requested with it; None: the planned ones."""
     rate: float | None = None
-    """What the learning rate is multiplied by with it."""
+    """Factor of the learning rate with that batch."""
     stretches: str = "[]"
-    """Which batch each step has, as JSON."""
+    """Stretches of steps with their batch, as JSON."""
     preemptible: bool = False
-    """Its workers are on capacity that may be taken away."""
+    """The workers run on preemptible capacity."""
     scale_order: int = 0
-    """By which they were asked for; 0: by none."""
+    """Number of the last scaling command; 0: none."""
 
 
 class AgentStore(AgentDatabase):
-    """What the agent keeps in its state directory."""
+    """The agent's database, with its queries."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, _SCHEMA)
         columns = {name for _, name, *_ in self._db.execute("pragma table_info(partitions)")}
         if "bulk_port" not in columns:
-            # An older agent has made the table.
+            # The table was created by an older version of the agent.
             self._db.execute("alter table partitions add column bulk_port integer not null default 0")
         later = {
             "workers": "integer",
@@ -94,15 +95,15 @@ class AgentStore(AgentDatabase):
             self._db.execute("insert into facts values ('meter', ?)", (str(secrets.randbits(62) + 1),))
         found = self._rows("select value from facts where name = 'reports_shared'")
         self._shared: int | None = int(str(found[0][0])) if found else self._last_report()
-        """The last report that there was when this or an earlier life of the agent began that has had no session yet:
-        what the control plane has beyond it was sent from a later state than this one. None: there was a session."""
+        """Number of the last report at the agent's start, until its first session; None: there was a session. If the
+        control plane has later reports, they were sent from a later state than this one."""
         if not found:
             insert = "insert or replace into facts values ('reports_shared', ?)"
-            self._write_or_owe(lambda db: db.execute(insert, (str(self._shared),)))
+            self._write_or_defer(lambda db: db.execute(insert, (str(self._shared),)))
 
     @property
     def meter_id(self) -> int:
-        """Another one where what was counted before is lost with the disk."""
+        """Identity of the meters; a new one if the database, and the counts in it, were lost."""
         return self.fact("meter")
 
     # Commands of the control plane: the cursor moves in the same transaction as what the command changes
@@ -133,7 +134,7 @@ class AgentStore(AgentDatabase):
         preemptible: bool = False,
         order: int = 0,
     ) -> None:
-        """``batch`` 0: it stays."""
+        """Store a number of workers. ``batch`` 0: unchanged."""
         with self._writing() as db:
             change = "update partitions set workers = ?, preemptible = ?, scale_order = ? where job = ?"
             db.execute(change, (workers, preemptible, order, job))
@@ -152,29 +153,29 @@ class AgentStore(AgentDatabase):
             _move_cursor(db, seq)
 
     def took_sending(self, seq: int, job: str, message: bytes) -> None:
-        """``message``: SendShard; a later one takes the place of the one before."""
+        """Store a transfer; it replaces an earlier one of the job. ``message``: SendShard."""
         with self._writing() as db:
             db.execute("insert or replace into sendings (job, message) values (?, ?)", (job, message))
             _move_cursor(db, seq)
 
     def took_end_of_sending(self, seq: int, job: str) -> None:
-        """What it has cost has been reported."""
+        """Delete a transfer and its meters, after its account was reported."""
         with self._writing() as db:
             db.execute("delete from sendings where job = ?", (job,))
             db.execute("delete from meters where job = ?", (job,))
             _move_cursor(db, seq)
 
     def keep_sent(self, job: str) -> None:
-        """The other region has all of it."""
-        self._write_or_owe(lambda db: db.execute("update sendings set sent = 1 where job = ?", (job,)))
+        """Note that the other region has the whole shard."""
+        self._write_or_defer(lambda db: db.execute("update sendings set sent = 1 where job = ?", (job,)))
 
     def sendings(self) -> list[tuple[bytes, bool]]:
-        """The shards that other regions were to get, as SendShard messages, and whether they have them."""
+        """Return the transfers as SendShard messages, and whether they are complete."""
         rows = self._rows("select message, sent from sendings")
         return [(bytes(message), bool(sent)) for message, sent in rows if isinstance(message, bytes)]
 
     def took(self, seq: int) -> None:
-        """A command that changes nothing here."""
+        """Note a command that changes nothing else."""
         with self._writing() as db:
             _move_cursor(db, seq)
 
@@ -188,16 +189,16 @@ class AgentStore(AgentDatabase):
         return rows[0] if rows else None
 
     def open_partitions(self) -> list[PartitionRow]:
-        """Those that the control plane has not stopped, in the order in which they were taken."""
+        """Return the partitions that are not stopped, in the order of their start commands."""
         return self._partition_rows("where stopped = 0")
 
     def stopped_partitions(self) -> list[tuple[PartitionRow, bool]]:
-        """Those whose stop was not carried out to its end, and whether their state goes."""
+        """Return the partitions whose stop is not complete, and whether their state is discarded."""
         kept, discarded = (self._partition_rows("where stopped = ?", value) for value in (_KEEP, _DISCARD))
         return [(row, False) for row in kept] + [(row, True) for row in discarded]
 
     def forget(self, job: str) -> None:
-        """A partition that was stopped is gone, and its account has been reported; not if it has begun again."""
+        """Delete a stopped partition after its last report; one that was started again is kept."""
         with self._writing() as db:
             gone = db.execute("delete from partitions where job = ? and stopped != 0", (job,)).rowcount
             for table in ("meters", "invocations") if gone else ():
@@ -214,13 +215,15 @@ class AgentStore(AgentDatabase):
         ]
 
     def keep_attempt(self, job: str, attempt: int) -> None:
-        """Before the attempt's first invocation, so that no two lives of the agent use the same one; but not before a
-        parameter server has been up: from then on one that finds no state has lost it."""
+        """Store the attempt before its first invocation, so that it is not used again after a restart of the agent.
+
+        Not before a parameter server has run: from then on a server that finds no state has lost it.
+        """
         with self._writing() as db:
             db.execute("update partitions set attempt = max(attempt, ?) where job = ?", (attempt, job))
 
     def keep_stretches(self, job: str, stretches: str) -> None:
-        """Before anybody makes a step by them."""
+        """Store the stretches, before any worker makes a step of the last one."""
         with self._writing() as db:
             db.execute("update partitions set stretches = ? where job = ?", (stretches, job))
 
@@ -234,40 +237,40 @@ class AgentStore(AgentDatabase):
     # Reports to the control plane
 
     def add_report(self, message: bytes) -> bool:
-        """Number a report and keep it until it is acknowledged; False where it has to wait for space on the disk."""
-        return self._write_or_owe(lambda db: db.execute("insert into reports (message) values (?)", (message,)))
+        """Store a report until it is acknowledged; False if it is deferred because the disk is full."""
+        return self._write_or_defer(lambda db: db.execute("insert into reports (message) values (?)", (message,)))
 
     def reports_after(self, seq: int, most: int = 256) -> list[tuple[int, bytes]]:
-        """The next ones in order, no more than are to be held in memory at a time."""
+        """Return the next reports in order, with a limit of their number and bytes."""
         found: list[tuple[int, bytes]] = []
         total = 0
         with self._lock:
             rows = self._db.execute("select seq, message from reports where seq > ? order by seq limit ?", (seq, most))
             for number, message in rows:
                 total += len(message)
-                if found and total > _MOST_READ_BYTES:
+                if found and total > _MAX_READ_BYTES:
                     break
                 found.append((number, message))
         return found
 
     def reports_acknowledged(self) -> int:
-        """Reports up to this one were acknowledged, and are forgotten."""
+        """Return the number of the last report that was acknowledged and deleted."""
         first = self._rows("select min(seq) from reports")[0][0]
         return self._last_report() if first is None else int(str(first)) - 1
 
     def resume_reports(self, cursor: int) -> bool:
-        """Continue behind the reports that the control plane has, which are those up to ``cursor``.
+        """Continue after the reports that the control plane has, which are those up to ``cursor``.
 
-        True where this state is older than what was sent to the control plane: it was lost, or put back from a copy.
-        What the copy holds of reports has arrived; what was reported since is numbered anew.
+        True if this state is older than the reports sent from it: it was lost, or restored from a backup. The reports
+        of the backup have arrived; reports added since then get new numbers.
         """
         shared, self._shared = self._shared, None
         older = cursor > (self._last_report() if shared is None else shared)
         if not older:
-            # As almost always; a full disk must not keep the agent from the control plane.
+            # The usual case. Deferred writes, so that a full disk does not prevent a session.
             self.forget_reports(cursor)
             if shared is not None:
-                self._write_or_owe(lambda db: db.execute("delete from facts where name = 'reports_shared'"))
+                self._write_or_defer(lambda db: db.execute("delete from facts where name = 'reports_shared'"))
             return False
         try:
             with self._writing() as db:
@@ -291,48 +294,48 @@ class AgentStore(AgentDatabase):
         return int(str(found[0][0])) if found else 0
 
     def report_bytes_waiting(self) -> int:
-        """Of all reports that the control plane has not acknowledged."""
+        """Return the bytes of all reports that are not acknowledged."""
         return int(str(self._rows("select coalesce(sum(length(message)), 0) from reports")[0][0]))
 
-    # What could not be delivered, or not be taken
+    # Messages set aside
 
-    def set_report_aside(self, seq: int, reason: str, instead: bytes) -> None:
-        """Send another report under the number of one that cannot be delivered, which is kept for people."""
+    def set_report_aside(self, seq: int, reason: str, substitute: bytes) -> None:
+        """Replace a report that cannot be delivered, under the same number, and keep it for the operator."""
         with self._writing() as db:
             row = db.execute("select message from reports where seq = ?", (seq,)).fetchone()
             if row is not None:
                 _set_aside(db, "report", seq, reason, row[0])
-                db.execute("update reports set message = ? where seq = ?", (instead, seq))
+                db.execute("update reports set message = ? where seq = ?", (substitute, seq))
 
     def set_command_aside(self, seq: int, reason: str, message: bytes) -> None:
-        """Have a command behind us that can never be carried out."""
+        """Skip a command that can never be carried out, and keep it for the operator."""
         with self._writing() as db:
             _set_aside(db, "command", seq, reason, message)
             _move_cursor(db, seq)
 
     def set_aside(self) -> list[tuple[str, int, str, bytes]]:
-        """Of each: "report" or "command", its number, the reason, and the message."""
+        """Return the messages set aside: "report" or "command", its number, the reason, and the message."""
         rows = self._rows("select kind, seq, reason, message from set_aside order by id")
         return [(str(kind), int(str(seq)), str(why), raw) for kind, seq, why, raw in rows if isinstance(raw, bytes)]
 
     def reports_waiting(self) -> int:
-        """How many reports the control plane has not acknowledged."""
+        """Return the number of reports that are not acknowledged."""
         return int(str(self._rows("select count(*) from reports")[0][0]))
 
     def forget_reports(self, up_to: int) -> None:
-        self._write_or_owe(lambda db: db.execute("delete from reports where seq <= ?", (up_to,)))
+        self._write_or_defer(lambda db: db.execute("delete from reports where seq <= ?", (up_to,)))
 
     # Meters
 
     def add_to_meters(self, job: str, amounts: dict[str, float]) -> None:
-        self._write_or_owe(lambda db: _add(db, job, amounts))
+        self._write_or_defer(lambda db: _add(db, job, amounts))
 
     def meters(self, job: str) -> dict[str, float]:
         rows = self._rows("select name, value from meters where job = ?", job)
         return {str(name): float(str(value)) for name, value in rows}
 
     def invocation_begun(self, job: str, now: float, *, preemptible: bool = False) -> int:
-        """``preemptible``: on capacity that may be taken away, however the partition continues."""
+        """Store a running invocation; returns its number. ``preemptible``: it runs on preemptible capacity."""
         insert = "insert into invocations (job, begun, preemptible) values (?, ?, ?)"
         with self._writing() as db:
             return int(db.execute(insert, (job, now, preemptible)).lastrowid or 0)
@@ -344,15 +347,15 @@ class AgentStore(AgentDatabase):
             db.execute("delete from invocations where id = ?", (number,))
             _add(db, job, amounts)
 
-        self._write_or_owe(write)
+        self._write_or_defer(write)
 
     def open_invocations(self) -> list[tuple[int, str, float, bool]]:
-        """Invocations that an earlier life of the agent has not seen end, and whether they were preemptible."""
+        """Return number, job, begin and preemptible of invocations that ran when the agent ended."""
         rows = self._rows("select id, job, begun, preemptible from invocations")
         return [(int(str(number)), str(job), float(str(begun)), bool(kind)) for number, job, begun, kind in rows]
 
     def alive(self, now: float) -> None:
-        """Note that the agent runs; what was open when it died is charged up to here."""
+        """Note that the agent runs; invocations that run when it dies are charged until the last of these times."""
         with self._writing() as db:
             db.execute("insert or replace into facts values ('alive', ?)", (json.dumps(now),))
 
@@ -374,7 +377,7 @@ def _set_aside(db: sqlite3.Connection, kind: str, seq: int, reason: str, message
     db.execute(insert, (time.time(), kind, seq, reason, message))
     db.execute(
         "delete from set_aside where id <= (select max(id) from set_aside) - ?",
-        (_MOST_SET_ASIDE,),
+        (_MAX_SET_ASIDE,),
     )
 
 

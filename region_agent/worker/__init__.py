@@ -1,1 +1,1 @@
-"""What runs inside a function: bounded invocations of a data-parallel worker."""
+"""The worker function: bounded invocations of a data-parallel worker."""

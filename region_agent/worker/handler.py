@@ -1,4 +1,4 @@
-"""The worker function: what an OpenFaaS python3-http template or the embedded gateway calls."""
+"""Entry point of the worker function, called by the OpenFaaS python3-http template or by the embedded gateway."""
 
 from __future__ import annotations
 
@@ -39,23 +39,27 @@ from sync.seeding import seed_all
 
 __all__ = ["handle"]
 
-# The first optimiser imports a good part of torch, most of a second. Here the warm parent pays for it once, instead
-# of every worker that is forked from it. No kernel runs, so no thread is started.
+# The first optimiser imports a large part of torch, which takes most of a second. Created here, it costs the warm
+# parent that time once, instead of every worker that is forked from it. It computes nothing, so it starts no thread.
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 
 
 _TOO_SMALL = "raise function.memoryMb, or run `control-plane profile`: plans then cut the model into stages that fit"
+"""Hint of an error about the worker's memory."""
 
 
 class Event(Protocol):
-    """A request, as the OpenFaaS python3-http template hands it over."""
+    """A request, as the OpenFaaS python3-http template passes it."""
 
     body: bytes
 
 
 def handle(event: Event, context: object) -> dict[str, object]:
-    """Run one invocation. Failures come back in the body, so that the agent sees their code; status 200 always
-    means that the function itself has answered."""
+    """Run one invocation.
+
+    A failure is returned in the body, with its error code. The status is always 200, so any other status comes from
+    the platform.
+    """
     begun = time.monotonic()
     answer = Profiled if is_profile_call(event.body) else Outcome
     outcome: Outcome | Profiled
@@ -70,14 +74,14 @@ def handle(event: Event, context: object) -> dict[str, object]:
     except MemoryError:
         text = "the worker ran out of memory"
         outcome = answer(status="failed", code="FUNCTION_OUT_OF_MEMORY", message=text, hint=_TOO_SMALL)
-    except Exception as error:  # noqa: BLE001 - the edge of the function: the agent must be told, not the platform
+    except Exception as error:  # noqa: BLE001 - every failure must be answered with its code
         fault = _fault_of(error)
         outcome = answer(status="failed", code=fault.code, message=fault.message)
     return {"statusCode": 200, "body": outcome.model_dump_json(), "headers": {"Content-Type": "application/json"}}
 
 
 def _fault_of(error: Exception) -> GeofedError:
-    """The task's, where its own files are on the way to the error; else ours."""
+    """Return TASK_FAILED if the traceback contains the task's files, and INTERNAL otherwise."""
     bundles = _scratch() / "bundles"
     for frame in traceback.extract_tb(error.__traceback__):
         if Path(frame.filename).is_relative_to(bundles):
@@ -87,17 +91,17 @@ def _fault_of(error: Exception) -> GeofedError:
 
 
 def _profile(call: ProfileCall, begun: float) -> Profiled:
-    _make_ready()
+    _prepare_process()
     channel = open_channel(call.channel, call.channel_address)
     task, data = _task_and_data(channel, call)
-    told = probe(call, task) if call.measure == "size" else profile(call, task, data, begun)
-    if told.layers:
-        told = told.model_copy(update=_messages(channel))
-    return told.model_copy(update={"seconds": time.monotonic() - begun, "channel": asdict(channel.usage)})
+    profiled = probe(call, task) if call.measure == "size" else profile(call, task, data, begun)
+    if profiled.layers:
+        profiled = profiled.model_copy(update=_messages(channel))
+    return profiled.model_copy(update={"seconds": time.monotonic() - begun, "channel": asdict(channel.usage)})
 
 
 def _messages(channel: Channel) -> dict[str, float]:
-    """Nothing where they cannot be measured: the rest of the profile is worth having."""
+    """Measure messages between stages; empty if that fails, since the rest of the profile is still useful."""
     try:
         one = measure_messages(channel, "probe/messages")
     except GeofedError as error:
@@ -106,16 +110,16 @@ def _messages(channel: Channel) -> dict[str, float]:
     return {"message_seconds": one.seconds, "message_core_seconds": one.core_seconds}
 
 
-def _make_ready() -> None:
+def _prepare_process() -> None:
     keep_pages()
     torch.set_num_threads(max(1, int(os.environ.get("GEOFED_WORKER_THREADS", "1"))))
 
 
 def _run(invocation: Invocation, begun: float) -> Outcome:
-    _make_ready()
-    where = device(invocation.worker)
-    if where.type == "cuda":
-        print(f"computing on {where}, {torch.cuda.get_device_name(where)}", flush=True)
+    _prepare_process()
+    gpu = device(invocation.worker)
+    if gpu.type == "cuda":
+        print(f"computing on {gpu}, {torch.cuda.get_device_name(gpu)}", flush=True)
     channel = open_channel(invocation.channel, invocation.channel_address)
     return WorkerLoop(invocation, _trainer(invocation, channel, begun), channel, begun).run()
 
@@ -124,33 +128,38 @@ def _trainer(invocation: Invocation, channel: Channel, begun: float) -> Trainer:
     if not invocation.stages:
         return WholeModel(invocation, *_task_and_data(channel, invocation), channel, begun)
     stage = pipeline_of(invocation).position(invocation.worker).stage
-    # Only the ends of a pipeline look at samples: the first stage at inputs, the last at labels.
+    # Only the first stage of a pipeline needs samples, for their inputs, and the last one, for their labels.
     reads = stage in (0, len(invocation.stages) - 1)
     return ModelStage(invocation, *_task_and_data(channel, invocation, keep=reads), channel)
 
 
 @dataclass
 class _Loaded:
-    """A task's module with the data sets that its `dataset` has made, which may lean on each other: what `dataset`
-    sets in the module must be there whenever the data are. They are kept, and let go of, together."""
+    """A task's module with the datasets that its `dataset` has returned.
+
+    They are kept and dropped together, since `dataset` may set variables of the module that the data depend on.
+    """
 
     mark: str
-    """Of what they were made of."""
+    """Identifies job, code, configuration, files and seed; JSON."""
     task: Task
     samples: int
-    """Of the training split."""
+    """Samples of the training split."""
     data: dict[str, Any] | None
-    """By split; None: they were made, and nobody here looks at them."""
+    """Datasets by split; None: not kept, since this worker does not read samples."""
 
 
 _loaded: _Loaded | None = None
-"""Kept while the replica serves the same job with the same files."""
+"""Task of the last invocation; kept while the replica serves the same job with the same files."""
 
 
 def _task_and_data(
     channel: Channel, invocation: Invocation | ProfileCall, *, keep: bool = True
 ) -> tuple[Task, dict[str, Any]]:
-    """The task, of which `dataset` has been called for every split; ``keep``: what that gave is wanted."""
+    """Return the task, after a call of its `dataset` for every split, and the datasets by split.
+
+    ``keep``: the caller needs the datasets; otherwise they may be empty.
+    """
     global _loaded
     files = {
         split: [(file.name, file.path, file.size, file.shard) for file in of_split]
@@ -161,13 +170,13 @@ def _task_and_data(
     if _loaded is None or _loaded.mark != mark or (keep and _loaded.data is None):
         _drop_loaded()
         _loaded = _load(channel, invocation, mark, keep=keep)
-    if not _looks_at_data(invocation):
+    if not _needs_data(invocation):
         return _loaded.task, {}
     _check_samples(invocation, _loaded.samples)
     return _loaded.task, _loaded.data or {}
 
 
-def _looks_at_data(invocation: Invocation | ProfileCall) -> bool:
+def _needs_data(invocation: Invocation | ProfileCall) -> bool:
     return isinstance(invocation, Invocation) or invocation.measure != "size"
 
 
@@ -177,23 +186,23 @@ def _drop_loaded() -> None:
         return
     folder, _loaded = _loaded.task.folder, None
     drop_task_modules()
-    # Modules and what they define refer to each other, and may hold data.
+    # Modules and their objects refer to each other, and may hold data.
     gc.collect()
     shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(_scratch() / "data", ignore_errors=True)
 
 
 def _load(channel: Channel, invocation: Invocation | ProfileCall, mark: str, *, keep: bool) -> _Loaded:
-    if _looks_at_data(invocation) and "train" not in invocation.splits:
+    if _needs_data(invocation) and "train" not in invocation.splits:
         raise GeofedError("SHARD_UNREADABLE", "the region holds no training split")
     bundle = channel.get(invocation.bundle_key)
     if bundle is None:
         raise GeofedError("TASK_INVALID", f"the task folder {invocation.bundle_key} is not in the channel")
     folder = unpack(bundle, _scratch() / "bundles")
-    # What a try has fetched is there for the next one of the same.
+    # Named by the mark, so that a repeated attempt finds files that were downloaded before.
     fetched = _scratch() / "data" / hashlib.sha256(mark.encode()).hexdigest()[:16]
     try:
-        # What is drawn here must not depend on the replica either.
+        # Random numbers drawn while the module is loaded must be the same in every replica.
         seed_all(invocation.seed)
         task = load_task(folder, invocation.module, dict(invocation.config))
         data: dict[str, Any] = {}
@@ -216,14 +225,17 @@ def _load(channel: Channel, invocation: Invocation | ProfileCall, mark: str, *, 
 
 
 def _check_samples(invocation: Invocation | ProfileCall, found: int) -> None:
-    """Epochs, shares of the merge and forecasts are all made from what the region's file says."""
+    """Raise SAMPLES_MISMATCH if the dataset has another length than the region's file states.
+
+    Epochs, weights of the merge and predictions are all computed from the declared number.
+    """
     declared = invocation.declared_samples
-    if declared is None or found in (0, declared):  # that there are none has an error of its own
+    if declared is None or found in (0, declared):  # an empty split has an error of its own
         return
     text = f"the file of region {invocation.region} states {declared} training samples, the task's dataset has {found}"
     hint = (
-        f"state samples: {found} in the file of region {invocation.region} and start its agent again; a task that cuts "
-        "the same files into other samples needs a dataset of another name there"
+        f"set samples: {found} in the file of region {invocation.region} and restart its agent; a task that makes "
+        "other samples of the same files needs a dataset of another name there"
     )
     raise GeofedError("SAMPLES_MISMATCH", text, hint=hint)
 

@@ -1,4 +1,4 @@
-"""What an invocation is told and what it answers: the JSON bodies of the worker function."""
+"""JSON bodies of the worker function: the request that starts an invocation, and its answer."""
 
 from __future__ import annotations
 
@@ -12,52 +12,53 @@ from geofed_pb.errors import GeofedError
 __all__ = ["CALL_GRACE", "Invocation", "Outcome", "Schedule", "ShardFile", "Stretch", "read_invocation"]
 
 CALL_GRACE = timedelta(seconds=120)
-"""Beyond its slice an invocation may finish the step it is in, and wait for the other workers or for the parameter
-server."""
+"""Time that an invocation may take beyond its slice: to finish the step that it is in, and to wait for the other
+workers or for the parameter server."""
 
 
 class ShardFile(BaseModel):
-    """One file of a shard: a path that the worker can open, or an address it can get it from."""
+    """One file of a shard: a path that the worker can open, or a URL that it can download."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
-    """Relative to the split."""
+    """Path relative to the split."""
     folder: bool = False
-    """Whether the split is a folder, and this one of its files."""
+    """The split is a folder, and this is one of its files."""
     path: str = ""
     url: str = ""
-    """Presigned: it is good for this object only, and for a short time."""
+    """Presigned URL: it is valid for this object only, and for a short time."""
     size: int | None = None
+    """Bytes; None: unknown."""
     shard: str = ""
-    """The region whose shard it is of; empty: this region's own."""
+    """Region that the shard comes from; empty: this region."""
 
 
 class Schedule(BaseModel):
-    """The learning rate over the job's steps."""
+    """Schedule of the learning rate over the job's steps."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     shape: Literal["constant", "linear", "cosine"] = "constant"
     warmup: float = Field(default=0.0, ge=0, lt=1)
-    """Part of the steps over which it rises."""
+    """Fraction of the steps over which the rate rises linearly."""
     floor: float = Field(default=0.0, ge=0, le=1)
-    """Part of it that is left at the end."""
+    """Fraction of the full rate that is left at the last step."""
     begin: float = Field(default=0.0, ge=0, lt=1)
-    """Part of the way that is behind it at the first step: another job has gone it."""
+    """Fraction of the schedule that an earlier job has completed, whose model this job continues."""
 
 
 class Stretch(BaseModel):
-    """From a step on, the region draws so many samples in each."""
+    """A stretch of steps with one batch size. It ends where the next one begins."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     first_step: int = Field(ge=1)
-    """The first of a round."""
+    """First step of a round; steps are counted from 1."""
     batch: int = Field(ge=1)
-    """Samples of all workers of the region."""
+    """Samples of all workers of the region in a step."""
     rate: float = Field(default=1.0, gt=0)
-    """What the learning rate is multiplied by."""
+    """Factor of the learning rate."""
 
 
 class Invocation(BaseModel):
@@ -71,7 +72,7 @@ class Invocation(BaseModel):
     workers: int = Field(ge=1)
     attempt: int = Field(ge=1)
     token: str
-    """For the parameter server; bound to job, region, worker and attempt."""
+    """Token for the parameter server, bound to job, region, worker and attempt."""
     ps_address: str
     ps_name: str
     ca_pem: str
@@ -83,73 +84,78 @@ class Invocation(BaseModel):
     config: dict[str, object]
     splits: dict[str, tuple[ShardFile, ...]]
     declared_samples: int | None = None
-    """Of the training split, by the region's file: what the plan's epochs and shares rest on. None: not told."""
+    """Samples of the training split by the region's file, on which the plan's epochs and shares are based. None:
+    unknown."""
     region_batch: int = Field(ge=1)
-    """Samples that all workers of the region draw in one step, together."""
+    """Samples of all workers of the region in one step."""
     stretches: tuple[Stretch, ...] = ()
-    """Where that changes, in order."""
+    """Changes of that number, in the order of steps."""
     batch: int = Field(default=0, ge=0)
-    """Samples that go through the model at a time, at most: what the memory was chosen for. 0: any number."""
+    """Largest number of samples in one forward pass, for which the memory was chosen. 0: no limit."""
     evaluation_batch: int = Field(default=0, ge=0)
-    """Samples that an evaluation takes at a time; 0: as many as a step."""
+    """Samples in one forward pass of an evaluation; 0: as in a step."""
     steps_per_round: int = Field(ge=1)
     rounds: int = Field(ge=1)
     seed: int
     schedule: Schedule | None = None
-    """None: the learning rate is the optimiser's own."""
+    """None: the optimiser's learning rate is not changed."""
     slice_seconds: float = Field(gt=0)
+    """Time after which the invocation ends at the next step."""
     resume_key: str = ""
-    """Channel key of what the last slice left, or, at the beginning of an attempt, a worker of the one before."""
+    """Channel key of the state stored by this worker's previous invocation or, at the beginning of an attempt, by a
+    worker of the previous attempt. Empty: start from the parameter server's model."""
     collective: str = "server-reduce"
-    """Or "auto": the workers choose, all alike."""
+    """Collective that merges the workers' steps; "auto": the workers choose one, and all choose the same."""
     merging: dict[str, float] = {}
-    """Of the collective: "k", "staleness", "significance"."""
+    """Settings of the collective: "k", "staleness", "significance"."""
     merging_codec: str = "fp32"
     channel_costs: dict[str, float] = {}
-    """The fields of `ChannelCosts`, as the agent has measured them."""
+    """Fields of `ChannelCosts` that the agent has measured."""
     stages: tuple[tuple[int, int], ...] = ()
-    """A pipeline: first and last layer of each stage, counted from 0, both included. Workers are numbered
+    """Pipeline: first and last layer of each stage, counted from 0, both included. Workers are numbered
     ``stage * degree + replica``. Empty: every worker holds the whole model."""
     degree: int = Field(default=1, ge=1)
     """Replicas of each stage."""
     micro_batch: int = Field(default=1, ge=1)
-    """Samples."""
+    """Samples in a micro-batch."""
     order: Literal["gpipe", "1f1b"] = "1f1b"
+    """Pipeline schedule."""
     rematerialise: tuple[bool, ...] = ()
-    """By stage: its activations are made again before each backward pass. Empty: none."""
+    """For each stage: recompute its activations in the backward pass instead of storing them. Empty: no stage does."""
     activation_codec: Literal["fp32", "bf16"] = "fp32"
-    """Of what stages send each other; "fp32": as it is."""
+    """Codec of activations and their gradients between stages; "fp32": unchanged."""
     store_seconds: float = Field(default=5.0, ge=0)
-    """Between two states that a stage stores for another attempt, at least."""
+    """Shortest time between two states that a stage stores for a later attempt."""
 
 
 class Outcome(BaseModel):
-    """How an invocation ended."""
+    """BoundaryAnswer of an invocation: how it ended, and what it used."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     status: Literal["continue", "done", "failed", "left"]
-    """"left": the attempt was over, and what this worker had is under `resume_key`."""
+    """"left": the attempt was fenced, and this worker's state is stored under `resume_key`."""
     resume_key: str = ""
+    """Channel key of the stored state."""
     step: int = 0
-    """At which `resume_key` continues."""
+    """First step that an invocation with `resume_key` makes."""
     steps: int = 0
-    """Made in this invocation."""
+    """Steps made in this invocation."""
     samples: int = 0
     compute_seconds: float = 0.0
     merge_seconds: float = 0.0
-    """Of its steps, beyond their compute."""
+    """Time of the steps beyond their compute."""
     steady_steps: int = 0
-    """Those that came right after another one: not the first of the invocation, and none after a round's end."""
+    """Steps that directly follow another one: neither the first of the invocation, nor the first of a round."""
     steady_seconds: float = 0.0
-    """Of as many steps that take the median of these, with all that they wait for: other stages, and merges. What held
-    up a few of them, or what the first ones need new memory for, is not in it."""
+    """``steady_steps`` times their median duration, which includes waits for other stages and merges. With the median,
+    a few slow steps do not count, nor the first ones, which allocate memory."""
     channel: dict[str, int] = {}
-    """What this invocation asked of the channel, and bytes, by kind."""
+    """Requests to the channel and bytes, by kind."""
     merged_by: str = ""
-    """The collective that was used, for people."""
+    """Collective that was used, as text for users."""
     code: str = ""
-    """Of the error catalogue, where it failed."""
+    """Error code from the catalogue, if the invocation failed."""
     message: str = ""
     hint: str = ""
 

@@ -1,11 +1,11 @@
 """The training loop of one invocation.
 
-A worker attaches to its parameter server, continues from the round that the server names, and makes steps: its own
-batch, gradients merged with the other workers that hold the same, one optimiser step that is the same in all of them.
-What it holds is the model, or a stage of it (`Trainer`).
-At the end of a round it hands over the model, waits for the federation's, and continues from that; with background
-exchange it makes the next steps meanwhile, and then adds the correction that it is given. When its slice of time is
-over it leaves what it needs in the channel and returns; the next invocation takes it up at the same step.
+A worker attaches to its parameter server, continues from the round that the server names, and makes steps: it computes
+gradients of its own batch, merges them with the other workers that hold the same parameters, and makes the same
+optimiser step as they do. It holds the whole model or one stage of it (`Trainer`).
+At the end of a round it uploads the model, waits for the federation's, and continues from that. With background
+exchange it makes the next steps concurrently, and then adds the correction that it gets. When its slice is over it
+stores its state in the channel and returns; the next invocation continues at the same step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from geofed_pb.v1 import worker_pb2
 from region_agent.worker.invocation import Invocation, Outcome
 from region_agent.worker.ps_client import PsClient, SliceOver
 from region_agent.worker.training.optimizer_state import State
-from region_agent.worker.training.rounds import Answer, Ended, Sums
+from region_agent.worker.training.rounds import BoundaryAnswer, PendingBoundary, RoundSums
 from region_agent.worker.training.scheduling import request_low_latency
 from region_agent.worker.training.trainer import Trainer
 from sync import framing
@@ -38,21 +38,22 @@ from sync.tree import dump_tree, load_tree
 
 __all__ = ["WorkerLoop"]
 
-_BROKEN = ("FENCED", "CHANNEL_TIMEOUT")
-"""Codes with which an attempt ends for a worker that is itself well: others can continue from where it is."""
-_NOT_MEASURED = ("TASK_FAILED", "TASK_INVALID", "FUNCTION_OUT_OF_MEMORY")
-"""Codes with which an evaluation may fail without the job."""
-_MOST_TRIES = 2
-"""Of an evaluation, in which the worker was killed."""
+_ATTEMPT_OVER = ("FENCED", "CHANNEL_TIMEOUT")
+"""Errors that end an attempt for a healthy worker: it stores its state, from which the next attempt continues."""
+_EVALUATION_FAILURES = ("TASK_FAILED", "TASK_INVALID", "FUNCTION_OUT_OF_MEMORY")
+"""Errors of an evaluation that do not fail the job."""
+_MAX_EVALUATION_TRIES = 2
+"""Evaluations of one round in which a worker may be killed before it skips that evaluation."""
 _Value = TypeVar("_Value")
-_NEWS_SECONDS = 1.0
-"""Between two news of steps."""
+_PROGRESS_SECONDS = 1.0
+"""Shortest interval between two progress reports."""
 _STATE_SECONDS = 10.0
-"""With background exchange the optimiser's state is handed over this often: only a new attempt asks for it."""
+"""Shortest interval at which the optimiser's state is uploaded with background exchange; only a new attempt needs
+it."""
 
 
 class WorkerLoop:
-    """One invocation's training; `run` returns how it ended."""
+    """Training of one invocation; `run` returns its outcome."""
 
     def __init__(self, invocation: Invocation, trainer: Trainer, channel: Channel, begun: float) -> None:
         self._call, self._trainer, self._channel = invocation, trainer, channel
@@ -63,45 +64,45 @@ class WorkerLoop:
         """Rounds whose federated model this worker continues from."""
         self._step = 0
         self._until = 0
-        """Where the open round ends."""
+        """Last step of the open round."""
         self._background = False
-        self._ended: Ended | None = None
+        self._pending: PendingBoundary | None = None
         self._state_given = 0.0
         self._snapshot: Vector | None = None
-        self._spent: list[Ended] = []
-        """With an answer that counts already: to unmap what came with it takes as long as to add it, so that is done
-        beside the steps, too."""
-        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="boundary")
-        self._told = time.monotonic()
+        self._applied: list[PendingBoundary] = []
+        """Boundaries whose correction has been added. Unmapping a correction takes as long as adding it, so they are
+        released by the background thread."""
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="boundary")
+        self._reported_at = time.monotonic()
         self._settled = 0
-        """The last step after which the workers have made sure that they hold the same."""
-        self._round = Sums()
+        """Last step after which the workers have made sure that they hold the same model."""
+        self._round = RoundSums()
         self._outcome_steps, self._outcome_samples, self._compute_seconds = 0, 0, 0.0
         self._merge_seconds = 0.0
-        """Of steps, beyond their compute."""
+        """Time of the steps beyond their compute."""
         self._steady = False
-        """The last thing done was a step, so that others of the partition are at the next one, too."""
+        """Whether the last operation was a step, so that the partition's other workers are at the next step, too."""
         self._steady_seconds: list[float] = []
 
     def run(self) -> Outcome:
-        """Train until the job's end or the slice's, or until the attempt is over."""
+        """Train until the end of the job, of the slice, or of the attempt."""
         request_low_latency()
-        broken: GeofedError | None = None
+        fenced: GeofedError | None = None
         finished = False
-        with PsClient(self._call, self._slice_ends) as server, self._beside, closing(self._trainer):
+        with PsClient(self._call, self._slice_ends) as server, self._executor, closing(self._trainer):
             try:
                 finished = self._train_slice(server)
             except GeofedError as error:
-                if error.code not in _BROKEN or not self._attached or self._background:
+                if error.code not in _ATTEMPT_OVER or not self._attached or self._background:
                     raise
-                broken = error
-            resume_key = self._forget_left() if finished else self._leave(broken is not None)
+                fenced = error
+            resume_key = self._delete_state() if finished else self._store_state(fenced is not None)
         return Outcome(
-            status="done" if finished else "left" if broken else "continue",
+            status="done" if finished else "left" if fenced else "continue",
             resume_key=resume_key,
             step=self._step,
-            code=broken.code if broken else "",
-            message=broken.message if broken else "",
+            code=fenced.code if fenced else "",
+            message=fenced.message if fenced else "",
             channel=asdict(self._channel.usage),
             merged_by=self._trainer.name,
             steps=self._outcome_steps,
@@ -113,7 +114,7 @@ class WorkerLoop:
         )
 
     def _train_slice(self, server: PsClient) -> bool:
-        """True when the job is at its end. What others wait for has then left this worker."""
+        """Train until the end of the job (True) or of the slice (False), and wait until all messages are sent."""
         try:
             finished = self._train(server)
         except SliceOver:
@@ -124,28 +125,28 @@ class WorkerLoop:
     # Rounds
 
     def _train(self, server: PsClient) -> bool:
-        """True when the job is at its end, False when the slice is."""
+        """Make rounds until the end of the job (True) or of the slice (False)."""
         start = self._attach(server)
         awaited, finished = start.boundary, start.finished
-        if start.evaluate and self._ended is None:
+        if start.evaluate and self._pending is None:
             self._evaluate(server)
-        finished = self._hear_if_due(server) or finished
+        finished = self._apply_answer_if_due(server) or finished
         while not finished:
             while not awaited and self._step < self._until:
                 if self._slice_over():
                     return False
                 self._make_step(server, self._step + 1)
-                if self._hear_if_due(server):
+                if self._apply_answer_if_due(server):
                     return True
             if self._background and not awaited and self._step < self._call.rounds * self._call.steps_per_round:
                 self._begin_end_of_round(server, self._completed + 1)
                 continue
             reply = self._end_round(server, self._completed + 1, known=awaited)
-            self._go_on(reply)
+            self._apply_reply(reply)
             if awaited and reply.state_key and not self._background:
                 self._trainer.load_state(self._trainer.read_state(reply.state_key))
             awaited, finished = False, reply.finished
-            self._completed, self._round = reply.round, Sums()
+            self._completed, self._round = reply.round, RoundSums()
             if not self._background:
                 self._step = self._completed * self._call.steps_per_round
             if reply.evaluate:
@@ -154,7 +155,8 @@ class WorkerLoop:
                 return False
         return True
 
-    def _go_on(self, reply: worker_pb2.BoundaryReply) -> None:
+    def _apply_reply(self, reply: worker_pb2.BoundaryReply) -> None:
+        """Load the model, or add the correction, that the server has answered with."""
         self._steady = False
         if reply.model_key:
             self._flat.load(self._trainer.read(reply.model_key, "model"))
@@ -163,86 +165,92 @@ class WorkerLoop:
         self._until = reply.until_step
 
     def _correction(self, key: str) -> Vector | None:
-        """Read beside the steps; "": there is none."""
+        """Read a correction, in the background thread. ``key`` "": there is none."""
         return self._trainer.read(key, "correction") if key else None
 
     # The end of a round, with background exchange
 
     def _begin_end_of_round(self, server: PsClient, sequence: int) -> None:
-        """Take the model of now and hand it over beside the next steps."""
+        """Copy the present model, and upload it in the background while the next steps are made."""
         self._settle()
         self._snapshot = self._flat.vector(self._snapshot)
-        request, state = self._end_of(sequence, self._step, self._round), None
-        # The stages of a model must all give theirs of the same round.
+        request, state = self._boundary_request(sequence, self._step, self._round), None
+        # The stages of a model must all upload the state of the same round.
         due = self._trainer.in_stages or time.monotonic() - self._state_given > _STATE_SECONDS
         if self._trainer.leads and due:
             self._state_given = time.monotonic()
             tensors, numbers = self._trainer.dump_state()
-            # The next steps change what they are views of.
+            # Copied, since the next steps change the optimiser's tensors.
             state = {name: np.array(array) for name, array in tensors.items()}, numbers
-        reply = self._beside.submit(self._tell_end, server, request, self._snapshot, state)
-        self._go_on_beside(request, self._round, reply)
-        self._round = Sums()
+        reply = self._executor.submit(self._upload_and_exchange, server, request, self._snapshot, state)
+        self._set_pending(request, self._round, reply)
+        self._round = RoundSums()
 
-    def _go_on_beside(
+    def _set_pending(
         self,
         request: worker_pb2.BoundaryRequest,
-        sums: Sums,
-        reply: Future[Answer],
+        sums: RoundSums,
+        reply: Future[BoundaryAnswer],
     ) -> None:
-        """Make steps until the answer to an end is due; only it says where the next round ends."""
+        """Set the boundary that is being exchanged, and continue with steps until its answer is due.
+
+        Only the answer says where the next round ends.
+        """
         each, total = self._call.steps_per_round, self._call.rounds * self._call.steps_per_round
         self._until = min(request.step + overlapped_steps(each), total)
-        self._ended = Ended(request, sums, self._until, reply)
+        self._pending = PendingBoundary(request, sums, self._until, reply)
 
-    def _tell_end(
+    def _upload_and_exchange(
         self, server: PsClient, request: worker_pb2.BoundaryRequest, vector: Vector, state: State | None
-    ) -> Answer:
-        self._spent.clear()
-        self._put_end(request, vector, state)
-        return self._ask_end(server, request)
+    ) -> BoundaryAnswer:
+        self._applied.clear()
+        self._upload(request, vector, state)
+        return self._exchange(server, request)
 
-    def _ask_end(self, server: PsClient, request: worker_pb2.BoundaryRequest) -> Answer:
+    def _exchange(self, server: PsClient, request: worker_pb2.BoundaryRequest) -> BoundaryAnswer:
         reply = server.boundary(request)
         return reply, self._correction(reply.correction_key)
 
-    def _hear_if_due(self, server: PsClient) -> bool:
-        """So many steps after the end of a round, in all workers of the partition, its answer counts; True where it
-        says that the job is over, which may be before its plan."""
-        if self._ended is None or self._step < self._ended.due:
+    def _apply_answer_if_due(self, server: PsClient) -> bool:
+        """Apply the answer to a boundary at the step where it is due, which is the same in all workers of the
+        partition.
+
+        True if the answer says that the job is over, which may be before its planned end.
+        """
+        if self._pending is None or self._step < self._pending.due:
             return False
-        ended = self._ended
+        ended = self._pending
         reply, correction = ended.reply.result()
         if reply.finished:
-            # The steps since then are in no round.
-            self._step, self._round = ended.request.step, Sums()
-            self._go_on(reply)
+            # The steps made since the boundary belong to no round.
+            self._step, self._round = ended.request.step, RoundSums()
+            self._apply_reply(reply)
         elif correction is not None:
             self._flat.add(correction)
-            self._spent.append(ended)
+            self._applied.append(ended)
         self._until = reply.until_step
-        self._completed, self._ended = reply.round, None
+        self._completed, self._pending = reply.round, None
         if reply.evaluate:
             self._evaluate(server)
         return reply.finished
 
     def _slice_over(self) -> bool:
-        # However short the slice, an invocation makes a step: a chain of them must come to its end.
+        # Each invocation makes at least one step, so that the job ends even with very short slices.
         return self._outcome_steps > 0 and time.monotonic() > self._slice_ends
 
     def _attach(self, server: PsClient) -> worker_pb2.AttachReply:
         call = self._call
         initial_key = f"init/{call.attempt}/{call.worker}"
         if not call.resume_key:
-            initial_key = self._trainer.offer(initial_key)
+            initial_key = self._trainer.put_initial(initial_key)
         request = worker_pb2.AttachRequest(layout_json=self._trainer.layout.to_json(), initial_key=initial_key)
         start = server.attach(request)
-        self._trainer.withdraw(initial_key)
+        self._trainer.delete_initial(initial_key)
         self._attached, self._completed, self._until = True, start.round, start.until_step
         self._background = start.background
         if not self._resume(server, start) and not (start.background and start.boundary):
             if not start.model_key:
-                raise GeofedError("FENCED", "what the last slice left has gone from the channel")
+                raise GeofedError("FENCED", "the state of the last slice is no longer in the channel")
             self._step = start.step
             self._flat.load(self._trainer.read(start.model_key, "model"))
             if start.state_key:
@@ -250,65 +258,66 @@ class WorkerLoop:
         return start
 
     def _end_round(self, server: PsClient, sequence: int, *, known: bool) -> worker_pb2.BoundaryReply:
-        """Hand the round's model over and wait for the federation's; ``known``: it was handed over before."""
+        """Upload the round's model and wait for the federation's; ``known``: it was uploaded before."""
         request = worker_pb2.BoundaryRequest(round=sequence, step=self._step)
         if not known:
             self._settle()
             vector = self._flat.vector()
-            request = self._end_of(sequence, self._step, self._round)
-            # All workers of a group hold the same model and optimiser state, so one hands them over for all.
-            self._put_end(request, vector, self._trainer.dump_state() if self._trainer.leads else None)
+            request = self._boundary_request(sequence, self._step, self._round)
+            # All workers of a group hold the same model and optimiser state, so one uploads them for all.
+            self._upload(request, vector, self._trainer.dump_state() if self._trainer.leads else None)
         reply = server.boundary(request)
         if not self._background:
             self._channel.delete_tree(f"b/{self._call.attempt}/{sequence - 1}")
         return reply
 
     def _settle(self) -> None:
+        """Make sure that the workers of the partition hold the same model, once after the last step."""
         self._flat.check_names()
         if self._settled < self._step:
             self._trainer.settle(self._step)
             self._settled = self._step
 
-    def _end_of(self, sequence: int, step: int, sums: Sums) -> worker_pb2.BoundaryRequest:
-        """All but the model's digest."""
-        place = f"b/{self._call.attempt}/{sequence}"
+    def _boundary_request(self, sequence: int, step: int, sums: RoundSums) -> worker_pb2.BoundaryRequest:
+        """Build the request for the end of a round, without the model's digest."""
+        prefix = f"b/{self._call.attempt}/{sequence}"
         return worker_pb2.BoundaryRequest(
             round=sequence,
             step=step,
-            model_key=f"{place}/model" if self._call.worker == 0 else "",
+            model_key=f"{prefix}/model" if self._call.worker == 0 else "",
             group=self._trainer.group,
             samples=sums.samples,
             loss=sums.loss,
             compute_seconds=sums.compute_seconds,
         )
 
-    def _put_end(self, request: worker_pb2.BoundaryRequest, vector: Vector, state: State | None) -> None:
-        place = f"b/{self._call.attempt}/{request.round}"
+    def _upload(self, request: worker_pb2.BoundaryRequest, vector: Vector, state: State | None) -> None:
+        prefix = f"b/{self._call.attempt}/{request.round}"
         request.digest = self._digest_of(vector)
         if self._trainer.leads:
-            self._trainer.put(f"{place}/model", vector)
+            self._trainer.put(f"{prefix}/model", vector)
         if state is not None:
-            self._trainer.put_state(f"{place}/state", state)
+            self._trainer.put_state(f"{prefix}/state", state)
             if request.model_key:
-                request.state_key = f"{place}/state"
+                request.state_key = f"{prefix}/state"
 
     def _digest_of(self, vector: Vector) -> str:
-        # A worker alone has nobody to differ from.
+        # A single worker has no other model to compare with.
         return "alone" if self._trainer.alone else framing.digest_of([vector.view(np.uint8).data])
 
     # Steps
 
     def _make_step(self, server: PsClient, step: int) -> None:
-        # What is received ahead must be what comes next: another step, and no evaluation before it.
+        # Inputs of the next step may be received ahead only if no evaluation comes before it.
         more = step < self._until
         begun = time.monotonic()
         value, seconds = self._trainer.step(server, step, more)
-        took = time.monotonic() - begun
+        duration = time.monotonic() - begun
         if not self._trainer.in_stages:
-            # What a stage does not compute it mostly waits for other stages.
-            self._merge_seconds += max(0.0, took - seconds)
+            # A stage spends the rest of a step mostly on waiting for other stages, not on merging.
+            self._merge_seconds += max(0.0, duration - seconds)
         if self._steady:
-            self._steady_seconds.append(took)
+            self._steady_seconds.append(duration)
         self._steady = True
         counted = self._trainer.counted
         self._step = step
@@ -318,43 +327,46 @@ class WorkerLoop:
         self._outcome_steps += 1
         self._outcome_samples += counted
         self._compute_seconds += seconds
-        if self._trainer.keeps(step) and not self._background:
-            self._trainer.keep(step, self._frame(for_others=True))
-        tells = self._trainer.tells and not self._trainer.server_knows
-        if tells and time.monotonic() - self._told > _NEWS_SECONDS:
-            # Last, as it may be told that the attempt is over: the step is made by then, with all that counts it.
-            self._told = time.monotonic()
+        if self._trainer.stores_after(step) and not self._background:
+            self._trainer.store(step, self._frame(for_others=True))
+        reports = self._trainer.reports_steps and not self._trainer.server_counts_steps
+        if reports and time.monotonic() - self._reported_at > _PROGRESS_SECONDS:
+            # Last, since it raises if the attempt is over: by now the step and its sums are complete.
+            self._reported_at = time.monotonic()
             server.stepped(worker_pb2.SteppedRequest(step=step, loss=value))
 
     def _evaluate(self, server: PsClient) -> None:
-        """Where the task cannot measure, it has trained nevertheless: the model is worth more than its metrics."""
+        """Evaluate the model and report the metrics, or the error: a failed evaluation does not fail the job."""
         self._steady = False
-        samples, metrics, told = 0, dict[str, float](), ""
+        samples, metrics, message = 0, dict[str, float](), ""
         try:
-            with self._evaluation_tried() as tries:
+            with self._counted_try() as tries:
                 samples, found = self._trainer.evaluate(self._completed, tries)
-            metrics, told = bounded_metrics(found)
+            metrics, message = bounded_metrics(found)
         except (GeofedError, MemoryError) as error:
             code = error.code if isinstance(error, GeofedError) else "FUNCTION_OUT_OF_MEMORY"
-            if code not in _NOT_MEASURED or not self._trainer.may_not_measure:
+            if code not in _EVALUATION_FAILURES or not self._trainer.evaluation_may_fail:
                 raise
-            told = error.message if isinstance(error, GeofedError) else "the evaluation ran out of memory"
-        request = worker_pb2.EvaluatedRequest(round=self._completed, samples=samples, metrics=metrics, error=told)
+            message = error.message if isinstance(error, GeofedError) else "the evaluation ran out of memory"
+        request = worker_pb2.EvaluatedRequest(round=self._completed, samples=samples, metrics=metrics, error=message)
         server.evaluated(request)
 
     @contextmanager
-    def _evaluation_tried(self) -> Iterator[int]:
-        """How often this worker was killed in the evaluation of this round: over its memory, say. Too often, and the
-        job continues without. A mark in the channel tells; only who is killed leaves it there."""
+    def _counted_try(self) -> Iterator[int]:
+        """Yield how often this worker was killed in the evaluation of this round, for instance over its memory.
+
+        Raises FUNCTION_OUT_OF_MEMORY after too many times, and the job continues without this evaluation. The number
+        is stored in the channel during the evaluation; it stays there only if the worker is killed.
+        """
         if self._trainer.in_stages:
-            # All stages evaluate together, or none.
+            # All stages evaluate together, so one of them cannot skip it.
             yield 0
             return
         key = f"e/{self._completed}/{self._call.worker}"
         known = self._channel.get(key) if self._call.attempt > 1 else None
         tries = 0 if known is None else int(bytes(known))
-        if tries >= _MOST_TRIES:
-            text = f"the worker was killed {tries} times while it evaluated: its memory or its time did not suffice"
+        if tries >= _MAX_EVALUATION_TRIES:
+            text = f"the worker was killed {tries} times during an evaluation: it exceeded its memory or its time"
             raise GeofedError("FUNCTION_OUT_OF_MEMORY", text)
         self._channel.put(key, [str(tries + 1).encode()])
         try:
@@ -362,115 +374,123 @@ class WorkerLoop:
         finally:
             self._channel.delete(key)
 
-    # What passes from one invocation to the next
+    # State between invocations
 
-    def _leave(self, broken: bool = False) -> str:
-        """Store model, optimiser and the round's sums where the next slice finds them, or the next attempt."""
+    def _store_state(self, fenced: bool = False) -> str:
+        """Store model, optimiser and the round's sums for the next invocation; returns their channel key.
+
+        ``fenced``: the attempt is over, so the state is for the workers of the next one.
+        """
         if not self._attached:
             return self._call.resume_key
-        key = self._trainer.left_key(self._step, broken)
-        if not (broken and self._trainer.in_stages and self._channel.has(key)):
-            self._channel.put(key, self._frame(for_others=broken))
+        key = self._trainer.resume_key_of(self._step, fenced)
+        if not (fenced and self._trainer.in_stages and self._channel.has(key)):
+            self._channel.put(key, self._frame(for_others=fenced))
         if self._call.resume_key.startswith(f"w/{self._call.attempt}/") and self._call.resume_key != key:
             self._channel.delete(self._call.resume_key)
         return key
 
     def _frame(self, *, for_others: bool) -> list[memoryview]:
-        """All that the next invocation needs, of this worker, or of any that holds the same in another attempt."""
+        """Return the state that the next invocation of this worker needs.
+
+        ``for_others``: that any worker with the same parameters needs in another attempt.
+        """
         tensors, numbers = self._trainer.dump_state()
-        # Until the answer to an end counts here, that round is not completed here, whatever the server has of it.
-        completed = self._completed if self._ended is None else self._ended.request.round - 1
+        # A round is completed here only when its answer is applied, even if the server has completed it already.
+        completed = self._completed if self._pending is None else self._pending.request.round - 1
         facts = {"round": completed, "step": self._step, "settled": self._settled, **self._round.facts()}
         facts |= {"attempt": self._call.attempt, "worker": self._call.worker, "batch": self._trainer.share(self._step)}
         facts |= self._trainer.facts()
-        if self._ended is not None:
-            # The slice ends in the wait for an answer, which the next one will ask for again.
-            facts |= {"ended_step": self._ended.request.step, **self._ended.sums.facts("ended_")}
+        if self._pending is not None:
+            # The slice ends during a wait for an answer; the next invocation repeats the request.
+            facts |= {"ended_step": self._pending.request.step, **self._pending.sums.facts("ended_")}
         prefixed = {f"o/{name}": array for name, array in tensors.items()}
         prefixed |= dump_tree(self._flat.exact(), "x/") | dump_tree(self._flat.scratch(), "n/")
         facts |= {f"o/{name}": value for name, value in numbers.items()}
         if not for_others:
-            # What was sent of a merge that broke off is not known: what is held back goes with the attempt.
+            # It is unknown what other workers received of an interrupted merge, so residuals are valid for this attempt
+            # only.
             state = self._trainer.merging_state()
             prefixed |= {f"c/{name}": array for name, array in state.tensors.items()}
             facts |= {f"c/{name}": value for name, value in state.facts.items()}
         return framing.encode({"model": self._flat.vector(), **prefixed}, facts)
 
-    def _forget_left(self) -> str:
+    def _delete_state(self) -> str:
+        """Delete the stored state at the job's end; returns the empty resume key."""
         if self._call.resume_key:
             self._channel.delete(self._call.resume_key)
-        self._trainer.forget()
+        self._trainer.delete_state()
         return ""
 
     def _resume(self, server: PsClient, start: worker_pb2.AttachReply) -> bool:
-        """Take up what the last slice left, unless the federation has a newer model: then that one counts."""
+        """Restore the state of the last slice or attempt; False if it is missing or older than the server's model."""
         key = self._call.resume_key
         if key and not key.startswith(f"w/{self._call.attempt}/"):
-            key = self._trainer.taken_over(key)
-        left = self._channel.get(key) if key else None
-        if left is None or start.finished:
+            key = self._trainer.inherited_key(key)
+        stored = self._channel.get(key) if key else None
+        if stored is None or start.finished:
             return False
-        frame = framing.decode(left)
+        frame = framing.decode(stored)
         facts = frame.facts
         if "x/tree" not in frame.tensors:
-            # An earlier version has left it: the round begins anew.
+            # Stored by an earlier version of geofed: the round starts again.
             return False
         if facts["attempt"] == self._call.attempt:
-            # They are this worker's own: no server knows of them.
+            # Buffers of this worker only; the server does not have them.
             self._flat.load_named(load_tree(frame.tensors, "n/"))
         if start.boundary:
             return False
         behind = start.round - int(facts["round"])
-        # With background exchange the model is not the federation's; only the answer to the last end was missed.
+        # With background exchange the stored model is still valid if only the answer to the last boundary is missing.
         missed = self._background and behind == 1 and (facts.get("ended_step") or facts["step"]) == start.step
         if behind and not missed:
             return False
         other_attempt = facts["attempt"] != self._call.attempt
         if other_attempt and self._background:
-            # There an attempt begins from the server's model, since the server must know where.
+            # With background exchange an attempt begins from the server's model.
             return False
         self._step = int(facts["step"])
-        self._round = Sums.of(facts)
+        self._round = RoundSums.of(facts)
         if other_attempt:
-            # Of another worker, whose share of a step may have been another.
+            # Sums of another worker, which may have had another share of each step.
             self._round.rescale(self._trainer.share(self._step) / facts["batch"])
         self._flat.load(np.asarray(frame.tensors["model"], np.float32))
         self._flat.load_named(load_tree(frame.tensors, "x/"))
-        self._trainer.load_state((_under("o/", frame.tensors), _under("o/", facts)))
+        self._trainer.load_state((_without_prefix("o/", frame.tensors), _without_prefix("o/", facts)))
         if not other_attempt:
             self._settled = int(facts["settled"])
-            self._trainer.recall(facts)
-            held = CollectiveState(_under("c/", frame.tensors), _under("c/", facts))
+            self._trainer.restore_facts(facts)
+            held = CollectiveState(_without_prefix("c/", frame.tensors), _without_prefix("c/", facts))
             if held.tensors or held.facts:
                 self._trainer.restore_merging(held)
         if missed:
             if "ended_step" not in facts:
-                self._round = Sums()
-            self._take_answer(start)
+                self._round = RoundSums()
+            self._resume_answered(start)
         elif "ended_step" in facts:
-            self._tell_end_again(server, facts)
+            self._resume_unanswered(server, facts)
         return True
 
-    def _take_answer(self, start: worker_pb2.AttachReply) -> None:
-        """The server has taken the end that the last slice told it of; what it has answered counts when it is due."""
+    def _resume_answered(self, start: worker_pb2.AttachReply) -> None:
+        """Resume while the answer to the last slice's boundary is known but not due yet."""
         correction = self._correction(start.correction_key)
-        reply: Future[Answer] = Future()
-        # The others evaluate when the answer counts, too, and nobody continues before all have.
+        reply: Future[BoundaryAnswer] = Future()
+        # All workers evaluate when the answer is applied, and none continues before all have.
         answer = worker_pb2.BoundaryReply(round=start.round, until_step=start.until_step, evaluate=start.evaluate)
         reply.set_result((answer, correction))
-        self._go_on_beside(worker_pb2.BoundaryRequest(round=start.round, step=start.step), Sums(), reply)
+        self._set_pending(worker_pb2.BoundaryRequest(round=start.round, step=start.step), RoundSums(), reply)
 
-    def _tell_end_again(self, server: PsClient, facts: dict[str, float]) -> None:
-        """The last slice had handed the model over, but the server has not taken it."""
-        sums = Sums.of(facts, "ended_")
-        request = self._end_of(self._completed + 1, int(facts["ended_step"]), sums)
+    def _resume_unanswered(self, server: PsClient, facts: dict[str, float]) -> None:
+        """Resume after the last slice has uploaded the model but the server has not processed the boundary."""
+        sums = RoundSums.of(facts, "ended_")
+        request = self._boundary_request(self._completed + 1, int(facts["ended_step"]), sums)
         key = f"b/{self._call.attempt}/{request.round}/model"
-        vector = self._trainer.own(key)
+        vector = self._trainer.read_own(key)
         if vector is None:
-            raise GeofedError("FENCED", f"{key} has gone from the channel: a newer attempt has taken over")
+            raise GeofedError("FENCED", f"{key} is no longer in the channel: a newer attempt has taken over")
         request.digest = self._digest_of(vector)
-        self._go_on_beside(request, sums, self._beside.submit(self._ask_end, server, request))
+        self._set_pending(request, sums, self._executor.submit(self._exchange, server, request))
 
 
-def _under(prefix: str, named: Mapping[str, _Value]) -> dict[str, _Value]:
+def _without_prefix(prefix: str, named: Mapping[str, _Value]) -> dict[str, _Value]:
     return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}

@@ -1,9 +1,9 @@
-"""The modules of a task: found by the task's own imports as ``python task.py`` finds them, and by nobody else's.
+"""Imports of a task's modules: the task's own code finds them as ``python task.py`` does, and no other code finds them.
 
-A file of the task's may be called like a library, or like a package of ours. The task's own code then imports the
-file, and all other code in the process continues with what it had, also in imports that it makes later. So the task's
-folders stand at the end of ``sys.path``, and imports are looked at by who makes them: what would hide another module
-is loaded as a part of the package `PACKAGE`; all else has its plain name.
+A file of the task may have the name of a library or of a package of geofed. The task's code then imports the file, and
+all other code in the process still gets the library, also in later imports. For that the task's folders are at the end
+of ``sys.path``, and ``__import__`` looks at the importing module. A task module that would hide another module is
+loaded as part of the package `PACKAGE`; all others keep their plain names.
 
 ``sys.modules``, ``sys.path`` and the working directory belong to the process, so one task is loaded at a time.
 """
@@ -25,15 +25,20 @@ from typing import Any
 __all__ = ["PACKAGE", "drop_task_modules", "import_task"]
 
 PACKAGE = "geofed_task"
+"""Package of task modules whose plain names are those of other modules."""
 _OURS = frozenset(
     {"control_plane", "deploy", "geofed", "geofed_pb", "proto", "region_agent", "scheduler", "sync", "tests"}
 )
-"""No task knows of these, so a folder without ``__init__.py`` of such a name is the task's, too."""
+"""Packages of geofed. No task imports them, so a task's folder of such a name is a package also without
+``__init__.py``."""
 
 
 def import_task(root: Path, module: str) -> ModuleType:
-    """Run a task module, a path below ``root``, in place of the one before. Until `drop_task_modules` the process is
-    that task's: its folder is the working directory. What the module raises is passed on, and leaves nothing."""
+    """Import a task module, a path below ``root``; it replaces the task that was loaded before.
+
+    Until `drop_task_modules` the task's folder is the working directory. If the module raises, everything is restored
+    and the exception is passed on.
+    """
     global _loaded
     drop_task_modules()
     _loaded = _TaskModules(Path(os.path.abspath(root)), module)
@@ -45,7 +50,7 @@ def import_task(root: Path, module: str) -> ModuleType:
 
 
 def drop_task_modules() -> None:
-    """Forget the task that is loaded, if one is, and give the process back its path and working directory."""
+    """Remove the loaded task's modules, if there is one, and restore ``sys.path`` and the working directory."""
     global _loaded
     if _loaded is not None:
         _loaded.close()
@@ -61,7 +66,7 @@ class _TaskModules:
         self._cwd: str | None = None
         with contextlib.suppress(FileNotFoundError):
             self._cwd = os.getcwd()
-        # What is relative, "" among it, must not mean the task's folder now.
+        # Relative entries, such as "", must not mean the task's folder from now on.
         sys.path[:] = [os.path.abspath(one) for one in sys.path]
         sys.path += dict.fromkeys([str(self._path.parent), str(root)])
         os.chdir(root)
@@ -70,7 +75,7 @@ class _TaskModules:
         self._package.__path__ = self._folders()
         sys.modules[PACKAGE] = self._package
         self._plain_import, self._plain_import_module = builtins.__import__, importlib.import_module
-        # Bound once each, so that they can be told from what somebody puts around them.
+        # Bound once each, so that `close` can recognise them if other code has replaced them.
         self._hook, self._module_hook = self._import, self._import_module
         builtins.__import__ = self._hook
         importlib.import_module = self._module_hook
@@ -93,7 +98,7 @@ class _TaskModules:
             builtins.__import__ = self._plain_import
         if importlib.import_module is self._module_hook:
             importlib.import_module = self._plain_import_module
-        for name in [name for name in list(sys.modules) if self._has_loaded(name)]:
+        for name in [name for name in list(sys.modules) if self._is_task_module(name)]:
             del sys.modules[name]
         for folder in [one for one in sys.path_importer_cache if self._is_below(one)]:
             del sys.path_importer_cache[folder]
@@ -113,9 +118,9 @@ class _TaskModules:
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> ModuleType:
-        """In place of ``__import__``."""
+        """Replacement of ``__import__``."""
         caller = sys._getframe(1).f_globals if globals is None else globals
-        if not self._is_own(caller):
+        if not self._is_task_code(caller):
             return self._plain_import(name, globals, locals, fromlist or (), level)
         if level:
             absolute = self._absolute(name, str(caller.get("__package__") or ""), level)
@@ -135,14 +140,15 @@ class _TaskModules:
         return imported if fromlist else sys.modules[f"{PACKAGE}.{first}"]
 
     def _import_module(self, name: str, package: str | None = None) -> ModuleType:
-        """In place of ``importlib.import_module``."""
+        """Replacement of ``importlib.import_module``."""
         first = name.partition(".")[0]
-        if first and self._is_own(sys._getframe(1).f_globals) and self._name(first) not in (None, first):
+        if first and self._is_task_code(sys._getframe(1).f_globals) and self._name(first) not in (None, first):
             name = f"{PACKAGE}.{name}"
         return self._plain_import_module(name, package)
 
     def _members(self, names: Sequence[str]) -> ModuleType:
-        """``from . import names`` beside the task module: modules there, or what ``__init__.py`` there defines."""
+        """Import names for ``from . import names`` in the task module: modules next to it, or names that an
+        ``__init__.py`` next to it defines."""
         for name in names:
             if (found := self._relative_name(name)) is not None:
                 self._plain_import_module(found)
@@ -158,7 +164,7 @@ class _TaskModules:
             spec.loader.exec_module(self._package)
 
     def _absolute(self, name: str, package: str, level: int) -> str | None:
-        """What a relative name is from the task's folders; None: it stays within a package, or leads outside."""
+        """Return the absolute name of a relative import; None: it stays within a package, or leads outside the task."""
         above = [one for one in package.split(".") if one]
         if above[:1] == [PACKAGE]:
             del above[0]
@@ -168,23 +174,25 @@ class _TaskModules:
         folders = self._path.parent.relative_to(self._root).parts
         if beyond > len(folders):
             return None
-        # Beside the task module its folder is a top of its own; above it, names begin at the root.
+        # The task module's folder is itself a top level; above it, names begin at the root folder.
         leading = folders[: len(folders) - beyond] if beyond else ()
         return ".".join([*leading, name]) if name else ".".join(leading)
 
-    # Whose a module is
+    # Ownership of modules
 
     def _name(self, first: str) -> str | None:
-        """Under which name the task's own module of a first name is loaded; None: the task has none, or Python's own
-        counts, as what is built into the interpreter always does."""
+        """Return the name under which the task's module ``first`` is loaded.
+
+        None: the task has no such module, or another module takes precedence, as built-in ones always do.
+        """
         folders = self._folders()
         key = first, *folders
         if key not in self._names:
-            self._names[key] = self._decided(first, folders)
+            self._names[key] = self._decide_name(first, folders)
             self._package.__path__ = folders
         return self._names[key]
 
-    def _decided(self, first: str, folders: list[str]) -> str | None:
+    def _decide_name(self, first: str, folders: list[str]) -> str | None:
         if first in sys.builtin_module_names or FrozenImporter.find_spec(first) is not None:
             return None
         own = PathFinder.find_spec(first, folders)
@@ -192,11 +200,11 @@ class _TaskModules:
             return None
         if not self._is_elsewhere(first):
             return first
-        # Python prefers any other module to a folder without __init__.py, too.
+        # Python also prefers any other module to a folder without __init__.py.
         return f"{PACKAGE}.{first}" if own.loader is not None or first in _OURS else None
 
     def _relative_name(self, first: str) -> str | None:
-        """The same for a relative import, which never leads outside."""
+        """Return the same for a relative import, which never leads outside the task."""
         found = self._name(first)
         if found is None and PathFinder.find_spec(first, self._folders()) is not None:
             return f"{PACKAGE}.{first}"
@@ -204,29 +212,29 @@ class _TaskModules:
 
     def _is_elsewhere(self, first: str) -> bool:
         if first in sys.modules:
-            return not self._has_loaded(first)
+            return not self._is_task_module(first)
         others = [one for one in sys.path if not self._is_below(one)]
         for finder in sys.meta_path:
             spec = (
                 PathFinder.find_spec(first, others) if finder is PathFinder else finder.find_spec(first, None)
             )  # fmt: skip
-            if spec is not None and not self._holds(spec):
+            if spec is not None and not self._is_in_task_folder(spec):
                 return True
         return False
 
     def _folders(self) -> list[str]:
-        """Those of the task's folders that modules are looked for in, with what the task has added to the path."""
+        """Return the folders on ``sys.path`` that belong to the task, with those that it has added itself."""
         return [one for one in sys.path if self._is_below(one)]
 
-    def _has_loaded(self, name: str) -> bool:
+    def _is_task_module(self, name: str) -> bool:
         return (
             name == PACKAGE
             or name.startswith(f"{PACKAGE}.")
-            or self._holds(getattr(sys.modules[name], "__dict__", {}).get("__spec__"))
+            or self._is_in_task_folder(getattr(sys.modules[name], "__dict__", {}).get("__spec__"))
         )
 
-    def _holds(self, spec: ModuleSpec | None) -> bool:
-        """Whether a module lies in the task's folder."""
+    def _is_in_task_folder(self, spec: ModuleSpec | None) -> bool:
+        """Whether a module is stored in the task's folder."""
         if not isinstance(spec, ModuleSpec):
             return False
         if spec.has_location and spec.origin is not None:
@@ -234,15 +242,15 @@ class _TaskModules:
         try:
             return any(self._is_below(one) for one in spec.submodule_search_locations or ())
         except KeyError:
-            # A folder without __init__.py in one that has gone from sys.modules.
+            # A namespace package whose parent is no longer in sys.modules.
             return False
 
-    def _is_own(self, module: Mapping[str, Any]) -> bool:
+    def _is_task_code(self, module: Mapping[str, Any]) -> bool:
         file = module.get("__file__")
         return isinstance(file, str) and file.startswith(self._prefix)
 
     def _is_below(self, path: str) -> bool:
-        # Asked of every module there is, of which nearly none is: to make a path a plain one takes twenty times longer.
+        # Called for every loaded module, of which nearly none is in the task; abspath takes twenty times longer.
         if path.startswith(os.sep) and self._root.name not in path:
             return False
         whole = os.path.abspath(path)

@@ -1,4 +1,4 @@
-"""What a profiling invocation is told and what it answers: JSON bodies of the worker function, as `invocation.py`'s."""
+"""JSON bodies of a profiling invocation of the worker function: its request and its answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ __all__ = [
     "read_profile_call",
 ]
 
-_MARK = b'{"kind":"profile",'
+_PREFIX = b'{"kind":"profile",'
+"""First bytes of the body of a `ProfileCall`."""
 
 
 class _Body(BaseModel):
@@ -30,9 +31,9 @@ class ProfileCall(_Body):
     """One bounded call that measures a task and trains nothing."""
 
     kind: Literal["profile"] = "profile"
-    """First in the body: by it the function knows what is asked."""
+    """Must be the first field: the function recognises a profiling request by it."""
     job: str
-    """What keeps its values in the channel apart; no job has this name."""
+    """Name under which values are stored in the channel; no job has this name."""
     region: str
     channel: str
     channel_address: str
@@ -41,19 +42,19 @@ class ProfileCall(_Body):
     config: dict[str, object]
     splits: dict[str, tuple[ShardFile, ...]]
     declared_samples: int | None = None
-    """Of the training split, by the region's file. None: not told."""
+    """Samples of the training split by the region's file. None: unknown."""
     batch: int = Field(ge=1)
-    """Of the job file."""
+    """Batch of the job file, in samples."""
     evaluation_batch: int = Field(default=0, ge=0)
-    """Samples that an evaluation takes at a time; 0: as many as a step."""
+    """Samples in one forward pass of an evaluation; 0: as in a step."""
     seed: int
     limit_seconds: float = Field(gt=0)
-    """After it no new measurement begins, beyond what must be known."""
+    """Time after which only measurements that every profile needs are begun."""
     memory_mb: int = Field(default=0, ge=0)
-    """Of the function; 0: not known, and the model is taken to fit."""
+    """Memory of the function; 0: unknown, and the model is assumed to fit."""
     measure: Literal["all", "nothing", "size", "pace"] = "all"
-    """"nothing": it only makes ready, which tells what an invocation of a worker that is there takes; "size": of the
-    model, without looking at data; "pace": a few steps, for `limit_seconds` once data and model are there."""
+    """"nothing": only load task and data, to measure what an invocation costs in a warm replica; "size": size of the
+    model, without reading data; "pace": a few steps, for at most `limit_seconds` after loading."""
 
 
 class StepNumbers(_Body):
@@ -62,11 +63,11 @@ class StepNumbers(_Body):
     batch: int
     seconds: float
     peak_mb: float
-    """Of the process; 0: the system does not tell. Of a model that is too large to be made whole: what it would be."""
+    """Largest memory of the process; 0: unknown. Estimated for a model that is too large to be created whole."""
 
 
 class NormNumbers(_Body):
-    """Squared norms of a gradient from many samples, and of the parts that it is the mean of."""
+    """Squared norms of a mean gradient over many samples, and of the gradients of its parts (mean of the squares)."""
 
     small_batch: int
     small_norm2: float
@@ -75,7 +76,7 @@ class NormNumbers(_Body):
 
 
 class LayerNumbers(_Body):
-    """`sync.pipeline.LayerMeasure`."""
+    """Measurements of a layer; fields as in `sync.pipeline.LayerMeasure`."""
 
     name: str
     kind: str
@@ -93,40 +94,42 @@ class LayerNumbers(_Body):
 
 
 class Profiled(_Body):
-    """What came of it. Numbers, the names of layers, and of a failure its sentence: nothing of the data."""
+    """Answer to a `ProfileCall`: numbers, names of layers, or an error message, but nothing of the data."""
 
     status: Literal["done", "failed"]
     parameters: int = 0
     model_bytes: int = 0
     samples: int = 0
-    """In the training split."""
+    """Samples in the training split."""
     loaded_seconds: float = 0.0
-    """Until model and data were there."""
+    """Time until model and data were loaded."""
     seconds: float = 0.0
-    """Of the whole invocation, as the function saw it."""
+    """Duration of the whole invocation, measured in the function."""
     steps: tuple[StepNumbers, ...] = ()
-    """Of a pace the optimiser's step is in them, and no peak."""
+    """Steps by batch. Those of measure "pace" include the optimiser's step, and have no peak memory."""
     update_seconds: float = 0.0
-    """Of the optimiser's step."""
+    """Duration of the optimiser's step."""
     norms: tuple[NormNumbers, ...] = ()
     evaluation_peak_mb: float = 0.0
-    """Of the process, while it evaluated one batch; 0: the system does not tell, or there is no test split."""
+    """Largest memory of the process while it evaluated one batch; 0: unknown, or there is no test split."""
     layers: tuple[LayerNumbers, ...] = ()
     message_seconds: float = 0.0
-    """Of a short message from stage to stage; 0: not measured, as there are no layers to make stages of."""
+    """Duration of a short message between two stages; 0: not measured, as the model has no layers to make stages of."""
     message_core_seconds: float = 0.0
+    """CPU time of such a message."""
     layers_note: str = ""
-    """Why there are none."""
+    """Reason why ``layers`` is empty."""
     channel: dict[str, int] = {}
+    """Requests to the channel and bytes, by kind."""
     code: str = ""
-    """Of the error catalogue, where it failed."""
+    """Error code from the catalogue, if the invocation failed."""
     message: str = ""
     hint: str = ""
 
 
 def is_profile_call(body: bytes) -> bool:
-    """Whether a body asks for a profile; of any other nothing else is looked at."""
-    return body.startswith(_MARK)
+    """Whether a body is a profiling request; only its first bytes are read."""
+    return body.startswith(_PREFIX)
 
 
 def read_profile_call(body: bytes) -> ProfileCall:

@@ -1,6 +1,6 @@
-"""The profile mode of the worker function: what a task takes, measured on the region's own data.
+"""Profile mode of the worker function: measures a task's time and memory on the region's own data.
 
-Nothing of the data leaves: what goes out are sizes, seconds and norms of gradients.
+No data leaves the region: the answer contains sizes, seconds and norms of gradients.
 """
 
 from __future__ import annotations
@@ -28,22 +28,30 @@ from sync.seeding import seed_all
 __all__ = ["probe", "profile"]
 
 _REPEATS = 5
-"""Of a step of each batch, the first not counted."""
-_MOST_STEPS, _WANTED_SHARE = 200, 0.7
-"""Of a pace: steps of one batch, as of a quick task so many say enough; and the job's own batch's part of the time."""
+"""Steps measured for each batch; the first one is not counted."""
+_MAX_PACE_STEPS = 200
+"""Most steps of one batch in measure "pace"; more would not make the result of a quick task better."""
+_JOB_BATCH_SHARE = 0.7
+"""Fraction of the time of measure "pace" for the job's own batch; the rest is for a smaller one."""
 _LONG_SECONDS = 4.0
-"""The first step of a process may load much, from a cold disk: up to here another one tells what a step is."""
-_PARTS = 64
-"""Batches, at most, whose mean gradient stands for the true one in the noise scale. A few would not tell it from noise:
-early in training the scale is often some hundred samples, and grows."""
+"""A first step that takes longer is not repeated. A shorter one is, since the first step of a process may read much
+from a cold disk."""
+_MAX_NORM_BATCHES = 64
+"""Most batches whose mean gradient stands for the true gradient in the noise scale. A few would be too noisy: early in
+training the scale is often some hundred samples, and it grows."""
 _NORM_STEPS = 8
-"""Steps of training along which gradients are looked at: at its very start they are not what they become."""
+"""Training steps at which gradients are measured; those of the very first step are not typical."""
 
 
-_LAYER_ROUNDS, _FEWER_ROUNDS, _MANY_LAYERS = 5, 3, 24
-"""Of each layer, the first not counted; fewer where there are many, as an invocation must come to its end."""
+_LAYER_REPEATS = 5
+"""Measurements of each layer; the first one is not counted."""
+_FEWER_LAYER_REPEATS = 3
+"""The same for a model with more than `_MANY_LAYERS` layers, so that the invocation ends in time."""
+_MANY_LAYERS = 24
+"""Number of layers above which each is measured fewer times."""
 _COPIES = 8
-"""Of a model, that measuring it whole may hold: parameters, gradients, the optimiser's state, vectors for norms."""
+"""Copies of the parameters that measuring a whole model may hold: parameters, gradients, optimiser state, vectors for
+norms."""
 
 
 @dataclass
@@ -58,7 +66,7 @@ class _Bench:
     data: Any
     device: torch.device
     ends: float
-    """When no new measurement may begin (monotonic seconds)."""
+    """Time after which no new measurement begins (monotonic seconds)."""
 
     def batch(self, size: int, step: int) -> Any:
         stream = BatchStream(self.data, self.call.seed, self.call.region, 0, 1, size)
@@ -66,7 +74,7 @@ class _Bench:
             return move(stream.batch(step), self.device)
 
     def gradient(self, batch: Any) -> float:
-        """Forward and backward pass; the loss."""
+        """Make a forward and a backward pass; returns the loss."""
         with self.task.calling("the model's train() and the optimiser's zero_grad()"):
             self.module.train()
             self.optimizer.zero_grad(set_to_none=True)
@@ -81,9 +89,9 @@ class _Bench:
 
 
 def probe(call: ProfileCall, task: Task) -> Profiled:
-    """How large the model is. Nothing of the data is looked at."""
+    """Measure the size of the model, without reading data."""
     begun = time.monotonic()
-    shell = _without_values(call, task)
+    shell = _shell(call, task)
     seed_all(call.seed)
     whole = shell is None or not call.memory_mb or _peak_mb() + _held_mb(shell) < call.memory_mb
     module = task.model(call.seed) if shell is None or whole else shell
@@ -93,36 +101,40 @@ def probe(call: ProfileCall, task: Task) -> Profiled:
     return Profiled(status="done", parameters=_parameters(module), model_bytes=size, loaded_seconds=made)
 
 
-def _without_values(call: ProfileCall, task: Task) -> torch.nn.Module | None:
-    """The model as names and lengths of tensors, which takes no memory; None: it cannot be made so."""
+def _shell(call: ProfileCall, task: Task) -> torch.nn.Module | None:
+    """Create the model without values, on torch's meta device, which takes no memory; None: it cannot be created so."""
     seed_all(call.seed)
     try:
         return task.layers(call.seed).shell()
     except GeofedError:
-        # It is no chain of layers.
+        # The model is not a chain of layers.
         pass
     try:
         with torch.device("meta"):
             return task.model(call.seed)
     except GeofedError:
-        # It computes with values while it is made, or cannot be made: then nor with values.
+        # The model computes with values while it is created, or its creation fails in any case.
         return None
 
 
 def profile(call: ProfileCall, task: Task, data: dict[str, Any], begun: float) -> Profiled:
-    """Measure; ``begun``: when the invocation did (monotonic seconds)."""
+    """Measure the task. ``begun``: begin of the invocation (monotonic seconds).
+
+    Raises ``GeofedError``: SHARD_UNREADABLE for an empty training split; FUNCTION_OUT_OF_MEMORY if the model is too
+    large for measure "pace".
+    """
     seed_all(call.seed)
     if not len(data["train"]):
         raise GeofedError("SHARD_UNREADABLE", "the training split is empty")
-    looked = time.monotonic()
-    layers = _too_large(call, task)
-    # No worker of a job looks first.
-    begun += time.monotonic() - looked
+    checked = time.monotonic()
+    layers = _layers_if_too_large(call, task)
+    # A worker of a job does not make this check, so its time is not part of loading.
+    begun += time.monotonic() - checked
     if layers is not None:
         if call.measure == "pace":
             text = f"the model does not fit a function of {call.memory_mb} MB, and `control-plane profile` takes longer"
             raise GeofedError("FUNCTION_OUT_OF_MEMORY", text)
-        return _in_layers(call, task, layers, data["train"], begun)
+        return _profile_by_layer(call, task, layers, data["train"], begun)
     where = device()
     module = task.model(call.seed)
     with task.calling("model"):
@@ -157,45 +169,49 @@ def _parameters(module: torch.nn.Module) -> int:
 
 
 def _pace(bench: _Bench) -> Iterator[StepNumbers]:
-    """Whole steps, as one worker alone makes them: of the job's batch, and where time is left of a smaller one, from
-    which those of other batches follow."""
+    """Measure whole steps of a single worker, with the job's batch and, if time is left, with a smaller one.
+
+    Durations of other batches can be computed from these two.
+    """
     limit, begun = bench.call.limit_seconds, time.monotonic()
     wanted = min(bench.call.batch, len(bench.data))
-    yield (first := _timed(bench, wanted, begun + _WANTED_SHARE * limit))
+    yield (first := _timed(bench, wanted, begun + _JOB_BATCH_SHARE * limit))
     smaller = max(1, wanted // 4)
     if smaller < wanted and time.monotonic() + first.seconds < begun + limit:
         yield _timed(bench, smaller, begun + limit)
 
 
 def _timed(bench: _Bench, size: int, until: float) -> StepNumbers:
-    """One step in any case, another unless that was very long, and so many more as are made by a time; the first does
-    not count where there are more."""
-    took: list[float] = []
+    """Measure steps of one batch until a time (monotonic seconds); returns their median.
+
+    At least one step is made, a second one unless the first took very long; with several the first one is not counted.
+    """
+    durations: list[float] = []
 
     def more() -> bool:
-        if len(took) < 2:
-            return not took or took[0] < _LONG_SECONDS
-        return len(took) < _MOST_STEPS and time.monotonic() + took[-1] < until
+        if len(durations) < 2:
+            return not durations or durations[0] < _LONG_SECONDS
+        return len(durations) < _MAX_PACE_STEPS and time.monotonic() + durations[-1] < until
 
     while more():
         begun = time.monotonic()
-        bench.gradient(bench.batch(size, len(took) + 1))
+        bench.gradient(bench.batch(size, len(durations) + 1))
         with bench.task.calling("the optimiser's step"):
             bench.optimizer.step()
         finish(bench.device)
-        took.append(time.monotonic() - begun)
-    return StepNumbers(batch=size, seconds=statistics.median(took[1:] or took), peak_mb=0.0)
+        durations.append(time.monotonic() - begun)
+    return StepNumbers(batch=size, seconds=statistics.median(durations[1:] or durations), peak_mb=0.0)
 
 
-def _too_large(call: ProfileCall, task: Task) -> Layers | None:
-    """The layers of a model that is measured without ever being made whole; None: it is made whole."""
+def _layers_if_too_large(call: ProfileCall, task: Task) -> Layers | None:
+    """Return the layers of a model that is too large to be created whole; None: it can be, or it has no layers."""
     if not call.memory_mb:
         return None
     try:
         layers = task.layers(call.seed)
         shell = layers.shell()
     except GeofedError:
-        # It is no chain of layers, and can be measured in one way only.
+        # The model is not a chain of layers, so it can only be measured whole.
         return None
     return layers if _peak_mb() + _COPIES * _held_mb(shell) > call.memory_mb else None
 
@@ -205,8 +221,8 @@ def _held_mb(module: torch.nn.Module) -> float:
     return sum(one.numel() * one.element_size() for one in tensors) / 2**20
 
 
-def _in_layers(call: ProfileCall, task: Task, layers: Layers, data: Any, begun: float) -> Profiled:
-    """What the sum of all layers would take, where each is made, measured and let go of before the next."""
+def _profile_by_layer(call: ProfileCall, task: Task, layers: Layers, data: Any, begun: float) -> Profiled:
+    """Estimate a whole model from its layers: each is created, measured and freed before the next."""
     base_mb, loaded = _peak_mb(), time.monotonic() - begun
     if call.measure == "nothing":
         return Profiled(status="done", samples=len(data), loaded_seconds=loaded)
@@ -214,75 +230,75 @@ def _in_layers(call: ProfileCall, task: Task, layers: Layers, data: Any, begun: 
     sizes = [size for size in _sizes(call, data) if size <= call.batch]
     with task.calling("dataset"):
         batch = move(BatchStream(data, call.seed, call.region, 0, 1, sizes[-1]).batch(1), device())
-    rounds = _LAYER_ROUNDS if len(layers) <= _MANY_LAYERS else _FEWER_ROUNDS
+    rounds = _LAYER_REPEATS if len(layers) <= _MANY_LAYERS else _FEWER_LAYER_REPEATS
     given = model_input(task.loss, batch)
     with task.calling("layers"):
-        told = measure_layers(layers, given, sizes, rounds=rounds, optimizer=task.optimizer)
-    held = sum(one.parameter_bytes + one.state_bytes for one in told)
+        measured = measure_layers(layers, given, sizes, rounds=rounds, optimizer=task.optimizer)
+    held = sum(one.parameter_bytes + one.state_bytes for one in measured)
 
     def step(size: int) -> StepNumbers:
-        alpha = sum(one.forward_alpha_seconds + one.backward_alpha_seconds for one in told)
-        beta = sum(one.forward_beta_seconds + one.backward_beta_seconds for one in told)
-        # Parameters and gradients, as they are held while other models are measured.
-        whole_mb = (2 * held + size * sum(one.activation_bytes for one in told)) / 2**20
+        alpha = sum(one.forward_alpha_seconds + one.backward_alpha_seconds for one in measured)
+        beta = sum(one.forward_beta_seconds + one.backward_beta_seconds for one in measured)
+        # Parameters and gradients, which the measurement of a whole model holds as well.
+        whole_mb = (2 * held + size * sum(one.activation_bytes for one in measured)) / 2**20
         return StepNumbers(batch=size, seconds=alpha + beta * size, peak_mb=base_mb + whole_mb)
 
     return Profiled(
         status="done",
-        parameters=sum(one.parameter_bytes for one in told) // 4,
+        parameters=sum(one.parameter_bytes for one in measured) // 4,
         model_bytes=held,
         samples=len(data),
         loaded_seconds=loaded,
         steps=tuple(step(size) for size in sizes),
-        update_seconds=sum(one.update_seconds for one in told),
-        layers=tuple(LayerNumbers(**asdict(one)) for one in told),
+        update_seconds=sum(one.update_seconds for one in measured),
+        layers=tuple(LayerNumbers(**asdict(one)) for one in measured),
     )
 
 
 def _sizes(call: ProfileCall, data: Any) -> list[int]:
-    """The batches that are measured."""
+    """Return the batch sizes that are measured, in ascending order."""
     wanted = call.batch
     return sorted({min(len(data), max(1, size)) for size in (wanted // 4, wanted // 2, wanted, 2 * wanted)})
 
 
 def _steps(bench: _Bench) -> Iterator[StepNumbers]:
-    """Small batches first, so that each one's peak of memory is its own."""
+    """Measure steps of each batch size, small ones first, so that each one's peak memory is its own."""
     wanted = bench.call.batch
     for size in _sizes(bench.call, bench.data):
         if time.monotonic() > bench.ends and size > wanted:
             return
-        _forget_peak()
-        took = []
+        _reset_peak()
+        durations = []
         for repeat in range(_REPEATS):
             seed_all(bench.call.seed, size, repeat)
             begun = time.monotonic()
             bench.gradient(bench.batch(size, repeat + 1))
-            took.append(time.monotonic() - begun)
+            durations.append(time.monotonic() - begun)
             if time.monotonic() > bench.ends and repeat:
                 break
-        yield StepNumbers(batch=size, seconds=statistics.median(took[1:] or took), peak_mb=_peak_mb())
+        yield StepNumbers(batch=size, seconds=statistics.median(durations[1:] or durations), peak_mb=_peak_mb())
 
 
 def _update_seconds(bench: _Bench) -> float:
-    """Of the optimiser's step; the first one makes its state."""
-    took = []
+    """Measure the optimiser's step; the first one, which creates its state, is not counted."""
+    durations = []
     for _ in range(3):
         begun = time.monotonic()
         with bench.task.calling("the optimiser's step"):
             bench.optimizer.step()
         finish(bench.device)
-        took.append(time.monotonic() - begun)
-    return statistics.median(took[1:])
+        durations.append(time.monotonic() - begun)
+    return statistics.median(durations[1:])
 
 
 def _norms(bench: _Bench, quickest: StepNumbers) -> Iterator[NormNumbers]:
-    """Squared norms of the mean gradient of many batches, and of each, at a few models along the first steps.
+    """Measure squared norms of the mean gradient of many batches, and of each, along the first steps of training.
 
-    The batches are the smallest whose seconds are known, and as many as there are data and time for.
+    The batches have the smallest measured size; their number is limited by the data and the time left.
     """
     small = quickest.batch
     in_time = int((bench.ends - time.monotonic()) / _NORM_STEPS / max(1e-6, quickest.seconds))
-    parts = min(_PARTS, len(bench.data) // small, max(in_time, 2))
+    parts = min(_MAX_NORM_BATCHES, len(bench.data) // small, max(in_time, 2))
     if parts < 2:
         return
     trained = bench.flat.layout.trainable_size
@@ -307,10 +323,10 @@ def _norms(bench: _Bench, quickest: StepNumbers) -> Iterator[NormNumbers]:
 
 
 def _evaluation_peak_mb(bench: _Bench, data: dict[str, Any]) -> float:
-    """Of one batch of the test split: an evaluation's are larger than a step's."""
+    """Measure the peak memory of evaluating one batch of the test split; 0: there is none."""
     if "test" not in data or not len(data["test"]):
         return 0.0
-    _forget_peak()
+    _reset_peak()
     with bench.task.calling("dataset"):
         _, batches = evaluation_batches(data["test"], 0, 1, bench.call.evaluation_batch or bench.call.batch)
     with bench.task.calling("the model's eval()"):
@@ -321,7 +337,7 @@ def _evaluation_peak_mb(bench: _Bench, data: dict[str, Any]) -> float:
 
 
 def _layers(bench: _Bench) -> tuple[tuple[LayerNumbers, ...], str]:
-    """Of a model that can be made layer by layer; else why it cannot."""
+    """Measure the layers of a model that can be created layer by layer; otherwise return the reason why it cannot."""
     sizes = sorted({min(len(bench.data), max(1, size)) for size in (bench.call.batch // 4, bench.call.batch)})
     batch = bench.batch(sizes[-1], 1)
     try:
@@ -329,21 +345,21 @@ def _layers(bench: _Bench) -> tuple[tuple[LayerNumbers, ...], str]:
         measured = measure_layers(bench.task.layers(bench.call.seed), given, sizes, optimizer=bench.task.optimizer)
     except GeofedError as error:
         return (), error.message
-    except Exception as error:  # noqa: BLE001 - the task's model was not written to be run so; the rest stays valid
+    except Exception as error:  # noqa: BLE001 - a model may not work layer by layer; the rest of the profile stays valid
         return (), f"{type(error).__name__}: {error}"[:200]
     return tuple(LayerNumbers(**asdict(one)) for one in measured), ""
 
 
-def _forget_peak() -> None:
+def _reset_peak() -> None:
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        # The peak then is that of all steps so far, which grow with the batch.
+        # Without a reset the peak is that of all steps so far, which grow with the batch.
         return
 
 
 def _peak_mb() -> float:
-    """Largest resident memory of this process; 0: the system does not tell."""
+    """Return the largest resident memory of this process in MiB; 0: unknown."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

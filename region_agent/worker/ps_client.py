@@ -1,4 +1,4 @@
-"""A worker's line to its parameter server: calls that outlive a restart of the server, and end at the slice."""
+"""A worker's connection to its parameter server: calls that survive a restart of the server and end with the slice."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ from region_agent.worker.invocation import Invocation
 
 __all__ = ["PsClient", "SliceOver"]
 
-_UNREACHABLE_SECONDS = 90.0
-"""After this long without any answer the worker gives up; the agent then decides."""
-_NEWS_SECONDS = 0.5
-"""Training does not wait longer to be told of."""
-_CALL_SECONDS = 30.0
-"""Above the server's patience, so that `pending` comes first."""
+_UNAVAILABLE_SECONDS = 90.0
+"""Time after which a worker whose server does not answer fails; the agent then starts another attempt."""
+_PROGRESS_TIMEOUT_SECONDS = 0.5
+"""Timeout of a progress report; short, since training waits for it."""
+_CALL_TIMEOUT_SECONDS = 30.0
+"""Timeout of a call. The server answers `pending` earlier than that."""
 
 
 class SliceOver(Exception):
-    """The invocation's time is up while it waits for an answer; nothing is lost by ending here."""
+    """The slice has ended while the worker waits for an answer; the next invocation repeats the call."""
 
 
 class PsClient:
-    """Blocking calls to the parameter server. Use as a context manager."""
+    """Blocking calls to the parameter server. Use as a context manager.
+
+    All but `stepped` wait until the server has an answer, and raise `SliceOver` at the end of the slice.
+    """
 
     def __init__(self, invocation: Invocation, slice_ends: float) -> None:
         self._channel = blocking_channel(
@@ -46,47 +49,47 @@ class PsClient:
         self._channel.close()
 
     def attach(self, request: worker_pb2.AttachRequest) -> worker_pb2.AttachReply:
-        reply: worker_pb2.AttachReply = self._until_settled(self._stub.Attach, request)
+        reply: worker_pb2.AttachReply = self._call_until_answered(self._stub.Attach, request)
         return reply
 
     def reduce(self, request: worker_pb2.ReduceRequest) -> worker_pb2.ReduceReply:
-        reply: worker_pb2.ReduceReply = self._until_settled(self._stub.Reduce, request)
+        reply: worker_pb2.ReduceReply = self._call_until_answered(self._stub.Reduce, request)
         return reply
 
     def boundary(self, request: worker_pb2.BoundaryRequest) -> worker_pb2.BoundaryReply:
-        reply: worker_pb2.BoundaryReply = self._until_settled(self._stub.Boundary, request)
+        reply: worker_pb2.BoundaryReply = self._call_until_answered(self._stub.Boundary, request)
         return reply
 
     def evaluated(self, request: worker_pb2.EvaluatedRequest) -> None:
-        self._until_settled(self._stub.Evaluated, request)
+        self._call_until_answered(self._stub.Evaluated, request)
 
     def stepped(self, request: worker_pb2.SteppedRequest) -> None:
-        """Tell of a step, if the server is there to hear of it; raises what it refuses."""
+        """Report a step once, without a retry. Raises ``GeofedError("FENCED")`` if the attempt is over."""
         try:
-            self._stub.Stepped(request, metadata=self._metadata, timeout=_NEWS_SECONDS)
+            self._stub.Stepped(request, metadata=self._metadata, timeout=_PROGRESS_TIMEOUT_SECONDS)
         except grpc.RpcError as raised:
             error = error_of(raised)
             if error.code == "FENCED":
                 raise error from None
 
-    def _until_settled(self, method: Callable[..., Any], request: Any) -> Any:
+    def _call_until_answered(self, method: Callable[..., Any], request: Any) -> Any:
         while True:
-            reply = self._answered(method, request)
+            reply = self._call_with_retries(method, request)
             if not reply.pending:
                 return reply
             if time.monotonic() > self._slice_ends:
                 raise SliceOver
 
-    def _answered(self, method: Callable[..., Any], request: Any) -> Any:
-        """Call until there is an answer; all calls are idempotent, so a lost answer is asked for again."""
-        gives_up = time.monotonic() + _UNREACHABLE_SECONDS
+    def _call_with_retries(self, method: Callable[..., Any], request: Any) -> Any:
+        """Call until the server answers. All calls are idempotent, so one whose answer was lost is repeated."""
+        deadline = time.monotonic() + _UNAVAILABLE_SECONDS
         backoff = 0.05
         while True:
             try:
-                return method(request, metadata=self._metadata, timeout=_CALL_SECONDS)
+                return method(request, metadata=self._metadata, timeout=_CALL_TIMEOUT_SECONDS)
             except grpc.RpcError as raised:
                 error = error_of(raised)
-            if error.code != "UNAVAILABLE" or time.monotonic() > gives_up:
+            if error.code != "UNAVAILABLE" or time.monotonic() > deadline:
                 raise GeofedError(error.code, error.message, hint=error.hint)
             time.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(backoff * 2, 2.0)

@@ -1,4 +1,4 @@
-"""The user's task module: unpacked, loaded and checked."""
+"""Unpacks, loads and checks the user's task module."""
 
 from __future__ import annotations
 
@@ -27,27 +27,34 @@ from sync.pipeline import Layers, Taken
 
 __all__ = ["Task", "load_task", "task_errors", "task_fault", "unpack"]
 
-_LARGEST_BUNDLE_BYTES = 64 << 20
-_MOST_FILES = 10_000
+_MAX_BUNDLE_BYTES = 64 << 20
+"""Largest size of an unpacked task folder."""
+_MAX_FILES = 10_000
+"""Largest number of files and folders in a task folder."""
 _DEFAULT_LEARNING_RATE = 0.05
+"""Learning rate of the default optimiser, SGD, where ``task.config.lr`` is not set."""
 _GPU_TOO_SMALL = "a smaller batch, fewer workers on each GPU, or a plan that cuts the model into stages needs less"
+"""Hint of an error about the GPU's memory."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """The functions of a task module, with its configuration bound."""
+    """The functions of a task module, called with the task's configuration."""
 
     folder: Path
     config: dict[str, Any]
     _functions: Mapping[str, Callable[..., Any]]
 
     def calling(self, doing: str) -> AbstractContextManager[None]:
-        """The boundary to the user's objects, around every call of one: see `task_errors`."""
+        """Return the context for a call of user code, which turns its exceptions into errors: see `task_errors`."""
         return task_errors(self.folder, doing)
 
     def model(self, seed: int = 0) -> torch.nn.Module:
-        """The whole model. A task that declares layers has it made of them, with values that follow from the seed;
-        otherwise they are drawn from the generators as they stand."""
+        """Create the whole model.
+
+        Of a task that declares layers it is made of these, with values that depend only on ``seed``. Otherwise the
+        values are drawn from torch's random generators.
+        """
         if "model" not in self._functions:
             layers = self.layers(seed)
             with self.calling("layers"):
@@ -59,7 +66,10 @@ class Task:
         return module
 
     def layers(self, seed: int) -> Layers:
-        """The model as layers that are made one by one; raises ``GeofedError("TASK_INVALID")`` where it cannot be."""
+        """Return the model as layers that can be created one by one.
+
+        Raises ``GeofedError("TASK_INVALID")`` if the model is not a chain of layers.
+        """
         if "layers" not in self._functions:
             with self.calling("model"):
                 return Layers.of(lambda: self._functions["model"](dict(self.config)), seed)
@@ -97,8 +107,10 @@ class Task:
         return made
 
     def metrics(self, module: torch.nn.Module, batches: Iterable[Any], sizes: Sequence[int] = ()) -> dict[str, float]:
-        """Of one part of the test data, each a mean over its samples. ``sizes``: how many each batch has; empty: all
-        the same."""
+        """Return the metrics of a part of the test data, each a mean over its samples.
+
+        ``sizes``: samples of each batch; empty: all batches have the same size.
+        """
         if "metrics" not in self._functions:
             losses = [float(self.loss(module, batch)) for batch in batches]
             weights = sizes[: len(losses)] or [1] * len(losses)
@@ -113,9 +125,10 @@ def _kind_of(value: Any) -> str:
 
 
 def unpack(bundle: bytes | memoryview, into: Path) -> Path:
-    """Unpack a task folder into a new folder: what a task writes there must not come before another job's eyes.
+    """Unpack a task folder into a new folder below ``into``, so that no other job reads the files that the task writes.
 
-    Refuses links, absolute paths and bombs, and then leaves nothing.
+    Raises ``GeofedError``, and removes the folder, if the archive cannot be read, has links or paths outside the
+    folder, or exceeds the limits of size and number of files.
     """
     into.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="task-", dir=into))
@@ -131,29 +144,30 @@ def unpack(bundle: bytes | memoryview, into: Path) -> Path:
 
 
 def _extract(archive: tarfile.TarFile, into: Path) -> None:
-    """Names and bytes only; what an entry claims is looked at before the next byte is read."""
+    """Extract names and contents only, and check each entry before its content is read."""
     total = 0
     for number, member in enumerate(archive):
         total += member.size
-        if total > _LARGEST_BUNDLE_BYTES or number >= _MOST_FILES:
-            text = f"the task folder unpacks to more than {_LARGEST_BUNDLE_BYTES >> 20} MiB or {_MOST_FILES} files"
+        if total > _MAX_BUNDLE_BYTES or number >= _MAX_FILES:
+            text = f"the task folder unpacks to more than {_MAX_BUNDLE_BYTES >> 20} MiB or {_MAX_FILES} files"
             raise GeofedError("LIMIT_EXCEEDED", text)
         name = PurePosixPath(member.name)
         if name.is_absolute() or ".." in name.parts:
-            raise GeofedError("TASK_INVALID", f"{member.name} lies outside of the task folder")
+            raise GeofedError("TASK_INVALID", f"{member.name} is outside of the task folder")
         if not (member.isfile() or member.isdir()):
             raise GeofedError("TASK_INVALID", f"{member.name}: the task folder may hold files and folders only")
-        place = into / name
-        (place if member.isdir() else place.parent).mkdir(parents=True, exist_ok=True)
+        path = into / name
+        (path if member.isdir() else path.parent).mkdir(parents=True, exist_ok=True)
         if (content := archive.extractfile(member)) is not None:
-            place.write_bytes(content.read())
+            path.write_bytes(content.read())
 
 
 def load_task(folder: Path, module: str, config: dict[str, Any]) -> Task:
-    """Import a task module, in place of the task that is loaded in this process, if one is.
+    """Import a task module; it replaces the task that is loaded in this process.
 
-    The folder becomes the working directory. Files in it, and beside the module, are found by the task's own imports
-    before anything else, and never hide a library's or ours from other code (`region_agent.worker.modules`).
+    The folder becomes the working directory. The task's own imports find files in it, and next to the module, before
+    anything else; other code's imports never do (`region_agent.worker.modules`). Raises
+    ``GeofedError("TASK_INVALID")`` if the module is missing or incomplete, "TASK_FAILED" if it raises.
     """
     path = folder / module
     inside = path.resolve().is_relative_to(folder.resolve())
@@ -176,7 +190,10 @@ def load_task(folder: Path, module: str, config: dict[str, Any]) -> Task:
 
 @contextmanager
 def task_errors(folder: Path, doing: str) -> Iterator[None]:
-    """What the user's code raises becomes TASK_FAILED, named by the innermost line of the user's own files."""
+    """Turn an exception of the user's code into TASK_FAILED, with the innermost line of the user's own files.
+
+    ``doing`` names the call in the message.
+    """
     try:
         yield
     except (GeofedError, MemoryError):
@@ -185,26 +202,26 @@ def task_errors(folder: Path, doing: str) -> Iterator[None]:
         text = f"the GPU ran out of memory in {doing}{_place(error, folder)}"
         raise GeofedError("FUNCTION_OUT_OF_MEMORY", text, hint=_GPU_TOO_SMALL) from None
     except Taken:
-        # What stands in for a model has what it was called for.
+        # Not an error: the stand-in for a model has recorded the input and ends the call this way.
         raise
-    except BaseException as error:  # noqa: BLE001 - the edge to the user's code: anything may come
+    except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
         raise task_fault(error, folder, doing) from None
 
 
 def task_fault(error: BaseException, folder: Path, doing: str) -> GeofedError:
-    """TASK_FAILED of what the user's code has raised, whose traceback goes to the log."""
+    """Return TASK_FAILED for an exception of the user's code, and print its traceback to the log."""
     try:
         traceback.print_exception(error, file=sys.stderr)
-        told = str(error)
-    except Exception:  # noqa: BLE001 - of a user's class, which may fail in telling what it is
-        told = "(its text cannot be told)"
-    # Where it was raised stands behind a message of any length.
-    text = clean(f"{doing} raised {type(error).__name__}: {told}", TEXT_BYTES // 2)
+        message = str(error)
+    except Exception:  # noqa: BLE001 - the __str__ of a user's exception class may fail
+        message = "(its text cannot be printed)"
+    # Shortened here, so that the place, which comes last, is always kept.
+    text = clean(f"{doing} raised {type(error).__name__}: {message}", TEXT_BYTES // 2)
     return GeofedError("TASK_FAILED", f"{text}{_place(error, folder)}")
 
 
 def _place(error: BaseException, folder: Path) -> str:
-    """ " at FILE:LINE" of the user's file that an error came from, if it came from one."""
+    """Return " at FILE:LINE" of the innermost line in the user's files; empty if there is none."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append((error.filename, error.lineno))

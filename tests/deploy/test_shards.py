@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import budget
 
-from deploy.shards import Labelled, Source, deal_evenly, deal_unevenly, read_digits, read_idx, write_shards
+from deploy.shards import Labelled, Source, partition_by_label, partition_evenly, read_digits, read_idx, write_shards
 from geofed_pb.errors import GeofedError
 
 REGIONS = st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=6, unique=True)
@@ -26,24 +26,24 @@ REGIONS = st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=6, unique=T
     regions=REGIONS,
     alpha=st.floats(0.01, 100),
     seed=st.integers(0, 2**32 - 1),
-    fewest=st.integers(1, 4),
+    min_samples=st.integers(1, 4),
 )
 @settings(max_examples=budget(80), deadline=None)
 def test_every_sample_is_in_exactly_one_shard(
-    labels: list[int], regions: list[str], alpha: float, seed: int, fewest: int
+    labels: list[int], regions: list[str], alpha: float, seed: int, min_samples: int
 ) -> None:
     array = np.array(labels, np.int64)
-    dealt = deal_unevenly(array, regions, alpha=alpha, seed=seed, fewest=fewest)
+    dealt = partition_by_label(array, regions, alpha=alpha, seed=seed, min_samples=min_samples)
     assert sorted(np.concatenate(list(dealt.values())).tolist()) == list(range(len(labels)))
-    assert min(len(part) for part in dealt.values()) >= fewest
-    again = deal_unevenly(array, regions, alpha=alpha, seed=seed, fewest=fewest)
+    assert min(len(part) for part in dealt.values()) >= min_samples
+    again = partition_by_label(array, regions, alpha=alpha, seed=seed, min_samples=min_samples)
     assert all(np.array_equal(dealt[region], again[region]) for region in regions)
 
 
 @given(count=st.integers(0, 200), regions=REGIONS, seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=budget(50), deadline=None)
 def test_even_shards_differ_by_one_sample_at_most(count: int, regions: list[str], seed: int) -> None:
-    dealt = deal_evenly(count, regions, seed=seed)
+    dealt = partition_evenly(count, regions, seed=seed)
     assert sorted(np.concatenate(list(dealt.values())).tolist()) == list(range(count))
     sizes = [len(part) for part in dealt.values()]
     assert max(sizes) - min(sizes) <= 1
@@ -51,10 +51,10 @@ def test_even_shards_differ_by_one_sample_at_most(count: int, regions: list[str]
 
 def test_what_cannot_be_dealt_is_refused() -> None:
     with pytest.raises(GeofedError, match="LIMIT_EXCEEDED"):
-        deal_unevenly(np.zeros(10, np.int64), ["a", "b"], alpha=1, seed=1)
+        partition_by_label(np.zeros(10, np.int64), ["a", "b"], alpha=1, seed=1)
     for regions in ([], ["a", "a"]):
         with pytest.raises(GeofedError, match="CONFIG_INVALID"):
-            deal_unevenly(np.zeros(100, np.int64), regions, alpha=1, seed=1)
+            partition_by_label(np.zeros(100, np.int64), regions, alpha=1, seed=1)
 
 
 def test_the_digits_are_uneven_in_size_and_in_classes(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_idx_files_are_read(idx_folder: Path) -> None:
         (lambda path: path.unlink(), "holds no train-images"),
         (lambda path: path.write_bytes(b"no gzip"), "train-images-idx3-ubyte.gz"),
         (lambda path: path.write_bytes(gzip.compress(b"abc")), "ends within its header"),
-        (lambda path: path.write_bytes(gzip.compress(bytes(16))), "is no IDX file of bytes in 3 dimensions"),
+        (lambda path: path.write_bytes(gzip.compress(bytes(16))), "is not an IDX file of bytes in 3 dimensions"),
         (lambda path: write_idx(path, np.zeros((71, 2, 2))), "71 images, but 70 labels"),
         (lambda path: path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes())[:-1])), "its header says"),
         (lambda path: path.write_bytes(path.read_bytes()[:-9]), "train-images-idx3-ubyte.gz"),

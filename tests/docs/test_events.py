@@ -17,8 +17,8 @@ def _code(*folders: str) -> str:
 def test_every_kind_is_on_the_page() -> None:
     told = set(re.findall(r"^\| `([a-z.-]+)` \|", (ROOT / "docs" / "events.md").read_text(), re.MULTILINE))
     plane, agent = _code("control_plane"), _code("region_agent")
-    kinds = set(DOTTED.findall(plane)) | set(re.findall(r'Happened\("([a-z.-]+)"', agent))
-    kinds |= set(re.findall(r'_after_setback\([^"]*"([a-z-]+)"', agent))
+    kinds = set(DOTTED.findall(plane)) | set(re.findall(r'RecordEvent\("([a-z.-]+)"', agent))
+    kinds |= set(re.findall(r'_after_failure\([^"]*"([a-z-]+)"', agent))
     assert len(kinds) > 10
     assert kinds <= told
     known = plane + agent

@@ -127,7 +127,7 @@ def test_a_model_that_cannot_be_made_is_told_before_there_is_a_job(
     [
         (DIVERGES, (), "TASK_FAILED", "the loss is nan at step 1"),
         (EATS_MEMORY, ("function.memoryMb=256",), "FUNCTION_OUT_OF_MEMORY", "256"),
-        ("", ("data.dataset=gone",), "SHARD_UNREADABLE", "gone.npz is not there"),
+        ("", ("data.dataset=gone",), "SHARD_UNREADABLE", "gone.npz not found"),
         ("", ("data.dataset=damaged",), "TASK_FAILED", "damaged.npz is no .npz file"),
         ("", ("data.dataset=miscounted",), "SAMPLES_MISMATCH", "region oslo states 50 training samples, the task's"),
     ],
@@ -174,7 +174,7 @@ def test_what_is_wrong_beforehand_is_refused_and_makes_no_job(shared: Running, t
     status = json.loads(command("region-agent", "status", "--state-dir", state, "-o", "json").stdout)
     condition = status["data"]["condition"]
     assert condition.startswith("dataset missing is not offered: SHARD_UNREADABLE: ")
-    assert condition.endswith("nowhere.npz is not there")
+    assert condition.endswith("nowhere.npz not found")
     nobody = _submit(shared, job, "regions.use=[atlantis]")
     assert (nobody.code, nobody.exit_status) == ("REGION_NOT_FOUND", 4)
     assert "atlantis" in nobody.text

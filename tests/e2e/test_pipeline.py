@@ -24,8 +24,8 @@ from region_agent.config import RegionConfig
 from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess
 from region_agent.link.identity import Identity
 from region_agent.partition.channel import RegionChannel
-from region_agent.partition.events import Happened, PublishAsked, Stopped
-from region_agent.partition.runner import Partition, Surroundings
+from region_agent.partition.events import PublishAsked, RecordEvent, Stopped
+from region_agent.partition.runner import Partition, PartitionContext
 from region_agent.partition.server_process import PsProcess
 from region_agent.state.store import AgentStore
 from region_agent.worker.data.shard import BatchStream
@@ -113,7 +113,7 @@ class Region:
         write(Authority().region("east"), identity.folder)
         self.identity = identity
         self.store = AgentStore(self.state / "agent.db")
-        self.happened: list[Happened] = []
+        self.events: list[RecordEvent] = []
         self.lines: list[str] = []
         self.reports: list[agent_pb2.PartitionReport] = []
         self.bundle = pack({"task.py": TRANSFORMER})
@@ -137,7 +137,7 @@ class Region:
             self.state, profile="none", keep_paths=[str(self.shared)], hide_paths=[str(self.state)]
         )
         client = await gateway.start()
-        around = Surroundings(
+        around = PartitionContext(
             config=self.config,
             identity=self.identity,
             store=self.store,
@@ -149,7 +149,7 @@ class Region:
             fetch_model=self._no_model,
             publish_model=self._publish,
             report=lambda message, durable: self.reports.append(message),
-            happened=lambda _, action: self.happened.append(action),
+            record_event=lambda _, action: self.events.append(action),
             log=lambda job, source, line: self.lines.append(f"{source}: {line}"),
         )
         partition = Partition(around, self.start)
@@ -179,7 +179,7 @@ class Region:
                 while not holds():  # noqa: ASYNC110 - what is waited for knows of no event loop
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            raise AssertionError(f"{what}\n" + "\n".join(map(str, [*self.happened[-5:], *self.lines[-20:]]))) from None
+            raise AssertionError(f"{what}\n" + "\n".join(map(str, [*self.events[-5:], *self.lines[-20:]]))) from None
 
 
 def _pipeline(*stages: tuple[int, int], degree: int = 1, **more: Any) -> agent_pb2.Pipeline:
@@ -241,7 +241,7 @@ def test_a_transformer_in_stages_learns_as_in_one_process(tmp_path: Path) -> Non
             await _to_its_end(region, partition)
 
     asyncio.run(run())
-    assert "worker-failed" not in {action.kind for action in region.happened}
+    assert "worker-failed" not in {action.kind for action in region.events}
     _check(region)
 
 
@@ -264,7 +264,7 @@ def test_a_stage_that_is_killed_costs_no_step(tmp_path: Path) -> None:
             await _to_its_end(region, partition)
 
     asyncio.run(run())
-    kinds = [action.kind for action in region.happened]
+    kinds = [action.kind for action in region.events]
     assert "worker-failed" in kinds
     _check(region)
 

@@ -70,13 +70,13 @@ def _status(sent: int, received: int, waited: float = 0.0) -> sync_pb2.PsStatus:
 def test_a_servers_counters_are_added_over_its_lives(store: AgentStore) -> None:
     meter = PartitionMeter(store, "job-1")
     meter.server_started(100.0)
-    meter.server_said(_status(10, 1), 101.0)
-    meter.server_said(_status(15, 2, 0.5), 104.0)
+    meter.add_server_status(_status(10, 1), 101.0)
+    meter.add_server_status(_status(15, 2, 0.5), 104.0)
     meter.server_ended(105.0)
     again = PartitionMeter(store, "job-1")
     again.server_started(0.0)
-    again.server_said(_status(7, 7, 0.25), 2.0)
-    again.server_said(_status(7, 7, 0.25), 3.0)
+    again.add_server_status(_status(7, 7, 0.25), 2.0)
+    again.add_server_status(_status(7, 7, 0.25), 3.0)
     assert again.values() == {
         "sent_bytes:west": 22.0, "received_bytes:west": 9.0, "wait_seconds": 0.75, "ps_seconds": 8.0,
     }  # fmt: skip
@@ -84,10 +84,8 @@ def test_a_servers_counters_are_added_over_its_lives(store: AgentStore) -> None:
 
 def test_a_report_carries_the_account(store: AgentStore) -> None:
     meter = PartitionMeter(store, "job-1")
-    meter.invocation_said(
-        Outcome(status="continue", samples=500, compute_seconds=2.0, steady_steps=3, steady_seconds=6.0)
-    )
-    meter.invocation_said(Outcome(status="done", steady_steps=1, steady_seconds=4.0))
+    meter.add_outcome(Outcome(status="continue", samples=500, compute_seconds=2.0, steady_steps=3, steady_seconds=6.0))
+    meter.add_outcome(Outcome(status="done", steady_steps=1, steady_seconds=4.0))
     store.add_to_meters("job-1", invocation_amounts(1.5, 2048) | {"sent_bytes:west": 1e9})
     report = report_of(PartitionMachine("east", 1, epoch=3), "job-1", sync_pb2.PsStatus(step=9), meter, PRICES)
     assert (report.job, report.epoch, report.step, report.samples_per_second) == ("job-1", 3, 9, 250.0)

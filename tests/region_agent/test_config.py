@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
-from region_agent.capacity import preemptible_left, say_preemptible_left
+from region_agent.capacity import preemptible_workers, set_preemptible_workers
 from region_agent.config import RegionConfig, SplitConfig, load_config
 from region_agent.policy import check_partition, most_workers
 
@@ -137,7 +137,7 @@ def test_a_date_needs_no_quotes(tmp_path: Path, date: str) -> None:
         ("asOf: 2026-11", "asOf: 2026", "prices.asOf: Input should be a valid string: put 2026 in quotes"),
         ("source: t", "source: 1.5", "prices.source: Input should be a valid string: put 1.5 in quotes"),
         ("asOf: 2026-11", "asOf: 2026-11-05T10:00:00Z", "prices.asOf: String should match"),
-        ("asOf: 2026-11", "asOf: 2026-13-45", "prices.asOf: Value error, '2026-13-45' is no date"),
+        ("asOf: 2026-11", "asOf: 2026-13-45", "prices.asOf: Value error, '2026-13-45' is not a date"),
     ],
 )
 def test_what_is_no_text_is_told_to_be_put_in_quotes(tmp_path: Path, old: str, new: str, says: str) -> None:
@@ -184,12 +184,12 @@ def test_processes_of_one_machine_share_its_cores(tmp_path: Path) -> None:
 
 
 def test_how_many_are_left_is_said_in_a_file(tmp_path: Path) -> None:
-    assert preemptible_left(tmp_path, 4) == 4
+    assert preemptible_workers(tmp_path, 4) == 4
     for said, left in ((2, 2), (9, 4), (0, 0)):
-        say_preemptible_left(tmp_path, said)
-        assert preemptible_left(tmp_path, 4) == left
+        set_preemptible_workers(tmp_path, said)
+        assert preemptible_workers(tmp_path, 4) == left
     (tmp_path / "preemptible").write_text("some")
-    assert preemptible_left(tmp_path, 4) == 0, "what is not known is not used"
+    assert preemptible_workers(tmp_path, 4) == 0, "what is not known is not used"
 
 
 def test_the_catalogue_tells_no_path_and_no_store(tmp_path: Path) -> None:

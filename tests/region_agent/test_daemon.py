@@ -12,12 +12,12 @@ from support.pki import Authority
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from region_agent import daemon
-from region_agent.capacity import say_preemptible_left
+from region_agent.capacity import set_preemptible_workers
 from region_agent.config import RegionConfig
 from region_agent.daemon import Agent
 from region_agent.gateway import GatewayClient
 from region_agent.link.identity import Federation, Identity
-from region_agent.partition.events import Preempted, Prepared, PsReady, PsSaid, PsView, Started, WorkerEnded
+from region_agent.partition.events import Preempted, Prepared, PsReady, PsStatusChanged, PsView, Started, WorkerEnded
 from region_agent.partition.machine import PartitionMachine
 from region_agent.state.store import AgentStore
 
@@ -34,7 +34,7 @@ class _Played:
         self.machine.handle(Preempted(workers))
 
     def finish(self) -> None:
-        self.machine.handle(PsSaid(PsView("finished")))
+        self.machine.handle(PsStatusChanged(PsView("finished")))
         for worker in range(self.machine.workers):
             self.machine.handle(WorkerEnded(worker, self.machine.attempt, "done"))
         assert self.machine.state == "finished"
@@ -52,11 +52,11 @@ def test_only_those_that_are_at_work_lose_preemptible_workers_the_latest_first(t
     ended, first, second = _Played("ended", 4), _Played("first", 4), _Played("second", 2)
     ended.finish()
     agent._partitions = {played.job: played for played in (first, ended, second)}  # type: ignore[dict-item, misc]
-    agent._look_at_capacity()
+    agent._update_capacity()
     assert (first.machine.workers, second.machine.workers) == (4, 2), "there are workers for all that train"
-    say_preemptible_left(tmp_path, 3)
+    set_preemptible_workers(tmp_path, 3)
     for _ in range(2):
-        agent._look_at_capacity()
+        agent._update_capacity()
         assert (first.machine.workers, second.machine.workers) == (3, 0)
 
 

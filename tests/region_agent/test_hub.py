@@ -54,7 +54,7 @@ def test_a_session_that_begins_anew_says_what_there_is_now(tmp_path: Path) -> No
     async def scene(control: ControlPlane, agent: Agent) -> None:
         await (await control.next_session()).welcome()
         await soon(_until(lambda: agent.hub.connected))
-        agent.hub.begin_anew()
+        agent.hub.open_new_session()
         again = await control.next_session()
         await again.welcome()
         _start(again, 1)
@@ -66,14 +66,14 @@ def test_a_session_that_begins_anew_says_what_there_is_now(tmp_path: Path) -> No
 def test_a_session_that_begins_or_ends_is_told_to_who_waits_for_it(tmp_path: Path) -> None:
     async def scene(control: ControlPlane, agent: Agent) -> None:
         session = await control.next_session()
-        begun = asyncio.create_task(agent.hub.turned(3600.0))
+        begun = asyncio.create_task(agent.hub.session_changed(3600.0))
         await session.welcome()
         await soon(begun)
         assert agent.hub.connected
-        ended = asyncio.create_task(agent.hub.turned(3600.0))
+        ended = asyncio.create_task(agent.hub.session_changed(3600.0))
         session.end()
         await soon(ended)
-        await agent.hub.turned(0.0)
+        await agent.hub.session_changed(0.0)
 
     play(scene, tmp_path)
 
@@ -173,7 +173,7 @@ def test_a_silent_session_is_given_up(tmp_path: Path) -> None:
         await session.welcome(lease_seconds=0.2)
         again = await control.next_session()
         assert agent.hub.refusal is not None
-        assert "gone silent" in agent.hub.refusal.message
+        assert "within the lease" in agent.hub.refusal.message
         await again.welcome()
         await soon(_until(lambda: agent.hub.connected))
         assert agent.hub.refusal is None

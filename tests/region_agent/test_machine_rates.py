@@ -23,7 +23,7 @@ def test_memory_is_taken_up_to_a_quarter_of_what_is_free(monkeypatch: pytest.Mon
     for free, most in ((40 << 20, 10), (1 << 20, 1), (0, 1)):
         monkeypatch.setattr(machine_rates, "_available_bytes", lambda free=free: free)
         taken.clear()
-        assert machine_rates.fresh_rate() > 0.0
+        assert machine_rates.fresh_memory_rate() > 0.0
         assert taken == [1 << 20] * most
 
 
@@ -31,10 +31,10 @@ def test_memory_that_is_slow_to_have_is_taken_for_a_few_seconds(monkeypatch: pyt
     monkeypatch.setattr(machine_rates, "_FRESH_SECONDS", 0.0)
     monkeypatch.setattr(machine_rates, "_FRESH_BLOCK_BYTES", 1 << 20)
     taken = _taken(monkeypatch)
-    assert machine_rates.fresh_rate() > 0.0
+    assert machine_rates.fresh_memory_rate() > 0.0
     assert len(taken) == 1
 
 
 def test_storing_leaves_nothing(tmp_path: Path) -> None:
-    assert machine_rates.stored_rate(tmp_path) > 0.0
+    assert machine_rates.durable_write_rate(tmp_path) > 0.0
     assert list(tmp_path.iterdir()) == []

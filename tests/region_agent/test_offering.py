@@ -38,15 +38,15 @@ def test_what_cannot_be_read_is_withheld_until_it_can(
 ) -> None:
     config = _config(tmp_path)
     (tmp_path / "a.npz").write_bytes(b"x")
-    monkeypatch.setattr(offered_datasets, "_LOOK_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(offered_datasets, "_RECHECK_SECONDS", 0.01)
 
     async def act() -> None:
         changed = asyncio.Event()
         offered = OfferedDatasets(config, changed.set)
-        await offered.look()
+        await offered.check()
         assert _told(config, offered) == ["a"]
-        assert offered.condition == f"dataset b is not offered: SHARD_UNREADABLE: {tmp_path / 'b.npz'} is not there"
-        looking = asyncio.create_task(offered.keep_looking())
+        assert offered.condition == f"dataset b is not offered: SHARD_UNREADABLE: {tmp_path / 'b.npz'} not found"
+        looking = asyncio.create_task(offered.keep_checking())
         await asyncio.sleep(0.1)
         assert not changed.is_set()
         (tmp_path / "b.npz").write_bytes(b"x")
@@ -58,14 +58,14 @@ def test_what_cannot_be_read_is_withheld_until_it_can(
         asyncio.run(act())
     lines = [record.message for record in caplog.records if record.name == "geofed.data"]
     assert len(lines) == 2, "each thing is told once"
-    assert "b.npz is not there; check the shard's path" in lines[0]
+    assert "b.npz not found; check the shard's path" in lines[0]
 
 
 def test_a_store_that_does_not_answer_keeps_nothing_else_from_being_offered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is asked once; what it says at last is taken."""
-    monkeypatch.setattr(offered_datasets, "_LONGEST_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(offered_datasets, "_CHECK_TIMEOUT_SECONDS", 0.05)
     config, silent, asked = _config(tmp_path, residency="anywhere"), threading.Event(), list[DatasetConfig]()
     for name in ("a.npz", "b.npz"):
         (tmp_path / name).write_bytes(b"1234")
@@ -80,14 +80,14 @@ def test_a_store_that_does_not_answer_keeps_nothing_else_from_being_offered(
         monkeypatch.setattr(offered_datasets, "shard_files", files)
         offered = OfferedDatasets(config, lambda: None)
         for _ in range(3):
-            await offered.look()
+            await offered.check()
             assert _told(config, offered) == ["a"]
             assert isinstance(offered.withheld["b"], GeofedError)
             assert offered.sizes == {"a": {"train": 4}}
         assert asked.count(config.datasets["b"]) == 1, "one thread waits, however long the store is silent"
         silent.set()
-        monkeypatch.setattr(offered_datasets, "_LONGEST_LOOK_SECONDS", 10.0)
-        await offered.look()
+        monkeypatch.setattr(offered_datasets, "_CHECK_TIMEOUT_SECONDS", 10.0)
+        await offered.check()
         assert _told(config, offered) == ["a", "b"]
         assert offered.sizes == {"a": {"train": 4}, "b": {"train": 4}}
 
@@ -101,5 +101,5 @@ def test_the_size_of_what_never_leaves_is_nobody_s_business(tmp_path: Path) -> N
     for name in ("a.npz", "b.npz"):
         (tmp_path / name).write_bytes(b"1234")
     offered = OfferedDatasets(_config(tmp_path), lambda: None)
-    asyncio.run(offered.look())
+    asyncio.run(offered.check())
     assert not any(offered.sizes.values())

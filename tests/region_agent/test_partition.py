@@ -27,8 +27,8 @@ from region_agent.config import RegionConfig
 from region_agent.link.identity import Identity
 from region_agent.partition.calls import whole_pipelines
 from region_agent.partition.channel import RegionChannel
-from region_agent.partition.events import ConfigurePs, Happened, Scaled, Stopped
-from region_agent.partition.runner import Partition, Surroundings
+from region_agent.partition.events import ConfigurePs, RecordEvent, Scaled, Stopped
+from region_agent.partition.runner import Partition, PartitionContext
 from region_agent.state.store import AgentStore
 from region_agent.worker.invocation import Invocation, Outcome, Schedule
 from sync.framing import digest_of
@@ -102,11 +102,11 @@ class Scene:
         write(Authority().region("east"), identity.folder)
         self.store, self.gateway = AgentStore(folder / "agent.db"), Gateway()
         self.reports: list[agent_pb2.PartitionReport] = []
-        self.happened: list[Happened] = []
+        self.events: list[RecordEvent] = []
         self.lines: list[str] = []
         self.bundle = pack({"task.py": LINEAR_TASK})
         self.blobs = {digest_of([self.bundle]): self.bundle}
-        self.around = Surroundings(
+        self.around = PartitionContext(
             config=self.config,
             identity=identity,
             store=self.store,
@@ -118,7 +118,7 @@ class Scene:
             fetch_model=self._fetch_model,
             publish_model=self._publish,
             report=lambda message, durable: self.reports.append(message) if durable else None,
-            happened=lambda _, action: self.happened.append(action),
+            record_event=lambda _, action: self.events.append(action),
             log=lambda job, source, line: self.lines.append(line),
         )
         self.start = agent_pb2.StartPartition(
@@ -239,11 +239,11 @@ def test_the_account_grows_while_a_call_is_open(tmp_path: Path) -> None:
         told: list[agent_pb2.PartitionReport] = []
         await scene.training()
         await scene.until(lambda: scene.partition.machine.state == "training")
-        scene.partition._around = replace(scene.around, report=lambda message, durable: told.append(message))
+        scene.partition._context = replace(scene.around, report=lambda message, durable: told.append(message))
         now = time.monotonic()
-        scene.partition.tell_account(now)
+        scene.partition.report_account(now)
         assert not told, "it has just been told"
-        scene.partition.tell_account(now + 60.0)
+        scene.partition.report_account(now + 60.0)
         account = _account(told[-1])
         assert account["function-calls"] == 1
         assert account["function-seconds"] > 0
@@ -257,9 +257,9 @@ def test_a_call_without_a_step_is_told_in_the_condition(tmp_path: Path) -> None:
     async def act(scene: Scene) -> None:
         await scene.training()
         now = time.monotonic()
-        scene.partition.tell_account(now)
+        scene.partition.report_account(now)
         assert scene.partition.machine.condition == ""
-        scene.partition.tell_account(now + 50.0)
+        scene.partition.report_account(now + 50.0)
         told = scene.partition.machine.condition
         assert told == "no step for 50 s (a call without an answer is ended after 125 s)"
 
@@ -273,7 +273,7 @@ def test_what_never_came_up_has_lost_nothing(tmp_path: Path) -> None:
         in_the_way = tmp_path / "jobs" / JOB / "ps"
         in_the_way.write_text("no folder can be made here")
         scene.partition.begin()
-        await scene.until(lambda: scene.happened)
+        await scene.until(lambda: scene.events)
         await scene.partition.close()
         in_the_way.unlink()
         scene.partition = Partition(scene.around, scene.start)
@@ -296,7 +296,7 @@ def test_a_busy_function_is_asked_again_in_the_same_attempt(tmp_path: Path) -> N
         await scene.training()
         await scene.until(lambda: len(scene.gateway.calls) == 3)
         assert [(call.attempt, call.resume_key) for call in scene.gateway.calls] == [(1, ""), (1, ""), (1, "w/1/0/3")]
-        assert scene.happened == []
+        assert scene.events == []
 
     _play(act, tmp_path)
 
@@ -349,7 +349,7 @@ def test_how_the_learning_rate_goes_must_be_known_here(tmp_path: Path) -> None:
         await scene.partition.drained()
         last = scene.reports[-1]
         assert (last.state, last.error.code) == ("failed", "CONFIG_INVALID")
-        assert "'zigzag' is not known here" in last.condition
+        assert "unknown learning-rate schedule 'zigzag'" in last.condition
 
     _play(act, tmp_path, agent_pb2.LearningRate(schedule="zigzag"))
 
@@ -370,8 +370,8 @@ def test_a_killed_server_comes_back_under_its_ports_and_the_workers_stay(tmp_pat
         before = scene.server()
         address = scene.partition.machine.ps_address
         os.kill(before.pid, signal.SIGKILL)
-        await scene.until(lambda: [h.kind for h in scene.happened] == ["ps-ended"])
-        assert scene.happened[0].text.endswith("the parameter server ended with signal SIGKILL")
+        await scene.until(lambda: [h.kind for h in scene.events] == ["ps-ended"])
+        assert scene.events[0].text.endswith("the parameter server ended with signal SIGKILL")
         await scene.until(lambda: scene.partition._ps is not None)
         assert scene.server().pid != before.pid
         assert scene.partition.machine.ps_address == address

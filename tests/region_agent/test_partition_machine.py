@@ -12,38 +12,38 @@ from geofed_pb.errors import CATALOGUE, GeofedError
 from region_agent.partition.batches import BatchPlan
 from region_agent.partition.events import (
     Action,
-    Begin,
+    ActionFailed,
     Configured,
     ConfigurePs,
     Deployed,
-    Ended,
     Event,
-    Happened,
     Invoke,
-    KeepBatches,
     PeersKnown,
     Preempted,
+    Prepare,
     Prepared,
     Progress,
     PsEnded,
     PsPeer,
     PsReady,
-    PsSaid,
+    PsStatusChanged,
     PsView,
     Publish,
     PublishAsked,
     Published,
-    Quit,
+    RecordEvent,
+    RemoveReplicas,
     Report,
-    Restart,
     Retry,
+    RetryLater,
     Scale,
     Scaled,
-    Setback,
+    ShutDown,
+    ShutDownFinished,
     Started,
     StartPs,
     Stopped,
-    TakeAway,
+    StoreBatches,
     WorkerEnded,
 )
 from region_agent.partition.machine import FATAL, PartitionMachine
@@ -78,7 +78,7 @@ class Region:
         self.moved = False
         """Of the function, and whether they are preemptible; set when it is deployed."""
         self.deploys_at_once = True
-        self.asked: Scale | TakeAway | None = None
+        self.asked: Scale | RemoveReplicas | None = None
         """Of the function platform, which has not answered."""
         self.ps = "gone"
         self.round = 0
@@ -99,9 +99,9 @@ class Region:
             self._carry_out(action)
 
     def _carry_out(self, action: Action) -> None:
-        assert not self.quit or isinstance(action, Report | Quit), f"{action} after the end"
+        assert not self.quit or isinstance(action, Report | ShutDown), f"{action} after the end"
         match action:
-            case Begin():
+            case Prepare():
                 assert not self.preparing, "prepared twice at once"
                 self.preparing = True
             case StartPs():
@@ -115,7 +115,7 @@ class Region:
                     self.fence_round = self.round
                 self.ps_attempt = action.attempt
                 self.unanswered = True
-            case KeepBatches():
+            case StoreBatches():
                 self.kept = action.stretches
             case Invoke():
                 key = (action.worker, action.attempt)
@@ -127,13 +127,13 @@ class Region:
                 assert key not in self.running, f"worker {action.worker} is called twice in one attempt"
                 self.running.add(key)
                 self._check_batches(action)
-            case Scale() | TakeAway():
+            case Scale() | RemoveReplicas():
                 assert action.workers == self.machine.workers
                 assert self.asked is None, "one order overtakes another"
                 self.asked = action
                 if self.deploys_at_once:
                     self.deployed()
-            case Restart():
+            case RetryLater():
                 assert 0 < action.seconds <= 15
                 self.pauses.append(action.attempt)
             case Publish():
@@ -141,13 +141,13 @@ class Region:
                 self.publishing = True
             case Report():
                 self.reports.append(action)
-            case Quit():
+            case ShutDown():
                 self.quit = True
                 self.preparing, self.ps, self.publishing, self.asked = False, "gone", False, None
                 self.running.clear()
                 self.pauses.clear()
-                self.feed(Ended())
-            case Happened():
+                self.feed(ShutDownFinished())
+            case RecordEvent():
                 known = ("attempt.resumed", "partition.scaled", "partition.batch")
                 assert action.kind in known or action.data["code"] in CATALOGUE
 
@@ -180,7 +180,7 @@ class Region:
     def not_deployed(self, code: str) -> None:
         """Whether anything has changed there is not known."""
         self.asked, self.replicas = None, -1
-        self.feed(Setback(GeofedError(code, "x"), "scale"))
+        self.feed(ActionFailed(GeofedError(code, "x"), "scale"))
 
     def prepared(self) -> None:
         self.preparing = False
@@ -197,7 +197,7 @@ class Region:
 
     def ps_says(self) -> None:
         phase = "finished" if self.finished else "training"
-        self.feed(PsSaid(PsView(phase, "", self.round)))
+        self.feed(PsStatusChanged(PsView(phase, "", self.round)))
 
     def ps_dies(self, error: GeofedError) -> None:
         self.ps = "gone"
@@ -243,7 +243,7 @@ class AnyOrder(RuleBasedStateMachine):
     def preparing_fails(self, code: str) -> None:
         if self.region.preparing:
             self.region.preparing = False
-            self.region.feed(Setback(GeofedError(code, "x"), "prepare"))
+            self.region.feed(ActionFailed(GeofedError(code, "x"), "prepare"))
 
     @rule()
     def deploying_ends(self) -> None:
@@ -258,7 +258,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(code=_PASSING)
     def something_else_fails(self, code: str) -> None:
         if not self.region.quit:
-            self.region.feed(Setback(GeofedError(code, "x")))
+            self.region.feed(ActionFailed(GeofedError(code, "x")))
 
     @rule()
     def the_server_listens(self) -> None:
@@ -330,13 +330,13 @@ class AnyOrder(RuleBasedStateMachine):
     def configuring_fails(self, code: str) -> None:
         if self.region.unanswered and self.region.ps == "up":
             self.region.unanswered = False
-            self.region.feed(Setback(GeofedError(code, "x"), "configure"))
+            self.region.feed(ActionFailed(GeofedError(code, "x"), "configure"))
 
     @rule(code=_PASSING)
     def publishing_fails(self, code: str) -> None:
         if self.region.publishing:
             self.region.publishing = False
-            self.region.feed(Setback(GeofedError(code, "x"), "publish"))
+            self.region.feed(ActionFailed(GeofedError(code, "x"), "publish"))
 
     @precondition(lambda self: hasattr(self, "region") and self.region.machine.state == "training")
     @rule(discard=st.booleans(), really=st.sampled_from([False, False, False, True]))
@@ -438,7 +438,7 @@ def test_setbacks_with_progress_between_them_do_not() -> None:
     region = _training()
     for number in range(30):
         _fail_a_worker(region, "FUNCTION_FAILED")
-        region.feed(PsSaid(PsView("training", "", number + 1)))
+        region.feed(PsStatusChanged(PsView("training", "", number + 1)))
     assert region.machine.state == "training"
 
 
@@ -457,7 +457,7 @@ def test_what_somebody_else_must_mend_is_waited_for(code: str) -> None:
     region = _training()
     for _ in range(100):
         region.ps_dies(GeofedError(code, "no room"))
-        assert region.machine.condition == f"{code}: no room; trying again"
+        assert region.machine.condition == f"{code}: no room; retrying"
         region.pause_ends()
         region.ps_listens()
     assert region.machine.state == "training"
@@ -471,16 +471,16 @@ def test_task_code_that_hangs_is_told_and_ended_the_third_time() -> None:
     assert region.machine.condition == "no step for 40 s (a call without an answer is ended after 150 s)"
     region.feed(Progress(0.0, 150.0))
     assert region.machine.condition == "", "it continues"
-    region.feed(PsSaid(PsView("training", "waits for west", region.round)))
+    region.feed(PsStatusChanged(PsView("training", "waits for west", region.round)))
     region.feed(Progress(40.0, 150.0))
     assert region.machine.condition == "waits for west", "that is what it waits for"
-    region.feed(PsSaid(PsView("training", "", region.round)))
+    region.feed(PsStatusChanged(PsView("training", "", region.round)))
     _fail_a_worker(region, "FUNCTION_TIMEOUT")
     assert region.machine.state == "training"
     region.feed(Progress(40.0, 150.0))
     idle, tries = region.machine.condition.split("; ")
     assert idle.startswith("no step for 40 s")
-    assert tries == "a failure without a round in between, the last: FUNCTION_TIMEOUT: x"
+    assert tries == "a failure without a completed round in between, the last: FUNCTION_TIMEOUT: x"
     _fail_a_worker(region, "FUNCTION_TIMEOUT")
     assert region.machine.state == "training"
     _fail_a_worker(region, "FUNCTION_TIMEOUT")
@@ -492,7 +492,7 @@ def test_what_has_failed_stands_in_the_condition_until_a_round_is_done() -> None
     for count in range(1, 4):
         _fail_a_worker(region, "FUNCTION_FAILED")
         times = "a failure" if count == 1 else f"{count} failures"
-        assert region.machine.condition == f"{times} without a round in between, the last: FUNCTION_FAILED: x"
+        assert region.machine.condition == f"{times} without a completed round in between, the last: FUNCTION_FAILED: x"
     region.round += 1
     region.ps_says()
     assert region.machine.condition == ""
@@ -506,10 +506,10 @@ def test_ports_that_stay_taken_end_the_partition_within_seconds() -> None:
     for _ in range(20):
         if region.machine.state == "failed":
             break
-        actions = region.machine.handle(PsEnded(GeofedError("PORT_IN_USE", "somebody listens on 7443")))
-        waited += sum(action.seconds for action in actions if isinstance(action, Restart))
-        told = next(action for action in actions if isinstance(action, Happened))
-        assert told.text == "east: the parameter server ended: somebody listens on 7443"
+        actions = region.machine.handle(PsEnded(GeofedError("PORT_IN_USE", "7443 is in use")))
+        waited += sum(action.seconds for action in actions if isinstance(action, RetryLater))
+        told = next(action for action in actions if isinstance(action, RecordEvent))
+        assert told.text == "east: the parameter server ended: 7443 is in use"
     assert region.machine.state == "failed"
     assert region.machine.error is not None
     assert region.machine.error.code == "PORT_IN_USE"
@@ -525,7 +525,7 @@ def test_an_unreachable_control_plane_does_not_lose_a_finished_job() -> None:
     region.feed(PublishAsked())
     for _ in range(100):
         region.publishing = False
-        region.feed(Setback(GeofedError("UNAVAILABLE", "no route"), "publish"))
+        region.feed(ActionFailed(GeofedError("UNAVAILABLE", "no route"), "publish"))
         region.pause_ends()
     region.published()
     assert region.machine.state == "published"
@@ -542,12 +542,12 @@ def test_a_worker_of_an_older_attempt_changes_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("event", "longest"),
-    [(PsEnded(GeofedError("DISK_FULL", "x")), 3.0), (Setback(GeofedError("UNAVAILABLE", "x"), "prepare"), 15.0)],
+    [(PsEnded(GeofedError("DISK_FULL", "x")), 3.0), (ActionFailed(GeofedError("UNAVAILABLE", "x"), "prepare"), 15.0)],
 )
 def test_pauses_grow_and_are_bounded(event: Event, longest: float) -> None:
     region = _training()
     actions = [action for _ in range(40) for action in region.machine.handle(event)]
-    pauses = [action.seconds for action in actions if isinstance(action, Restart)]
+    pauses = [action.seconds for action in actions if isinstance(action, RetryLater)]
     assert pauses == sorted(pauses)
     assert (pauses[0], pauses[-1]) == (0.2, longest)
 
@@ -616,7 +616,7 @@ def test_workers_that_do_not_leave_are_waited_for_some_seconds_only() -> None:
     seconds = 0.0
     while True:
         actions = region.machine.handle(Retry(region.pauses.pop()))
-        again = next((action for action in actions if isinstance(action, Restart)), None)
+        again = next((action for action in actions if isinstance(action, RetryLater)), None)
         if again is None:
             break
         seconds += again.seconds
@@ -649,7 +649,7 @@ def test_more_workers_go_on_from_where_the_others_were() -> None:
     region.pause_ends()
     assert region.running == {(worker, 2) for worker in range(3)}
     assert region.replicas == 3
-    assert region.machine._broken.resume_key == ""
+    assert region.machine._previous.resume_key == ""
 
 
 def test_a_partition_pauses_and_goes_on() -> None:
@@ -660,7 +660,7 @@ def test_a_partition_pauses_and_goes_on() -> None:
         region.worker_ends((worker, 1), slice_over=True)
     region.pause_ends()
     assert (region.running, region.replicas) == (set(), 0)
-    region.feed(PsSaid(PsView("finished")))
+    region.feed(PsStatusChanged(PsView("finished")))
     assert region.machine.state == "training"
     region.feed(Scaled(1))
     region.pause_ends()
@@ -727,7 +727,7 @@ def test_those_that_are_left_are_not_replaced_before_they_have_left_what_they_ha
     _moved(region, 4, preemptible=True)
     region.deploys_at_once = False
     region.feed(Preempted(2))
-    assert region.asked == TakeAway(2)
+    assert region.asked == RemoveReplicas(2)
     # The control plane wants as many as before, before the others are gone.
     region.feed(Scaled(4, "more are back", preemptible=True))
     region.replicas = 2
@@ -795,7 +795,7 @@ def test_nobody_is_called_before_the_server_has_told_where_it_stands() -> None:
 
 def test_a_server_that_does_not_say_where_it_stands_is_asked_again() -> None:
     region = _training(4)
-    unheard = Setback(GeofedError("UNAVAILABLE", "timed out"), "configure")
+    unheard = ActionFailed(GeofedError("UNAVAILABLE", "timed out"), "configure")
     assert region.machine.handle(unheard) == [], "nobody waits for it"
     region.feed(Scaled(2, "a test", 2 * BATCH, 0.5))
     for key in sorted(region.running):
@@ -804,10 +804,10 @@ def test_a_server_that_does_not_say_where_it_stands_is_asked_again() -> None:
     for _ in range(20):
         region.unanswered = False
         region.feed(unheard)
-        assert region.reports[-1].condition == "UNAVAILABLE: timed out; trying again"
+        assert region.reports[-1].condition == "UNAVAILABLE: timed out; retrying"
         region.pause_ends()
         assert region.unanswered
-        assert region.machine.condition == "UNAVAILABLE: timed out; trying again", "as long as it waits"
+        assert region.machine.condition == "UNAVAILABLE: timed out; retrying", "as long as it waits"
         assert not region.running
     region.ps_answers()
     assert region.running == {(0, 2), (1, 2)}
@@ -819,7 +819,7 @@ def test_a_server_that_could_not_be_told_before_anybody_waited_for_it_is_asked_o
     region.feed(Scaled(2, "a test", 2 * BATCH))
     region.ps_listens()
     region.unanswered = False
-    region.feed(Setback(GeofedError("UNAVAILABLE", "timed out"), "configure"))
+    region.feed(ActionFailed(GeofedError("UNAVAILABLE", "timed out"), "configure"))
     region.prepared()
     assert region.unanswered
     region.ps_answers()

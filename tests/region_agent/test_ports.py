@@ -81,7 +81,7 @@ def test_one_free_port_is_too_few(first: int) -> None:
     with _taken(first, first + 1, first + 3), pytest.raises(GeofedError) as raised:
         free_ports(HOST, (first, first + 3), NONE)
     assert raised.value.code == "PORT_IN_USE"
-    assert f"somebody listens on {first}, {first + 1}, {first + 3}; 1 is left" in raised.value.message
+    assert f"{first}, {first + 1}, {first + 3} are in use; 1 is free" in raised.value.message
 
 
 def test_a_port_must_be_free_where_workers_and_where_other_regions_reach_it(first: int) -> None:
@@ -101,7 +101,7 @@ def _region(tmp_path: Path, ports: tuple[int, int]) -> RegionConfig:
 
 
 @pytest.mark.parametrize(
-    ("busy", "ok", "says"), [(1, True, "three free"), (2, True, "two free"), (3, False, "somebody listens on")]
+    ("busy", "ok", "says"), [(1, True, "at least three free"), (2, True, "two free"), (3, False, "are in use")]
 )
 def test_the_doctor_looks_at_the_ports(tmp_path: Path, first: int, busy: int, ok: bool, says: str) -> None:
     with _taken(*range(first, first + busy)):

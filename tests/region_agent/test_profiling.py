@@ -18,7 +18,7 @@ from geofed_pb.v1 import agent_pb2
 from region_agent import machine_rates
 from region_agent.config import RegionConfig
 from region_agent.partition.channel import RegionChannel
-from region_agent.partition.runner import Surroundings
+from region_agent.partition.runner import PartitionContext
 from region_agent.profiling import Profiler
 from region_agent.worker import handler
 from region_agent.worker.handler import handle
@@ -81,10 +81,10 @@ class Scene:
         self.bundle = pack({"task.py": LINEAR_TASK})
         self.told: list[agent_pb2.ProfileReport] = []
         nobody: Any = None
-        self.around = Surroundings(
+        self.around = PartitionContext(
             config=self.config, identity=nobody, store=nobody, gateway=self.gateway,  # type: ignore[arg-type]
             state_dir=folder, channel=self.channel, image="image", fetch_bundle=self._fetch, fetch_model=nobody,
-            publish_model=nobody, report=nobody, happened=nobody, log=nobody,
+            publish_model=nobody, report=nobody, record_event=nobody, log=nobody,
         )  # fmt: skip
         self.profiler = Profiler(self.around, self.told.append)
 
@@ -93,7 +93,7 @@ class Scene:
         return self.bundle
 
     def ask(self, job: str = "profile-1", **changed: Any) -> None:
-        self.profiler.ask(self._command(job, **changed))
+        self.profiler.profile(self._command(job, **changed))
 
     def probe(self, job: str = "probe-1", **changed: Any) -> None:
         self.profiler.probe(self._command(job, **{"memories_mb": [512], "limit_seconds": 0.3, **changed}))
@@ -157,7 +157,7 @@ async def test_what_is_told_is_a_profile_and_nothing_is_left_behind(scene: Scene
     assert not scene.gateway.there
     assert not (scene.folder / "profiling").exists()
     assert not list((scene.folder / "channel").glob("profile-*"))
-    assert "measures the channel (file)" in [report.condition for report in scene.told]
+    assert "measuring the channel (file)" in [report.condition for report in scene.told]
 
 
 @pytest.mark.slow
@@ -245,7 +245,7 @@ async def test_another_command_waits_for_its_turn(scene: Scene) -> None:
     await asyncio.sleep(0.05)
     scene.ask("profile-2")
     await asyncio.sleep(0.05)
-    assert [one.condition for one in scene.told if one.id == "profile-2"] == ["waits for another profile to end"]
+    assert [one.condition for one in scene.told if one.id == "profile-2"] == ["waiting for another profile to end"]
     scene.gateway.open.set()
     assert {(await scene.answer(1)).id, (await scene.answer(2)).id} == {"profile-1", "profile-2"}
 

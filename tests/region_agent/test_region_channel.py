@@ -55,7 +55,7 @@ def test_a_job_that_asks_for_another_channel_is_refused(tmp_path: Path) -> None:
     channel = RegionChannel(FileChannelConfig(), tmp_path, "east")
     channel.require("auto")
     channel.require("file")
-    with pytest.raises(GeofedError, match="asks for the channel redis, this region has file"):
+    with pytest.raises(GeofedError, match="requires the channel redis, this region has file"):
         channel.require("redis")
 
 
@@ -101,7 +101,7 @@ def test_a_channel_that_is_there_is_tried_and_left_as_it_was(tmp_path: Path) -> 
     with redis_server(tmp_path, password="secret") as server:
         url = f"redis://127.0.0.1:{server.port}/0"
         config = RedisChannelConfig(kind="redis", url=url, password_file=tmp_path / "password")
-        took = RegionChannel(config, tmp_path, "east").tried()
+        took = RegionChannel(config, tmp_path, "east").check()
         assert set(took) == {"put", "get"}
         assert "doctor" not in server.command("ACL", "LIST")
         assert server.command("DBSIZE").strip() == "0"

@@ -23,12 +23,12 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import channel, error_of, region_name
 from geofed_pb.v1 import agent_pb2, sync_pb2, sync_pb2_grpc
 from region_agent.config import DatasetConfig, RegionConfig, SplitConfig, StoreConfig, load_config
-from region_agent.partition.events import Happened
+from region_agent.partition.events import RecordEvent
 from region_agent.shards import listing, receiving
 from region_agent.shards.listing import FileContent, Listed, ListedFile, ShardList, read_list, shard_bytes
 from region_agent.shards.reading import shard_files
-from region_agent.shards.receiving import ShardPort, ShardStore, forget_shards, open_port
-from region_agent.shards.sending import Hands, Sending
+from region_agent.shards.receiving import ShardPort, ShardStore, delete_old_shards, open_port
+from region_agent.shards.sending import Sending, SendingContext
 from region_agent.state.store import AgentStore
 from region_agent.worker.invocation import ShardFile
 from sync.framing import digest_of
@@ -70,20 +70,20 @@ class Source:
     folder: Path
     config: RegionConfig
     reports: list[agent_pb2.PartitionReport] = field(default_factory=list)
-    events: list[Happened] = field(default_factory=list)
+    events: list[RecordEvent] = field(default_factory=list)
     sending: Sending | None = None
 
     def __post_init__(self) -> None:
         self.store = AgentStore(self.folder / "agent.db")
 
     def send(self, address: str, to: str = "west", *, sent: bool = False) -> Sending:
-        hands = Hands(
+        hands = SendingContext(
             self.config,
             self.store,
             lambda: IDENTITIES["east"],
             self.folder / "sending",
             lambda message, durable: self.reports.append(message),
-            lambda job, happened: self.events.append(happened),
+            lambda job, event: self.events.append(event),
         )
         order = agent_pb2.SendShard(job=JOB, epoch=1, dataset="digits", to=to, address=address)
         self.sending = Sending(hands, order, sent=sent)
@@ -163,7 +163,7 @@ async def _cut(relay: Relay) -> None:
 
 def check_same(source: Source, shard_store: ShardStore) -> None:
     """What lies there is what lies here, split by split."""
-    splits = shard_store.laid_out()
+    splits = shard_store.link_splits()
     assert set(splits) == {"train", "test"}
     train = {file.name: Path(file.path).read_bytes() for file in splits["train"]}
     expected = {name.removeprefix("train/"): (source.folder / "data" / name).read_bytes() for name in FILES}
@@ -290,7 +290,7 @@ async def test_another_region_at_the_address_gets_nothing(source: Source, west: 
         await asyncio.sleep(1.5)
         assert taker.shard_store.list is None
     assert source.reports[-1].state == "sending"
-    assert "trying again" in source.reports[-1].condition
+    assert "retrying" in source.reports[-1].condition
 
 
 @runs
@@ -400,7 +400,7 @@ def test_a_list_that_is_too_long_is_told_and_not_sent_for_ever(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: ModuleType
 ) -> None:
     """Whoever finds that it is."""
-    monkeypatch.setattr(side, "LARGEST_LIST_BYTES", 100)
+    monkeypatch.setattr(side, "MAX_LIST_BYTES", 100)
 
     async def within() -> None:
         async with taking(tmp_path / "west") as taker:
@@ -452,7 +452,7 @@ def test_a_shard_in_an_object_store_takes_the_same_way(tmp_path: Path, store: St
             await asyncio.wait_for(taker.port.complete(), 60)
             assert await source.until("sent") == "sent"
             await sending.close()
-            laid = taker.shard_store.laid_out()
+            laid = taker.shard_store.link_splits()
         found = {file.name: Path(file.path).read_bytes() for files in laid.values() for file in files}
         assert found == {"a.npy": b"a" * 1000, "deep/b.npy": b"b", "one.npz": b"one"}
         assert not list((folder / "sending").iterdir()), "nothing is left of what was brought from the store"
@@ -524,6 +524,6 @@ def test_a_list_is_what_it_was() -> None:
 def test_shards_of_jobs_that_are_no_more_are_removed(tmp_path: Path) -> None:
     for job in ("gone", "there"):
         (tmp_path / job / "east").mkdir(parents=True)
-    forget_shards(tmp_path, lambda job: job == "there")
+    delete_old_shards(tmp_path, lambda job: job == "there")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
-    forget_shards(tmp_path / "nowhere", lambda job: False)
+    delete_old_shards(tmp_path / "nowhere", lambda job: False)

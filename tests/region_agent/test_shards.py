@@ -169,7 +169,7 @@ def test_a_name_that_cannot_travel_is_told(tmp_path: Path) -> None:
 
 
 def test_missing_and_empty_local_shards_are_told(tmp_path: Path) -> None:
-    for uri, says in ((str(tmp_path / "none"), "is not there"), (f"{tmp_path}/", "is empty")):
+    for uri, says in ((str(tmp_path / "none"), "not found"), (f"{tmp_path}/", "is empty")):
         with pytest.raises(GeofedError, match=says) as raised:
             shard_files(_dataset(uri), {})
         assert raised.value.code == "SHARD_UNREADABLE"

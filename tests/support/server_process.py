@@ -20,7 +20,7 @@ import numpy as np
 from support.pki import Authority, write
 from support.warm_servers import ServerProcess, WarmServers
 
-from deploy.local import LOOPBACK, lasting_port
+from deploy.local import LOOPBACK, reusable_port
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import channel_options, error_of, region_name, with_token
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -60,7 +60,7 @@ class Server:
             "job": JOB, "region": region, "regions": regions, "epoch": 1, "attempt": 1, "workers": 1, "rounds": 2,
             "steps_per_round": 1, "evaluate_every": 0, "wan_policy": "ma", "channel": "file",
             "channel_address": str(self.channel_folder), "state_dir": folder / "state",
-            "worker_listen": f"{LOOPBACK}:{lasting_port()}", "exchange_listen": f"{LOOPBACK}:{lasting_port()}",
+            "worker_listen": f"{LOOPBACK}:{reusable_port()}", "exchange_listen": f"{LOOPBACK}:{reusable_port()}",
             "ready_file": folder / "ready.json",
             "token_key": TOKEN_KEY, "ca_file": files[0], "certificate_file": files[1], "key_file": files[2],
             "stall_seconds": 5.0, **more,

@@ -66,8 +66,8 @@ class AgentHubServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """One stream for the life of a connection. What must not be lost is numbered and acknowledged on both sides:
-        commands by the agent's cursor, reports by the control plane's. After a break both continue where they were.
+        """One stream for the lifetime of a connection. Durable messages are numbered and acknowledged in both directions:
+        commands by the agent's cursor, reports by the control plane's. After a lost connection both continue from there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,7 +92,7 @@ class AgentHubServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """"Half of my certificate's life is over."
+        """Renews the region's certificate, after half of its lifetime.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

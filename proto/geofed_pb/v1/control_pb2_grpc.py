@@ -146,14 +146,14 @@ class ControlServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Version(self, request, context):
-        """"Who are you, and do you take me?"
+        """Returns the control plane's version and federation; also checks the user's token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StatBlob(self, request, context):
-        """"Here is the code of a job." Kept under its digest; sent once, however often it is used.
+        """StatBlob and PutBlob upload a job's code. It is stored under its digest, so it is sent only once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -166,22 +166,22 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Plan(self, request, context):
-        """"What would you do with this job?" Stores nothing of it; of a task that nobody knows, how large its model is.
+        """Plans a job without storing it; only the result of probing an unknown task is stored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Submit(self, request, context):
-        """"Run this job." The same request id with the same content is the same job; with another content it is a conflict.
+        """Submits a job. The same request id with the same content is the same job; with other content it is a conflict.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Profile(self, request, context):
-        """"Measure what a task takes, in every region that holds its data." Ends with what follows from it. A broken call is
-        made again under the same id.
+        """Measures a task in every region that holds its data; the last message is the result. An interrupted call is repeated
+        with the same id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -200,7 +200,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """"Tell me all that happened after this cursor, and continue telling me." Ends after the job's last event.
+        """Sends events after a cursor and, with `follow`, new ones. Ends after the job's last event.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -219,21 +219,21 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Finish(self, request, context):
-        """"End with the model that you have."
+        """Ends the job with its present model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Replan(self, request, context):
-        """"End with the model that you have, and have another job continue with it, over the regions that are there now."
+        """Ends the job with its present model, which a new job continues in the regions that are available now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """"Continue with so many workers."
+        """Changes the number of workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -252,7 +252,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AddUser(self, request, context):
-        """The operator's: who may submit jobs, and what may be promised to them. Tokens are told once.
+        """For the operator: users that may submit jobs, and their quotas. A token is returned only once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -265,21 +265,21 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RemoveUser(self, request, context):
-        """"Let this user in no more." Jobs continue.
+        """Revokes a user's access. Its jobs continue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListUsers(self, request, context):
-        """A user sees only itself.
+        """Returns all users to the operator; a user gets only its own entry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """"Give me the model": safetensors bytes; the manifest is in the job's result.
+        """Downloads the model as safetensors bytes; the manifest is in the job's result.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -973,7 +973,7 @@ class Control(object):
 
 
 class EnrolmentStub(object):
-    """Region agent → control plane, once, on the control port: it has no certificate yet, only an invitation.
+    """Region agent → control plane, once, on the control port. The agent has no certificate yet, only an invitation.
     """
 
     def __init__(self, channel):
@@ -990,7 +990,7 @@ class EnrolmentStub(object):
 
 
 class EnrolmentServicer(object):
-    """Region agent → control plane, once, on the control port: it has no certificate yet, only an invitation.
+    """Region agent → control plane, once, on the control port. The agent has no certificate yet, only an invitation.
     """
 
     def Join(self, request, context):
@@ -1016,7 +1016,7 @@ def add_EnrolmentServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Enrolment(object):
-    """Region agent → control plane, once, on the control port: it has no certificate yet, only an invitation.
+    """Region agent → control plane, once, on the control port. The agent has no certificate yet, only an invitation.
     """
 
     @staticmethod

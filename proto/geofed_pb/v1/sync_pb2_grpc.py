@@ -27,8 +27,8 @@ if _version_not_supported:
 
 
 class ExchangeStub(object):
-    """Parameter server ↔ parameter server. Delivery is at least once; applying is exactly once, by (job, region, epoch,
-    sequence). An acknowledgement means: durable here.
+    """Parameter server ↔ parameter server. Updates are delivered at least once and applied exactly once, by (job, region,
+    epoch, sequence). An acknowledgement means that the update is durable at the receiver.
     """
 
     def __init__(self, channel):
@@ -65,41 +65,41 @@ class ExchangeStub(object):
 
 
 class ExchangeServicer(object):
-    """Parameter server ↔ parameter server. Delivery is at least once; applying is exactly once, by (job, region, epoch,
-    sequence). An acknowledgement means: durable here.
+    """Parameter server ↔ parameter server. Updates are delivered at least once and applied exactly once, by (job, region,
+    epoch, sequence). An acknowledgement means that the update is durable at the receiver.
     """
 
     def Offer(self, request, context):
-        """"I have this update for you; how much of it do you hold?"
+        """Offers an update; the answer says how many bytes of it the receiver has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Send(self, request_iterator, context):
-        """The bytes, from the offset that the offer's answer named.
+        """Sends an update's bytes, from the offset in the answer to the offer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Collect(self, request, context):
-        """"Tell me when you have something for me and cannot reach me: I shall dial."
+        """For a caller that the other server cannot reach: the stream notifies it of updates, for which it opens connections.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Rejoin(self, request, context):
-        """"I have lost my state. What have you of mine, and how far are you?" What the caller was believed to have is not any
-        more.
+        """For a caller that has lost its state: returns the rounds of the other server and the updates that it has. The other
+        server no longer assumes that the caller has any update.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """The newest checkpoint, or an update that is kept.
+        """Downloads the newest checkpoint, or an update that is still stored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,8 +142,8 @@ def add_ExchangeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Exchange(object):
-    """Parameter server ↔ parameter server. Delivery is at least once; applying is exactly once, by (job, region, epoch,
-    sequence). An acknowledgement means: durable here.
+    """Parameter server ↔ parameter server. Updates are delivered at least once and applied exactly once, by (job, region,
+    epoch, sequence). An acknowledgement means that the update is durable at the receiver.
     """
 
     @staticmethod
@@ -283,8 +283,8 @@ class Exchange(object):
 
 
 class ShardPortStub(object):
-    """Agent → the agent that takes its shard; beside Exchange, which brings the bytes: first the list of files, as sequence
-    1, then each file, from 2 on.
+    """Agent → the agent that receives its shard. Exchange transfers the bytes: first the list of files, as sequence 1, then
+    each file, from 2 on.
     """
 
     def __init__(self, channel):
@@ -301,12 +301,12 @@ class ShardPortStub(object):
 
 
 class ShardPortServicer(object):
-    """Agent → the agent that takes its shard; beside Exchange, which brings the bytes: first the list of files, as sequence
-    1, then each file, from 2 on.
+    """Agent → the agent that receives its shard. Exchange transfers the bytes: first the list of files, as sequence 1, then
+    each file, from 2 on.
     """
 
     def Introduce(self, request, context):
-        """"Who are you?" Asked before anything of a shard is told.
+        """Returns the receiver's region and cloud; called before anything about a shard is sent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -329,8 +329,8 @@ def add_ShardPortServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ShardPort(object):
-    """Agent → the agent that takes its shard; beside Exchange, which brings the bytes: first the list of files, as sequence
-    1, then each file, from 2 on.
+    """Agent → the agent that receives its shard. Exchange transfers the bytes: first the list of files, as sequence 1, then
+    each file, from 2 on.
     """
 
     @staticmethod
@@ -393,20 +393,21 @@ class PsAdminServicer(object):
     """
 
     def Configure(self, request, context):
-        """"These are your peers, this is your epoch, this attempt of the workers counts."
+        """Sets peers, epoch and the attempt of the workers; earlier ones are fenced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Sends the status at each change.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """"Give me the model as safetensors."
+        """Downloads the model as safetensors.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -65,36 +65,38 @@ class WorkerPortServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request, context):
-        """"I am worker w of attempt a; where do I continue?"
+        """Registers a worker of an attempt; the answer says where it continues.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reduce(self, request, context):
-        """"My gradient of this step is in the channel." Answered when the merged one is there, or after a while with
-        `pending`: ask again.
+        """Submits the gradient of a step, which is in the channel. Answered when the merged gradient is available, or with
+        `pending` after a timeout: the worker repeats the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stepped(self, request, context):
-        """"I have made this step": now and then, from one worker, where the server would not know.
+        """Reports a step, at an interval and from one worker, where the server does not take part in steps.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Boundary(self, request, context):
-        """"My round is over, this is my model." Answered when the federation's model of this round is there, or `pending`.
+        """Submits the worker's model at the end of a round. Answered when the federation's model of this round is available,
+        or with `pending`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Evaluated(self, request, context):
-        """"This is what I measured on my part of the test data." Answered when the metrics of all are durable, or `pending`.
+        """Submits the metrics of the worker's part of the test data. Answered when the metrics of all workers are durable, or
+        with `pending`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

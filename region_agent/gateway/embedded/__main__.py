@@ -23,6 +23,7 @@ from region_agent.gateway.embedded.provider import Provider
 from region_agent.gateway.embedded.replicas import kernel
 
 _GRACE_S = 2
+"""Time for open requests to end at the shutdown, in seconds."""
 _OVERRIDES = (
     "state_dir",
     "listen",
@@ -108,7 +109,7 @@ def _bind(config: Config) -> tuple[socket.socket, str]:
         try:
             listener.bind(path)
         except OSError as error:
-            hint = "the path of a Unix socket has 107 bytes at most, and its folder must be there"
+            hint = "the path of a unix socket has at most 107 bytes, and its folder must exist"
             raise GeofedError("CONFIG_INVALID", f"cannot listen on unix:{path}: {error}", hint=hint) from error
         os.chmod(path, 0o600)
         listener.listen(1024)
@@ -122,14 +123,14 @@ def _bind(config: Config) -> tuple[socket.socket, str]:
         listener = socket.create_server((bare, int(port)), family=family)
     except OSError as error:
         raise GeofedError("PORT_IN_USE", f"cannot listen on {config.listen}: {error}") from error
-    # Inherited by accepted connections; asyncio sets it only where it made the socket itself.
+    # Inherited by accepted connections; asyncio sets it only on sockets that it has created itself.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     scheme = "https" if config.tls_cert else "http"
     return listener, f"{scheme}://{host}:{listener.getsockname()[1]}"
 
 
 class _Server(uvicorn.Server):
-    """Ends the streams of logs when told to stop; they would keep their connections open for ever."""
+    """A server that ends log streams at its shutdown; they would keep their connections open without end."""
 
     def __init__(self, config: uvicorn.Config, provider: Provider) -> None:
         super().__init__(config)
@@ -149,7 +150,7 @@ async def _serve(config: Config, listener: socket.socket, url: str) -> None:
     log = structlog.get_logger("gateway")
 
     def ready() -> None:
-        # The socket has been listening since it was bound, so whoever reads the file may connect at once.
+        # The socket is already listening, so a client that reads the file can connect immediately.
         if config.ready_file is not None:
             draft = config.ready_file.with_name(config.ready_file.name + ".new")
             draft.write_text(json.dumps({"url": url, "pid": os.getpid()}))

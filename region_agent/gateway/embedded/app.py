@@ -1,4 +1,4 @@
-"""The ASGI application: calls, authentication, and the life of the provider."""
+"""The ASGI application: routes of calls, authentication, and start and stop of the provider."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def create_app(config: Config, on_ready: Callable[[], None]) -> tuple[Starlette,
 
 
 class _SystemAuth:
-    """Basic authentication of everything under ``/system/``; calls of functions go without, as in OpenFaaS."""
+    """Basic authentication for all routes below ``/system/``; calls of functions need none, as in OpenFaaS."""
 
     def __init__(self, app: ASGIApp, auth: BasicAuth) -> None:
         self._app = app
@@ -141,20 +141,20 @@ class _CallRoutes:
     async def _read(self, request: Request, call_id: str, started_ns: int) -> Call:
         name = function_name(request.path_params["name"])
         limits = FunctionLimits.of(self._provider.table.spec(name), self._config)
-        most = self._config.max_body_bytes
+        limit = self._config.max_body_bytes
         body = bytearray()
         try:
             async with asyncio.timeout(limits.read_timeout.total_seconds()):
                 async for chunk in request.stream():
                     body += chunk
-                    if len(body) > most:
+                    if len(body) > limit:
                         raise Refused(
-                            413, f"a call may carry {most} bytes; pass keys and put the data into the channel"
+                            413, f"the body exceeds the limit of {limit} bytes; pass keys and store data in the channel"
                         )
         except TimeoutError:
             raise Refused(504, f"the body of the call did not arrive within {limits.read_timeout}") from None
         except ClientDisconnect:
-            raise Refused(400, "the body of the call broke off") from None
+            raise Refused(400, "the body of the call is incomplete") from None
         path = "/" + request.path_params.get("rest", "")
         headers = {**request.headers, "x-call-id": call_id, "x-start-time": str(started_ns)}
         target = f"{path}?{request.url.query}" if request.url.query else path

@@ -1,4 +1,4 @@
-"""Asynchronous calls: a bounded queue in memory, and the callbacks that carry the answers."""
+"""Asynchronous calls: a bounded queue in memory, and callbacks with the answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from region_agent.gateway.retry import RetryPolicy
 __all__ = ["AsyncQueue", "QueuedCall"]
 
 _CALLBACK_ATTEMPTS = 4
+"""Attempts to deliver a callback; then its answer is dropped."""
 _CALLBACK_TIMEOUT_S = 30.0
+"""Timeout of one attempt, in seconds."""
 _log = structlog.get_logger("gateway.queue")
 
 
@@ -34,9 +36,9 @@ class QueuedCall:
     call: Call
     """The call."""
     callback_url: str
-    """Where its answer goes, empty for nowhere."""
+    """URL for the answer; empty: the answer is dropped."""
     start_time: str
-    """When it was accepted, Unix nanoseconds."""
+    """Time at which the call was accepted, in Unix nanoseconds."""
 
 
 class AsyncQueue:
@@ -53,9 +55,9 @@ class AsyncQueue:
     def put(self, queued: QueuedCall) -> None:
         """Accept a call; raises ``Refused`` 413 or 429, and 400 for a callback in plaintext."""
         if len(queued.call.body) > self._profile.queue_body_bytes:
-            raise Refused(413, f"an asynchronous call may carry {self._profile.queue_body_bytes} bytes")
+            raise Refused(413, f"an asynchronous call exceeds the limit of {self._profile.queue_body_bytes} bytes")
         if len(self._waiting) >= self._profile.queue_items:
-            raise Refused(429, f"the queue holds {self._profile.queue_items} calls and takes no more")
+            raise Refused(429, f"the queue is full: {self._profile.queue_items} calls")
         if queued.callback_url:
             check_callback(queued.callback_url)
         self._waiting.append(queued)
@@ -70,7 +72,7 @@ class AsyncQueue:
         raise Refused(404, f"no waiting call has the id {call_id}")
 
     async def stop(self) -> None:
-        """Drop what waits and what runs."""
+        """Drop waiting calls and cancel running ones."""
         self._waiting.clear()
         for task in self._running:
             task.cancel()
@@ -115,7 +117,7 @@ class AsyncQueue:
             await self._deliver(queued.callback_url, headers, body)
 
     async def _call_when_free(self, call: Call) -> Answered:
-        """Call the function; one whose replicas are all busy is what the queue exists for."""
+        """Call the function, and retry while all of its replicas are busy."""
         policy, attempt = RetryPolicy(), 0
         while True:
             try:

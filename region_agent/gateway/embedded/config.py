@@ -48,7 +48,7 @@ PROFILES = {
 
 @dataclass(frozen=True)
 class Config:
-    """Everything the embedded gateway can be told."""
+    """Settings of the embedded gateway."""
 
     state_dir: Path
     """Directory for secrets, logs and the replicas' own directories."""
@@ -79,28 +79,28 @@ class Config:
     keep_paths: tuple[str, ...] = ()
     """Directories within hidden ones that stay visible."""
     share_dir: Path | None = None
-    """Directory that no function may see but for the folder there that its annotation ``geofed.share`` names, which it
-    may read."""
+    """Directory that is hidden from functions; a function may read only the folder in it that its annotation
+    ``geofed.share`` names."""
     isolate: bool = True
     """False runs functions with everything visible."""
     read_timeout: timedelta = timedelta(seconds=60)
     """Longest time for a request's body to arrive."""
     write_timeout: timedelta = timedelta(seconds=60)
-    """Longest time until the answer is there."""
+    """Longest time until the answer is complete."""
     upstream_timeout: timedelta = timedelta(seconds=60)
     """Longest time of a call in its replica."""
     drain_timeout: timedelta = timedelta(seconds=10)
-    """How long a replica that must go may finish its calls."""
+    """Longest time in which a replica that is being removed may finish its calls."""
     start_timeout: timedelta = timedelta(seconds=10)
-    """How long a call waits for a first replica."""
+    """Longest time for which a call waits for a first replica."""
     cold_start: timedelta = timedelta(0)
     """Emulated cold start of every replica."""
     max_inflight: int = 1
-    """Calls at the same time in one replica, where the function's environment does not set ``max_inflight``."""
+    """Concurrent calls in one replica, if the function's environment does not set ``max_inflight``."""
     max_body_bytes: int = 256 * 2**20
     """Largest body of a synchronous call."""
     memory_poll: timedelta = timedelta(milliseconds=100)
-    """How often memory limits are checked."""
+    """Interval at which memory limits are checked."""
     log_lines: int = 10_000
     """Lines per function kept in memory."""
     log_file_bytes: int = 16 * 2**20
@@ -118,13 +118,13 @@ class Config:
         return BasicAuth.from_files(self.auth_user_file, self.auth_password_file)
 
     def validate(self) -> Config:
-        """Itself; raises ``CONFIG_INVALID`` or ``PLAINTEXT_REFUSED``."""
+        """Check the settings and return them; raises ``CONFIG_INVALID`` or ``PLAINTEXT_REFUSED``."""
         if self.profile not in PROFILES:
             raise GeofedError("CONFIG_INVALID", f"profile {self.profile!r} is none of {', '.join(PROFILES)}")
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise GeofedError("CONFIG_INVALID", "tls_cert and tls_key go together")
+            raise GeofedError("CONFIG_INVALID", "tls_cert and tls_key must be set together")
         if (self.auth_user_file is None) != (self.auth_password_file is None):
-            raise GeofedError("CONFIG_INVALID", "auth_user_file and auth_password_file go together")
+            raise GeofedError("CONFIG_INVALID", "auth_user_file and auth_password_file must be set together")
         if self.listen.startswith("unix:"):
             return self
         host, _, port = self.listen.rpartition(":")
@@ -186,5 +186,5 @@ def _convert(kind: str, value: Any) -> Any:
 
 def _expect(value: Any, kind: Any) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{value!r} is of the wrong type")
+        raise ValueError(f"{value!r} has the wrong type")
     return value

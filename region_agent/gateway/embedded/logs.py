@@ -1,4 +1,4 @@
-"""What replicas write: bounded in memory for the logs route, and in a bounded file per function."""
+"""Logs of replicas: bounded in memory for the logs route, and in a bounded file per function."""
 
 from __future__ import annotations
 
@@ -18,28 +18,33 @@ from region_agent.link.line_buffer import LineBuffer, dropped_text
 __all__ = ["LogQuery", "LogStore", "pipe_to_lines"]
 
 _MAX_LINE_BYTES = 16 * 1024
+"""Longest line; longer ones are split."""
 _LINE_OVERHEAD_BYTES = 300
-_FOLLOWER_BYTES, _RING_BYTES = 2 << 20, 16 << 20
+"""Memory of a line besides its text, roughly."""
+_FOLLOWER_BYTES = 2 << 20
+"""Most bytes of lines that wait for one reader."""
+_RING_BYTES = 16 << 20
+"""Most bytes of lines of one function in memory."""
 
 
 @dataclass(frozen=True)
 class LogQuery:
-    """What a reader of logs asks for."""
+    """Query of a reader of logs."""
 
     name: str
     """Function."""
     instance: str = ""
     """Replica, empty for all."""
     tail: int | None = None
-    """Most lines of the past, the newest of them."""
+    """Largest number of past lines; the newest are returned."""
     since: datetime | None = None
-    """Nothing older than this."""
+    """Only lines from this time on."""
     follow: bool = False
-    """True continues with new lines until the function is gone."""
+    """Continue with new lines until the function is deleted."""
 
 
 class _Follower:
-    """A reader that continues with new lines, as fast as it can."""
+    """A reader that follows new lines."""
 
     def __init__(self, query: LogQuery) -> None:
         self.query = query
@@ -77,10 +82,10 @@ class LogStore:
         self._rings: dict[str, _Ring] = {}
         self._followers: set[_Follower] = set()
         self._files: dict[str, tuple[FileIO, int]] = {}
-        """Open, with the bytes in each."""
+        """Open files with their sizes in bytes."""
 
     def append(self, function: str, instance: str, text: str) -> None:
-        """Take a line."""
+        """Add a line."""
         line = LogLine(function, instance, datetime.now(UTC), text)
         self._rings.setdefault(function, _Ring(self._lines_in_memory)).append(line)
         self._write(line)
@@ -90,8 +95,7 @@ class LogStore:
                 follower.changed.set()
 
     async def read(self, query: LogQuery) -> AsyncIterator[list[LogLine]]:
-        """Lines in order of arrival, as many at a time as there are; where a reader is slow, the middle of what it lags
-        behind is dropped."""
+        """Yield lines in order of arrival, in batches. For a slow reader the middle of the waiting lines is dropped."""
         ring = self._rings.get(query.name)
         past = [line for line in ring.lines if _matches(line, query)] if ring is not None else []
         follower = _Follower(query)
@@ -110,7 +114,7 @@ class LogStore:
             self._followers.discard(follower)
 
     def end(self, function: str | None = None) -> None:
-        """End the followers of a function that was deleted, or all of them; they have read what was written."""
+        """End the followers of a function that was deleted, or all of them, after they have read the present lines."""
         for follower in self._followers:
             if function in (None, follower.query.name):
                 follower.end()
@@ -133,7 +137,7 @@ class LogStore:
 
 
 def _size(line: LogLine) -> int:
-    """Bytes that it takes in memory, about."""
+    """Return the approximate memory of a line in bytes."""
     return len(line.text.encode()) + _LINE_OVERHEAD_BYTES
 
 
@@ -181,7 +185,7 @@ class LinePipe:
 
 
 async def pipe_to_lines(read_fd: int, take: Callable[[str], None]) -> LinePipe:
-    """Read a pipe, which this takes over, and hand each line to ``take``."""
+    """Read a pipe, which is closed afterwards, and call ``take`` with each line."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
     transport, _ = await loop.connect_read_pipe(lambda: _Lines(take, ended), os.fdopen(read_fd, "rb", 0))

@@ -46,7 +46,7 @@ class Metrics:
         self._seconds.labels(function, str(status)).observe(seconds)
 
     def text(self, replicas: Mapping[str, int]) -> bytes:
-        """The exposition, with the replicas as they are now."""
+        """Return the Prometheus exposition, with the present number of replicas by function."""
         self._replicas.clear()
         for function, count in replicas.items():
             self._replicas.labels(function).set(count)

@@ -1,4 +1,4 @@
-"""Carries out what the function table decides: processes, timers, logs, memory limits."""
+"""Carries out the actions of the function table: processes, timers, logs, memory limits."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Provider:
         self._zygote = ZygoteLink(config.preload, config.python_path, events)
 
     async def start(self) -> None:
-        """Start the warm parent; what an earlier gateway left in the state directory is removed."""
+        """Start the warm parent, and delete folders that an earlier gateway has left in the state directory."""
         runtime = self.config.state_dir / "r"
         shutil.rmtree(runtime, ignore_errors=True)
         runtime.mkdir(mode=0o700)
@@ -77,7 +77,7 @@ class Provider:
         await self._zygote.start()
         if self.config.isolate and not self._zygote.can_isolate:
             _log.warning("this kernel cannot hide paths from functions: job code can read what this process can")
-        self._go(self._watch_memory())
+        self._run_task(self._watch_memory())
 
     async def stop(self) -> None:
         """End every replica and the warm parent."""
@@ -102,7 +102,7 @@ class Provider:
         FunctionLimits.of(spec, self.config)
         for name in spec.secrets:
             if name not in self.secrets.names():
-                raise Refused(400, f"function {spec.service} asks for secret {name}, which does not exist")
+                raise Refused(400, f"function {spec.service} needs secret {name}, which does not exist")
         self.apply(Deploy(spec))
         self._created.setdefault(spec.service, datetime.now(UTC))
 
@@ -114,7 +114,7 @@ class Provider:
         self.logs.end(name)
 
     def status(self, name: str) -> FunctionStatus:
-        """A function as it stands; raises ``Refused`` 404."""
+        """Return the status of a function; raises ``Refused`` 404."""
         return FunctionStatus(
             spec=self.table.spec(name),
             replicas=self.table.wanted(name),
@@ -142,7 +142,7 @@ class Provider:
         return "mount-namespace" if self.config.isolate and self._zygote.can_isolate else "none"
 
     def apply(self, event: Event) -> None:
-        """Take an event into the table and carry out what follows from it; raises ``Refused``."""
+        """Pass an event to the table and carry out the actions that it returns; raises ``Refused``."""
         actions = self.table.handle(event)
         self._changed.set()
         self._changed = asyncio.Event()
@@ -150,7 +150,7 @@ class Provider:
             self._carry_out(action)
 
     async def acquire(self, name: str) -> Running:
-        """A replica with room for a call, which must be released; raises ``Refused`` 404, 429, 503."""
+        """Reserve a replica for a call; the caller must release it. Raises ``Refused`` 404, 429, 503."""
         limits = FunctionLimits.of(self.table.spec(name), self.config)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.config.start_timeout.total_seconds()
@@ -168,11 +168,11 @@ class Provider:
         return self._running[replica]
 
     def release(self, running: Running) -> None:
-        """The call has left the replica."""
+        """Release a replica after its call has ended."""
         self.apply(CallEnded(running.name))
 
     def kill(self, running: Running, reason: str, text: str) -> None:
-        """End a replica that broke a limit; it is replaced."""
+        """Kill a replica that has exceeded a limit; it is replaced."""
         running.kill_reason, running.kill_text = reason, text
         self.logs.append(running.spec.service, running.name, text)
         self._zygote.kill(running.name)
@@ -183,7 +183,7 @@ class Provider:
     def _carry_out(self, action: Action) -> None:
         match action:
             case StartReplica(name, spec):
-                self._go(self._start_replica(name, spec))
+                self._run_task(self._start_replica(name, spec))
             case StopReplica(name):
                 self._stop_replica(name)
             case LimitDrain(name):
@@ -217,8 +217,8 @@ class Provider:
         finally:
             theirs.close()
             os.close(write_fd)
-        told = replica_spec(running, self.handler(spec.image), self.config)
-        if await running.introduce(control, told):
+        description = replica_spec(running, self.handler(spec.image), self.config)
+        if await running.send_spec(control, description):
             self.apply(ReplicaReady(name))
 
     def _stop_replica(self, name: str) -> None:
@@ -227,7 +227,7 @@ class Provider:
             running.kill_text = running.kill_text or f"replica {name} was stopped by a request"
             self._zygote.kill(name)
 
-    # what the zygote reports
+    # events of the zygote
 
     def _spawned(self, name: str, pid: int) -> None:
         running = self._running.get(name)
@@ -246,13 +246,13 @@ class Provider:
             self._last_failure[running.spec.service] = text
             _log.warning("replica ended", replica=name, cause=text)
         running.exited.set_result(text)
-        self._go(running.clean())
+        self._run_task(running.clean())
         self.apply(ReplicaExited(name))
 
     def _zygote_lost(self) -> None:
         for name, running in list(self._running.items()):
             if running.pid is not None:
-                # The kernel has killed the replica; what it had started is still in its process group.
+                # The kernel has killed the replica, but processes that it had started are still in its process group.
                 with contextlib.suppress(OSError):
                     os.killpg(running.pid, signal.SIGKILL)
             self._exited(name, None)
@@ -273,7 +273,7 @@ class Provider:
                 if used > limit:
                     self.kill(running, "memory", memory.over_limit_text(running.name, used, limit))
 
-    def _go(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)

@@ -1,4 +1,4 @@
-"""Calls: from a request at the gateway to a replica and back, within the limits of time."""
+"""Forwards calls to replicas and enforces their timeouts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ __all__ = ["Answered", "Call", "Proxy"]
 _HOP_HEADERS = frozenset(
     ("connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length", "expect")
 )
+"""Headers of one connection, which are not forwarded."""
 _OWN_HEADERS = frozenset(("date", "server", "x-duration-seconds"))
-# The gateway's password must not reach job code, should a client send it along.
+"""Headers that the gateway sets itself."""
 _PRIVATE_HEADERS = frozenset(("authorization", "proxy-authorization", "cookie"))
+"""Headers that are not forwarded to functions: job code must not get the gateway's password if a client sends it."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answered:
-    """What became of a call."""
+    """Answer of a call."""
 
     status: int
     """HTTP status."""
@@ -118,19 +120,19 @@ class Proxy:
             ) from error
 
     async def _cause(self, running: Running, error: httpx.HTTPError) -> str:
-        """Why the connection broke: the process's end arrives a moment later than the broken connection."""
+        """Return the reason of a lost connection; the exit of the process is reported slightly later than that."""
         try:
             return await asyncio.wait_for(asyncio.shield(running.exited), 2)
         except TimeoutError:
-            return f"replica {running.name} broke the connection: {error}"
+            return f"replica {running.name} closed the connection: {error}"
 
 
 def time_limit(bound: timedelta, headers: Mapping[str, str]) -> timedelta:
-    """The time of a call: ``X-Timeout`` may shorten it, never lengthen it; raises ``Refused`` 400."""
-    asked = next((value for key, value in headers.items() if key.lower() == "x-timeout"), None)
-    if asked is None:
+    """Return the timeout of a call: ``X-Timeout`` may shorten it, but not lengthen it; raises ``Refused`` 400."""
+    requested = next((value for key, value in headers.items() if key.lower() == "x-timeout"), None)
+    if requested is None:
         return bound
     try:
-        return min(bound, parse_duration(asked))
+        return min(bound, parse_duration(requested))
     except ValueError as error:
         raise Refused(400, f"X-Timeout: {error}") from error

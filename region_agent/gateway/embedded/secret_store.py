@@ -1,4 +1,4 @@
-"""Secrets of the embedded gateway: one private file each."""
+"""Secrets of the embedded gateway, each in a private file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SecretStore:
         return path.read_bytes()
 
     def copy(self, names: tuple[str, ...], directory: Path) -> None:
-        """Lay the named secrets into a replica's own directory."""
+        """Copy the named secrets to a replica's own directory."""
         directory.mkdir(mode=0o700)
         for name in names:
             (directory / name).write_bytes(self.read(name))

@@ -1,4 +1,4 @@
-"""The routes under ``/system/``."""
+"""The routes below ``/system/``."""
 
 from __future__ import annotations
 
@@ -23,12 +23,17 @@ from region_agent.gateway.functions import FunctionSpec, LogLine, parse_timestam
 __all__ = ["NAMESPACE", "SystemRoutes", "function_name"]
 
 NAMESPACE = "openfaas-fn"
+"""The only namespace of the embedded gateway, with the name of the default one of OpenFaaS."""
 _MAX_BODY_BYTES = 2 * 2**20
-_LOG_PART_CHARACTERS, _LOG_PART_LINES = 64 << 10, 500
+"""Largest body of a request."""
+_LOG_PART_CHARACTERS = 64 << 10
+"""Characters of log lines that are sent at a time."""
+_LOG_PART_LINES = 500
+"""Log lines that are sent at a time."""
 
 
 class SystemRoutes:
-    """What an operator may ask of the gateway."""
+    """Routes for the gateway's operator."""
 
     def __init__(self, provider: Provider) -> None:
         self._provider = provider
@@ -152,7 +157,7 @@ class SystemRoutes:
         return JSONResponse({"name": NAMESPACE, "annotations": {"openfaas": "1"}, "labels": {}})
 
     async def change_namespace(self, request: Request) -> Response:
-        """Not supported, and said so."""
+        """Answer 501: there is only one namespace."""
         return PlainTextResponse("the embedded gateway has one namespace", 501)
 
     def _status(self, name: str) -> dict[str, Any]:
@@ -165,14 +170,14 @@ class SystemRoutes:
 
 
 def function_name(route: str) -> str:
-    """The function in a route, which may carry the namespace behind a dot; raises ``Refused`` 404."""
+    """Return the function in a route, which may have the namespace after a dot; raises ``Refused`` 404."""
     name, _, namespace = route.partition(".")
     check_namespace(namespace)
     return name
 
 
 def check_namespace(namespace: object) -> None:
-    """Raises ``Refused`` 404 for any namespace but the one there is."""
+    """Raise ``Refused`` 404 for any namespace but the only one."""
     if namespace and namespace != NAMESPACE:
         raise Refused(404, f"namespace {namespace} does not exist; the embedded gateway has only {NAMESPACE}")
 

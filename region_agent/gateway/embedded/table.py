@@ -1,8 +1,8 @@
-"""Which functions exist and which replicas they have: a state machine without processes, sockets or clock.
+"""State machine of functions and their replicas, without processes, sockets or clock.
 
-A replica is STARTING until it reports ready, READY while it takes calls, DRAINING when it may only finish the
-calls it has. The table forgets a replica when it has exited. A function that changes gets a new generation;
-replicas of older generations continue serving until the new ones are ready.
+A replica is STARTING until it reports ready, READY while it accepts calls, and DRAINING when it may only finish its
+present calls. It is removed from the table when it has exited. A function that changes gets a new generation; replicas
+of older generations continue serving until the new ones are ready.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from region_agent.gateway.functions import SCALE_MIN_LABEL, FunctionSpec
 __all__ = ["FunctionTable", "Refused"]
 
 _FIRST_RESTART_WAIT = timedelta(milliseconds=200)
+"""Wait after the first failed start of a replica; it doubles with each further one."""
 _LONGEST_RESTART_WAIT = timedelta(seconds=10)
+"""Longest wait after a failed start."""
 
 
 class Refused(Exception):
-    """A request that cannot be granted, with the HTTP status that says so."""
+    """A request that is refused, with the HTTP status and text of the answer."""
 
     def __init__(self, status: int, text: str, *, exit_reason: str = "") -> None:
         super().__init__(text)
@@ -32,7 +34,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What an edition of the gateway allows."""
+    """Limits of an edition of the gateway."""
 
     max_functions: int | None = None
     """Functions that may exist."""
@@ -41,11 +43,11 @@ class Limits:
     max_replicas: int | None = None
     """Most replicas of a function; scaling above it is clamped."""
     scale_from_zero: bool = True
-    """True starts a replica when a call meets none."""
+    """Whether a call starts a replica if there is none."""
 
 
 class Phase(Enum):
-    """Where a replica is in its life."""
+    """State of a replica."""
 
     STARTING = "starting"
     READY = "ready"
@@ -54,7 +56,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Deploy:
-    """Somebody deploys a function, new or known."""
+    """A client deploys a function, new or existing."""
 
     spec: FunctionSpec
     """The whole specification."""
@@ -62,7 +64,7 @@ class Deploy:
 
 @dataclass(frozen=True)
 class Delete:
-    """Somebody deletes a function."""
+    """A client deletes a function."""
 
     name: str
     """Function."""
@@ -70,7 +72,7 @@ class Delete:
 
 @dataclass(frozen=True)
 class Scale:
-    """Somebody wants another number of replicas."""
+    """A client sets the number of replicas."""
 
     name: str
     """Function."""
@@ -80,7 +82,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class ReplicaReady:
-    """A replica answers."""
+    """A replica is ready for calls."""
 
     replica: str
     """Replica."""
@@ -96,7 +98,7 @@ class ReplicaExited:
 
 @dataclass(frozen=True)
 class Condemned:
-    """A replica is being killed for breaking a limit; no further call may reach it."""
+    """A replica is being killed because it exceeded a limit; it gets no further call."""
 
     replica: str
     """Replica."""
@@ -114,7 +116,7 @@ class RestartDue:
 
 @dataclass(frozen=True)
 class CallStarted:
-    """A call was given to a replica."""
+    """A call was passed to a replica."""
 
     replica: str
     """Replica."""
@@ -122,7 +124,7 @@ class CallStarted:
 
 @dataclass(frozen=True)
 class CallEnded:
-    """A call has left its replica."""
+    """A call in a replica has ended."""
 
     replica: str
     """Replica."""
@@ -159,7 +161,7 @@ class LimitDrain:
 
 @dataclass(frozen=True)
 class RestartLater:
-    """Report ``RestartDue`` after the wait; the function's replicas die before they are ready."""
+    """Report ``RestartDue`` after the wait, since the function's replicas exit before they are ready."""
 
     due: RestartDue
     """The event to report."""
@@ -199,7 +201,7 @@ class FunctionTable:
     _counter: int = 0
 
     def handle(self, event: Event) -> list[Action]:
-        """Take an event and return what is to be done; raises ``Refused`` and changes nothing."""
+        """Process an event and return the actions that it requires; a ``Refused`` event changes nothing."""
         match event:
             case Deploy(spec):
                 self._deploy(spec)
@@ -232,7 +234,7 @@ class FunctionTable:
             case CallEnded(name):
                 return self._call_ended(name)
 
-    # questions
+    # queries
 
     def names(self) -> list[str]:
         """Names of all functions."""
@@ -281,7 +283,7 @@ class FunctionTable:
         if known is None:
             most = self.limits.max_functions
             if most is not None and len(self._functions) >= most:
-                raise Refused(400, f"this edition allows {most} functions, and so many are deployed")
+                raise Refused(400, f"the limit of {most} functions in this edition is reached")
             self._counter += 1
             self._functions[spec.service] = _Function(spec, self._counter, self._initial(spec))
         elif known.spec != spec:
@@ -302,7 +304,7 @@ class FunctionTable:
 
     def _clamp(self, replicas: int) -> int:
         if replicas < 0:
-            raise Refused(400, f"{replicas} replicas are less than none")
+            raise Refused(400, f"the number of replicas is negative: {replicas}")
         replicas = max(replicas, self.limits.min_replicas)
         return replicas if self.limits.max_replicas is None else min(replicas, self.limits.max_replicas)
 

@@ -1,1 +1,1 @@
-"""The worker's shard, and the batches that it is cut into."""
+"""Loads the worker's shard and draws batches of it."""

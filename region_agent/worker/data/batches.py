@@ -1,7 +1,7 @@
-"""How many samples a region draws in each step, and with what learning rate, where that changes while it trains.
+"""Samples of a region in each step, and the factor of the learning rate, where they change during training.
 
-It follows from the step alone, so every worker, every slice and every attempt that makes a step, or makes it again,
-draws the same samples for it: those of a step begin where those of the one before ended.
+Both depend only on the step, so every worker, every slice and every attempt draws the same samples for a step, also for
+a repeated one: the samples of a step begin where those of the previous step ended.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ __all__ = ["Batches"]
 
 
 class Batches:
-    """A region's batch by step. Changes come at the beginning of rounds, so that it is the same within a round.
+    """Batch size of a region by step. It changes only at the beginning of a round.
 
-    Raises ``GeofedError("CONFIG_INVALID")`` where stretches do not follow each other.
+    Raises ``GeofedError("CONFIG_INVALID")`` if the stretches are not in the order of their first steps.
     """
 
     def __init__(self, first: int, stretches: Sequence[Stretch] = ()) -> None:
@@ -31,29 +31,29 @@ class Batches:
 
     @property
     def least(self) -> int:
-        """Of all."""
+        """Smallest batch of all stretches."""
         return min(self._batches)
 
     @property
     def change(self) -> bool:
-        """Whether there is more than one."""
+        """Whether the batch changes."""
         return len(self._batches) > 1
 
     def of(self, step: int) -> int:
-        """Samples of the region in a step, counted from 1."""
-        return self._batches[self._place(step)]
+        """Return the region's samples in a step; steps count from 1."""
+        return self._batches[self._stretch(step)]
 
     def rate(self, step: int) -> float:
-        """What the learning rate of a step is multiplied by."""
-        return self._rates[self._place(step)]
+        """Return the factor of the learning rate in a step."""
+        return self._rates[self._stretch(step)]
 
     def before(self, step: int) -> int:
-        """Samples of all steps before one."""
+        """Return the region's samples in all steps before one."""
         ends = [*self._steps[1:], step]
         return sum(
             batch * max(0, min(end, step) - begin)
             for begin, end, batch in zip(self._steps, ends, self._batches, strict=True)
         )
 
-    def _place(self, step: int) -> int:
-        return max(place for place, begin in enumerate(self._steps) if begin <= max(1, step))
+    def _stretch(self, step: int) -> int:
+        return max(number for number, begin in enumerate(self._steps) if begin <= max(1, step))

@@ -1,4 +1,4 @@
-"""Files of a shard, brought to where they can be opened."""
+"""Downloads the files of a shard to local files."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ from region_agent.worker.invocation import ShardFile
 
 __all__ = ["fetch_split"]
 
-_FETCH_CHUNK = 1 << 20
-_PAUSES_SECONDS = (0.2, 1.0, 4.0)
-"""Before each new try where the store does not answer, or answers that it cannot now."""
-_NAMES = (
-    "rename the object: what follows the prefix in its key must be a path of a file, and no file may be a folder, too"
+_CHUNK_BYTES = 1 << 20
+"""Bytes that are read from the store at a time."""
+_RETRY_PAUSES_SECONDS = (0.2, 1.0, 4.0)
+"""Pauses before the retries of a request that the store has not answered, or has answered with a status of 500 or
+more."""
+_NAME_HINT = (
+    "rename the object: its key after the prefix must be a file's path, and no file may have the name of a folder"
 )
 
 
 def fetch_split(files: tuple[ShardFile, ...], into: Path) -> str:
-    """A local path for a split: the file itself, or the folder that its files lie in."""
+    """Return a local path for a split: its file, or the folder of its files; downloads them if necessary.
+
+    Raises ``GeofedError("SHARD_UNREADABLE")``.
+    """
     if not files:
         raise GeofedError("SHARD_UNREADABLE", "the split has no files")
     paths = [_fetch(file, into) for file in files]
@@ -37,61 +42,61 @@ def fetch_split(files: tuple[ShardFile, ...], into: Path) -> str:
 def _fetch(file: ShardFile, into: Path) -> Path:
     if file.path:
         if not Path(file.path).exists():
-            raise GeofedError("SHARD_UNREADABLE", f"{file.path} is not there")
+            raise GeofedError("SHARD_UNREADABLE", f"{file.path} not found")
         return Path(file.path)
-    place = into / _checked(file.name)
+    path = into / _checked(file.name)
     try:
-        if place.exists() and (file.size is None or place.stat().st_size == file.size):
-            return place
-        place.parent.mkdir(parents=True, exist_ok=True)
-        # Of a name that no object can have been given.
-        descriptor, partial = tempfile.mkstemp(prefix=".fetched-", dir=place.parent)
+        if path.exists() and (file.size is None or path.stat().st_size == file.size):
+            return path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # No object of a shard can have such a name.
+        descriptor, partial = tempfile.mkstemp(prefix=".fetched-", dir=path.parent)
         os.close(descriptor)
         try:
             _fetch_into(file, Path(partial))
-            os.replace(partial, place)
+            os.replace(partial, path)
         finally:
             Path(partial).unlink(missing_ok=True)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise GeofedError("SHARD_UNREADABLE", f"{file.name}: {error.strerror}", hint=_NAMES) from None
-    return place
+        raise GeofedError("SHARD_UNREADABLE", f"{file.name}: {error.strerror}", hint=_NAME_HINT) from None
+    return path
 
 
 def _checked(name: str) -> str:
-    """A file's name, if it says where the file lies and no two names say the same."""
+    """Return a file's name if it is a normalised relative path, so that different names mean different files."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name or str(path) != name or name == ".":
-        raise GeofedError("SHARD_UNREADABLE", f"{name!r} is no name for a file of a shard", hint=_NAMES)
+        raise GeofedError("SHARD_UNREADABLE", f"{name!r} is not a valid name for a file of a shard", hint=_NAME_HINT)
     return name
 
 
 def _fetch_into(file: ShardFile, partial: Path) -> None:
-    for pause in (*_PAUSES_SECONDS, None):
+    for pause in (*_RETRY_PAUSES_SECONDS, None):
         try:
             _download(file, partial)
             return
         except httpx.HTTPError as error:
             refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500
-            # The address holds a signature; only the object's name is told.
-            how = type(error).__name__
+            # The URL contains a signature, so the message has the object's name only.
+            reason = type(error).__name__
             if isinstance(error, httpx.HTTPStatusError):
-                how = f"status {error.response.status_code}"
-            elif isinstance(error, _OtherSize):
-                how = str(error)
+                reason = f"status {error.response.status_code}"
+            elif isinstance(error, _WrongSize):
+                reason = str(error)
             if refused or pause is None:
-                raise GeofedError("SHARD_UNREADABLE", f"{file.name}: {how}") from None
+                raise GeofedError("SHARD_UNREADABLE", f"{file.name}: {reason}") from None
         time.sleep(pause)
 
 
-class _OtherSize(httpx.RemoteProtocolError):
-    """The store gave more or fewer bytes than the object has."""
+class _WrongSize(httpx.RemoteProtocolError):
+    """The store has sent more or fewer bytes than the object has."""
 
 
 def _download(file: ShardFile, into: Path) -> None:
-    """The object's bytes as they are stored, whatever they are an encoding of."""
-    # As it was signed: a client would leave "." and ".." out of the path, which in a key are letters as any.
+    """Download an object's bytes as they are stored, without decoding them."""
+    # The path as it was signed: httpx would normalise "." and "..", which are ordinary characters in a key.
     target = "/" + file.url.partition("://")[2].partition("/")[2]
     with (
         httpx.Client(timeout=30.0, headers={"Accept-Encoding": "identity"}) as client,
@@ -99,7 +104,7 @@ def _download(file: ShardFile, into: Path) -> None:
         into.open("wb") as out,
     ):
         answer.raise_for_status()
-        for piece in answer.iter_raw(_FETCH_CHUNK):
+        for piece in answer.iter_raw(_CHUNK_BYTES):
             out.write(piece)
     if file.size is not None and into.stat().st_size != file.size:
-        raise _OtherSize(f"the store gave {into.stat().st_size} bytes of {file.size}")
+        raise _WrongSize(f"received {into.stat().st_size} of {file.size} bytes")

@@ -1,4 +1,4 @@
-"""Where a worker puts what it unpacks and fetches: a folder that lasts as long as its process."""
+"""Temporary folder of a worker process for unpacked and downloaded files."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from pathlib import Path
 __all__ = ["scratch_folder"]
 
 _PREFIX = "geofed-worker-"
+"""Prefix of the folders' names."""
 
 
 def scratch_folder(parent: Path) -> Path:
-    """A new folder below ``parent``, this process's own until it ends, however it ends; those of ended ones go.
+    """Create a folder below ``parent`` for this process, and delete the folders of processes that have ended.
 
-    A function that was killed can remove nothing, and where its container starts again its temporary files may still
-    be there. A lock, which the kernel takes from a process that has ended, tells whose folders are in use.
+    A function that is killed cannot delete its files, which may still exist when its container restarts. Each process
+    holds a lock on its folder, which the kernel releases when the process ends, so unlocked folders can be deleted.
     """
     for left in parent.glob(f"{_PREFIX}*"):
-        # Another process may remove it at the same time, or it may be somebody else's.
+        # Another process may delete it at the same time, or another user may own it.
         with contextlib.suppress(OSError):
-            if (lock := _locked(left)) is not None:
+            if (lock := _lock(left)) is not None:
                 shutil.rmtree(left, ignore_errors=True)
                 os.close(lock)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        # Until it is locked another process may take it for one that was left.
+        # Until it is locked another process may consider it left behind, and delete it.
         with contextlib.suppress(FileNotFoundError):
-            if _kept(folder) and folder.exists():
+            if _is_locked(folder) and folder.exists():
                 atexit.register(_remove, folder, os.getpid())
                 return folder
 
 
-def _kept(folder: Path) -> bool:
-    """Whether it is ours now; where the file system knows no locks, nobody takes it for one that was left either."""
+def _is_locked(folder: Path) -> bool:
+    """Lock a folder; True if this process may use it, also where the file system has no locks."""
     try:
-        return _locked(folder) is not None
+        return _lock(folder) is not None
     except FileNotFoundError:
         raise
     except OSError:
@@ -47,13 +48,13 @@ def _kept(folder: Path) -> bool:
 
 
 def _remove(folder: Path, owner: int) -> None:
-    """Not at the end of a process that the owner has forked."""
+    """Delete the folder, unless this is the end of a process that the owner has forked."""
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _locked(folder: Path) -> int | None:
-    """A descriptor that holds the folder's lock; None: another process does."""
+def _lock(folder: Path) -> int | None:
+    """Lock a folder; returns the descriptor that holds the lock, or None if another process holds it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

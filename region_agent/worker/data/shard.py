@@ -1,4 +1,4 @@
-"""A region's shard: fetched, indexed and cut into batches that depend on nothing but the seed and the step."""
+"""Batches of a region's shard, which depend only on the seed and the step."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["BatchStream", "evaluation_batches", "fetch_split", "joined", "move",
 
 
 def joined(shards: Sequence[Any]) -> Any:
-    """Several shards as one dataset, one after the other; a single one as it is."""
+    """Concatenate shards to one dataset; a single shard is returned unchanged."""
     return shards[0] if len(shards) == 1 else _Joined(shards)
 
 
 class _Joined:
-    """Like `torch.utils.data.ConcatDataset`, but takes a whole batch of a shard at once where that can."""
+    """Like `torch.utils.data.ConcatDataset`, but reads the samples of a shard in one call if the shard supports it."""
 
     def __init__(self, shards: Sequence[Any]) -> None:
         self._shards = shards
@@ -62,7 +62,7 @@ class _Joined:
         return [torch.cat(column)[back] for column in zip(*parts, strict=True)]
 
     def _by_shard(self, indices: list[int]) -> Iterator[tuple[Any, list[int], list[int]]]:
-        """Each shard that some of the samples are of, their places among those asked for, and in the shard."""
+        """Yield each shard that has some of the samples, with their positions in ``indices`` and in the shard."""
         places: dict[int, list[int]] = {}
         for place, index in enumerate(indices):
             places.setdefault(bisect.bisect_right(self._ends, index), []).append(place)
@@ -76,11 +76,13 @@ def _items(data: Any, indices: list[int]) -> Any:
 
 
 class BatchStream:
-    """Batches of one worker. The shard is permuted anew for each epoch; the samples of a step follow from the step
-    alone, so that any invocation, also one that takes over, draws the same ones. All workers of a region draw
-    ``region_batch`` samples in a step: which ones does not depend on how many workers share them out.
+    """Batches of one worker.
 
-    Raises ``GeofedError``: SHARD_UNREADABLE, where there are no samples; CONFIG_INVALID, where a worker gets none.
+    Each epoch has a new permutation of the shard. The samples of a step depend only on the step, so that any invocation
+    draws the same ones. All workers of a region together draw ``region_batch`` samples in a step; which ones does not
+    depend on the number of workers.
+
+    Raises ``GeofedError``: SHARD_UNREADABLE if there are no samples; CONFIG_INVALID if a worker would get none.
     """
 
     def __init__(
@@ -98,29 +100,29 @@ class BatchStream:
         self._orders: dict[int, npt.NDArray[np.int64]] = {}
 
     def indices(self, step: int) -> list[int]:
-        """Of the samples of one step, counted from 1."""
+        """Return the indices of this worker's samples in a step; steps count from 1."""
         before, share = self._batches.before(step), self._share(step)
         at, stop, drawn = before + share.start, before + share.stop, list[int]()
         while at < stop:
-            epoch, place = divmod(at, self._size)
-            more = self._order(epoch)[place : place + stop - at].tolist()
+            epoch, offset = divmod(at, self._size)
+            more = self._order(epoch)[offset : offset + stop - at].tolist()
             drawn += more
             at += len(more)
         return drawn
 
     def count(self, step: int) -> int:
-        """This worker's samples in a step."""
+        """Return this worker's number of samples in a step."""
         return len(self._share(step))
 
     def _share(self, step: int) -> range:
         return share_of(self._worker, self._workers, self._batches.of(step))
 
     def batch(self, step: int) -> Any:
-        """The collated samples of one step."""
+        """Return the collated samples of a step."""
         return _collate(self._data, self.indices(step))
 
     def micro_batches(self, step: int, sizes: Sequence[int]) -> list[Any]:
-        """The same samples in several batches, of so many each."""
+        """Return the same samples in several batches of the given sizes."""
         indices, cut = self.indices(step), list(itertools.accumulate(sizes, initial=0))
         return [_collate(self._data, indices[start:stop]) for start, stop in itertools.pairwise(cut)]
 
@@ -133,12 +135,12 @@ class BatchStream:
 
 
 def share_of(worker: int, workers: int, region_batch: int) -> range:
-    """Which of a step's samples are a worker's."""
+    """Return the range of a worker's samples among those of a step."""
     return range(worker * region_batch // workers, (worker + 1) * region_batch // workers)
 
 
 def evaluation_batches(data: Any, worker: int, workers: int, batch: int) -> tuple[list[int], Iterator[Any]]:
-    """This worker's samples of the test split in batches of so many: how many each has, and what."""
+    """Return this worker's part of the test split in batches of ``batch`` samples: their sizes, and an iterator."""
     mine = range(worker, len(data), workers)
     parts = [mine[start : start + batch] for start in range(0, len(mine), batch)]
     return [len(part) for part in parts], (_collate(data, list(part)) for part in parts)
@@ -150,10 +152,10 @@ def _collate(data: Any, indices: list[int]) -> Any:
 
 
 def _stacked(data: Any, indices: list[int]) -> list[torch.Tensor] | None:
-    """What samples of a `TensorDataset` are collated to, without taking them one by one; None for other datasets."""
+    """Collate samples of a `TensorDataset` without reading them one by one; None for other datasets."""
     if isinstance(data, _Joined):
         return data.stacked(indices)
-    # A class of its own may give something else for an item; what is not dense is not collated at all.
+    # A subclass may return other items, and sparse tensors cannot be collated.
     if type(data) is not TensorDataset or any(tensor.layout != torch.strided for tensor in data.tensors):
         return None
     rows = torch.tensor(indices)
@@ -161,15 +163,15 @@ def _stacked(data: Any, indices: list[int]) -> list[torch.Tensor] | None:
 
 
 def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Tensors of one kind can be put behind each other; others are for `default_collate` to judge."""
+    """Return what tensors must have in common to be concatenated; others are left to `default_collate`."""
     return tensor.dtype, tensor.device, tensor.shape[1:]
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """A batch on a device, whatever it is made of: containers keep their types where they can be made anew, as
-    ``DataLoader`` does it for pinned memory. What holds no tensor is given back as it is.
+    """Move a batch to a device, with tensors in nested containers.
 
-    Raises ``GeofedError("TASK_FAILED")`` where an object cannot be moved.
+    Containers keep their types if they can be created again, as with ``DataLoader``'s pinned memory. Objects without
+    tensors are returned unchanged. Raises ``GeofedError("TASK_FAILED")`` if an object cannot be moved.
     """
     if device.type == "cpu":
         return batch
@@ -188,7 +190,7 @@ def _moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, str | bytes | type):
         return batch
     if callable(getattr(batch, "to", None)):
-        # In place, and then without a result, or as another object.
+        # `to` may change the object in place and return None, or return another object.
         return batch if (moved := batch.to(device)) is None else moved
     if isinstance(batch, Mapping):
         return _with_values(batch, {key: _moved(value, device) for key, value in batch.items()})
@@ -198,7 +200,7 @@ def _moved(batch: Any, device: torch.device) -> Any:
         clone = copy.copy(batch)
         for field in fields(batch):
             if hasattr(batch, field.name):
-                # Also where it is frozen.
+                # Works for frozen dataclasses, too.
                 object.__setattr__(clone, field.name, _moved(getattr(batch, field.name), device))
         return clone
     return batch
@@ -208,7 +210,7 @@ def _with_values(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
     if all(batch[key] is value for key, value in moved.items()):
         return batch
     if isinstance(batch, MutableMapping):
-        # Else what it has beside its items, a default factory for one, would be lost.
+        # A copy keeps attributes besides the items, such as a default factory.
         clone = copy.copy(batch)
         clone.update(moved)
         return clone

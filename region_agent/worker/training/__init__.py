@@ -1,1 +1,1 @@
-"""Steps: what a worker holds of the model, and how it makes and merges them."""
+"""Steps of a worker: the part of the model that it holds, and how steps are made and merged."""

@@ -1,6 +1,6 @@
-"""The learning rate over a job: what the task's optimiser begins with, times a factor that follows from the step alone.
+"""Learning rate over a job: the rate of the task's optimiser, times a factor that depends only on the step.
 
-So every worker, every slice and every attempt that makes a step, or makes it again, makes it with the same rate.
+So every worker, every slice and every attempt makes a step, also a repeated one, with the same rate.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __all__ = ["LearningRate", "factor"]
 
 
 def factor(schedule: Schedule, step: int, steps: int) -> float:
-    """What a step's learning rate is multiplied by, above 0 and at most 1; steps count from 1 to ``steps``.
+    """Return the factor of the learning rate in a step, above 0 and at most 1; steps count from 1 to ``steps``.
 
-    It rises in a line over the warm-up's steps, and then falls, from 1 at the first step after them, to the floor one
-    step after the last: in a line, or along half a cosine (SGDR, Loshchilov and Hutter, arXiv 1608.03983, without its
-    restarts). Where a part of the way is behind it at the first step, these are the steps of what is left.
+    The factor rises linearly over the warm-up's steps. From 1 at the first step after them it falls to the floor, which
+    it would reach one step after the last: linearly, or along half a cosine (SGDR, Loshchilov and Hutter,
+    arXiv 1608.03983, without its restarts). With ``schedule.begin`` above 0 the steps are those of the schedule's rest.
     """
     before = round(steps / (1 - schedule.begin)) - steps
     step, steps = step + before, steps + before
@@ -36,7 +36,7 @@ def factor(schedule: Schedule, step: int, steps: int) -> float:
 
 
 class LearningRate:
-    """Sets the rates of an optimiser, of all its groups of parameters alike."""
+    """Sets the learning rates of an optimiser; the factor is the same for all groups of parameters."""
 
     def __init__(
         self,
@@ -45,7 +45,11 @@ class LearningRate:
         steps: int,
         batches: Batches | None = None,
     ) -> None:
-        """``steps``: of the whole job in this region, as planned. ``batches``: what goes with the region's batch."""
+        """``steps``: planned steps of the whole job in this region. ``batches``: the region's batch by step, with a
+        factor of the rate.
+
+        Raises ``GeofedError("TASK_INVALID")`` if a factor is needed and the optimiser has no ``lr``.
+        """
         self._optimizer, self._schedule, self._steps = optimizer, schedule, steps
         self._batches = batches if batches is not None and batches.change else None
         self._first: list[float] = []
@@ -56,11 +60,11 @@ class LearningRate:
             self._first = [group["lr"] for group in optimizer.param_groups]
 
     def set(self, step: int) -> None:
-        """Before a step is made; where nothing is said of them the task's own rates stay."""
+        """Set the rates for a step. Without a schedule, and with one batch size, the task's own rates stay."""
         if not self._first:
             return
-        by = factor(self._schedule, step, self._steps) if self._schedule is not None else 1.0
+        scale = factor(self._schedule, step, self._steps) if self._schedule is not None else 1.0
         if self._batches is not None:
-            by *= self._batches.rate(step)
+            scale *= self._batches.rate(step)
         for group, first in zip(self._optimizer.param_groups, self._first, strict=True):
-            group["lr"] = first * by
+            group["lr"] = first * scale

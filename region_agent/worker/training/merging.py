@@ -1,4 +1,4 @@
-"""What the workers of a partition make of each step together: one optimiser step, the same in all of them."""
+"""Merges the gradients, or changes, of the workers of a partition in each step, so that all make the same step."""
 
 from __future__ import annotations
 
@@ -32,63 +32,66 @@ from sync.collective import (
 from sync.flat import FlatModel
 from sync.gradients import GradientMerge
 
-__all__ = ["Fenced", "Merging", "Patience", "group_settings", "merging_for"]
+__all__ = ["Fenced", "Merging", "PeerTimeout", "group_settings", "merging_for"]
 
-_PLACE = "c"
-"""What the keys of collectives begin with; the attempt follows."""
+_PREFIX = "c"
+"""Prefix of the keys of collectives; the attempt follows."""
 _TIMEOUT_SECONDS = 120.0
-"""A replica of a pipeline's stage that gives its part of a step later than this is taken for lost."""
-_LEAST_PATIENCE_SECONDS, _PATIENCE_STEPS = 120.0, 20.0
-"""A worker that gives its part of a step later than this, and than so many of the longest steps so far, is taken for
-lost, and a new attempt begins."""
-_LEAVE_SECONDS = 20.0
-"""What an invocation needs at its end, to leave what it holds in the channel."""
+"""Timeout for the part of a replica of a pipeline stage in a step; the replica is then considered lost."""
+_MIN_TIMEOUT_SECONDS = 120.0
+"""Shortest timeout for a worker's part of a step; the worker is then considered lost, and a new attempt begins."""
+_TIMEOUT_STEPS = 20.0
+"""The same timeout in multiples of the longest step so far; the larger of the two holds."""
+_STORE_SECONDS = 20.0
+"""Time that an invocation needs at its end to store its state in the channel."""
 _FENCE_SECONDS = 5.0
-"""Between two looks for the sign that the attempt is over, where the channel tells nobody: each is billed."""
+"""Interval of checks for the attempt's fence in a channel without notifications; each check is billed."""
 _SLACK = 0.1
-"""What takes a tenth longer than the fastest is as good, if it costs less."""
-_LEAST_USD = 1e-9
-"""Of a request that nothing is charged for: of two collectives that are as good, the one with fewer requests."""
+"""A collective may take this fraction longer than the fastest one if it is cheaper."""
+_MIN_USD = 1e-9
+"""Assumed price of a free request, so that of two equally good collectives the one with fewer requests is chosen."""
 _CHOICE = ("all-reduce", "pipelined-scatter-reduce", "k-reduce")
+"""Collectives that "auto" chooses from."""
 
 
 class Merging(Protocol):
-    """One invocation's side of it. ``step`` and ``settle`` are called alike in all workers of the partition."""
+    """One worker's side of merging. All workers of the partition call ``step`` and ``settle`` for the same steps."""
 
     name: str
-    """For people."""
-    server_knows: bool
-    """Whether the parameter server hears of every step."""
+    """Text for users."""
+    server_counts_steps: bool
+    """Whether the parameter server takes part in every step."""
 
     def arm(self, step: int, samples: int) -> None:
-        """The next backward pass is the last of the step, after all of its forward passes: gradients may leave."""
+        """Allow gradients to be sent during the next backward pass, which is the last one of the step."""
 
     def step(self, server: PsClient, step: int, samples: int, loss: float) -> None:
-        """After the backward pass: merge, and make the optimiser's step."""
+        """Merge after the backward pass, and make the optimiser's step."""
 
     def settle(self, step: int) -> None:
-        """At the end of a WAN round, after ``step``: all workers then hold the same model, bit for bit."""
+        """Make the models of all workers equal bit for bit, at the end of a WAN round after ``step``."""
 
     def state(self) -> State:
-        """What the next invocation of this worker needs."""
+        """Return the state that the next invocation of this worker needs."""
 
     def restore(self, state: State) -> None:
-        """Continue from there; before the first step."""
+        """Restore the result of `state`, before the first step."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End background threads."""
 
 
-class Alone:
-    """One worker."""
+class SingleWorker:
+    """A partition with one worker: nothing is merged."""
 
     name = "a worker alone"
-    server_knows = False
+    server_counts_steps = False
 
     def __init__(self, optimizer: torch.optim.Optimizer, task: Task) -> None:
         self._optimizer, self._task = optimizer, task
 
     def arm(self, step: int, samples: int) -> None:
-        """Nothing leaves before the pass is over."""
+        """Do nothing: no gradient is sent during the backward pass."""
 
     def step(self, server: PsClient, step: int, samples: int, loss: float) -> None:
         self._make_step()
@@ -98,23 +101,23 @@ class Alone:
             self._optimizer.step()
 
     def settle(self, step: int) -> None:
-        """There is nobody to differ from."""
+        """Do nothing: there is no other worker."""
 
     def state(self) -> State:
         return State()
 
     def restore(self, state: State) -> None:
-        """There is none."""
+        """Do nothing: there is no state."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there are no threads."""
 
 
-class AtServer(Alone):
+class ServerReduce(SingleWorker):
     """`server-reduce`: the region's parameter server merges the gradients, weighted by samples."""
 
     name = "server-reduce"
-    server_knows = True
+    server_counts_steps = True
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, task: Task, flat: FlatModel, channel: Channel, call: Invocation
@@ -128,40 +131,40 @@ class AtServer(Alone):
         reply = server.reduce(worker_pb2.ReduceRequest(step=step, key=key, samples=samples, loss=loss))
         value = self._channel.get(reply.merged_key)
         if value is None:
-            text = f"{reply.merged_key} has gone from the channel: a newer attempt has taken over"
+            text = f"{reply.merged_key} is no longer in the channel: a newer attempt has taken over"
             raise GeofedError("FENCED", text)
         self._flat.load_gradient(np.asarray(framing.decode(value).tensors["gradient"], np.float32))
         self._make_step()
 
 
-class Patience:
-    """How long a worker waits for the others in one exchange, in seconds.
+class PeerTimeout:
+    """Timeout of a wait for other workers in one exchange, in seconds.
 
-    So many of the longest steps so far, the waits for the others among them, and at least two minutes. Until it has
-    made one nothing is known of how long the others need (they start, or fetch their data): then, and at most, as long
-    as its invocation lives, which must be able to leave what it holds.
+    It is `_TIMEOUT_STEPS` times the longest step so far, waits included, and at least `_MIN_TIMEOUT_SECONDS`. Before
+    the first step it is unknown how long the others need, which may still start or download data. Then, and at most,
+    the timeout ends with the invocation, with time left to store its state.
     """
 
-    def __init__(self, ends: float) -> None:
-        """``ends``: when the invocation must have stopped waiting, on the monotonic clock."""
-        self._ends, self._longest, self._begun = ends, 0.0, 0.0
+    def __init__(self, deadline: float) -> None:
+        """``deadline``: time at which the invocation must stop waiting, in seconds of the monotonic clock."""
+        self._deadline, self._longest, self._begun = deadline, 0.0, 0.0
 
-    def begin(self) -> None:
-        """This worker's own part of a step is begun."""
+    def begin_step(self) -> None:
+        """Note the begin of this worker's part of a step."""
         self._begun = time.monotonic()
 
-    def made(self) -> None:
-        """The step is made."""
+    def end_step(self) -> None:
+        """Note the end of the step."""
         if self._begun:
             self._longest = max(self._longest, time.monotonic() - self._begun)
 
     def __call__(self) -> float:
-        left = max(1.0, self._ends - time.monotonic())
-        return min(left, max(_LEAST_PATIENCE_SECONDS, _PATIENCE_STEPS * self._longest)) if self._longest else left
+        left = max(1.0, self._deadline - time.monotonic())
+        return min(left, max(_MIN_TIMEOUT_SECONDS, _TIMEOUT_STEPS * self._longest)) if self._longest else left
 
 
-class ThroughChannel(Alone):
-    """A collective: the workers merge among themselves."""
+class ChannelCollective(SingleWorker):
+    """A collective through the channel: the workers merge without the parameter server."""
 
     def __init__(
         self,
@@ -170,16 +173,16 @@ class ThroughChannel(Alone):
         flat: FlatModel,
         collective: Collective,
         name: str,
-        patience: Patience,
+        timeout: PeerTimeout,
     ) -> None:
         super().__init__(optimizer, task)
-        self._flat, self._collective, self.name, self._patience = flat, collective, name, patience
+        self._flat, self._collective, self.name, self._timeout = flat, collective, name, timeout
         self._before = flat.vector() if collective.shares == "changes" else None
         overlap = isinstance(collective, Reducing) and collective.in_parts
         self._gradients = GradientMerge(flat, collective, overlap=overlap)
 
     def arm(self, step: int, samples: int) -> None:
-        self._patience.begin()
+        self._timeout.begin_step()
         self._gradients.arm(step, samples)
 
     def step(self, server: PsClient, step: int, samples: int, loss: float) -> None:
@@ -189,10 +192,10 @@ class ThroughChannel(Alone):
             for merged in self._gradients.merged(step, samples):
                 self._flat.load_gradient(merged.vector)
                 self._make_step()
-        self._patience.made()
+        self._timeout.end_step()
 
     def _share(self, step: int, samples: int) -> None:
-        """The own change first; then what the others tell of theirs."""
+        """Make this worker's step, share the change, and add the changes of the other workers."""
         assert self._before is not None
         before = self._flat.vector(self._before)
         self._make_step()
@@ -219,23 +222,23 @@ class ThroughChannel(Alone):
 
 
 class Fenced:
-    """A channel whose waits end when the attempt is over, so that nobody waits for workers that are gone.
+    """A channel whose waits raise FENCED when the attempt is over, so that no worker waits for others that are gone.
 
-    Whoever looks in vain for a value, again and again, looks now and then for the sign, too.
+    Repeated calls of `get` without a result check for the attempt's fence at an interval.
     """
 
     def __init__(self, channel: Channel, attempt: int) -> None:
         self._channel, self._fence = channel, fence_key(attempt)
-        self._look_at = 0.0
-        """When to look for the sign; 0: nobody has looked in vain since something was found."""
+        self._check_at = 0.0
+        """Time of the next check for the fence; 0: the last `get` has found a value."""
 
     def get(self, key: str) -> memoryview | None:
         value = self._channel.get(key)
         now = time.monotonic()
-        if value is not None or not self._look_at:
-            self._look_at = 0.0 if value is not None else now + _FENCE_SECONDS
-        elif now > self._look_at:
-            self._look_at = now + _FENCE_SECONDS
+        if value is not None or not self._check_at:
+            self._check_at = 0.0 if value is not None else now + _FENCE_SECONDS
+        elif now > self._check_at:
+            self._check_at = now + _FENCE_SECONDS
             if self._channel.get(self._fence) is not None:
                 raise GeofedError("FENCED", "a newer attempt has taken over")
         return value
@@ -257,34 +260,34 @@ class Fenced:
 def merging_for(
     call: Invocation, task: Task, optimizer: torch.optim.Optimizer, flat: FlatModel, channel: Channel, begun: float
 ) -> Merging:
-    """What the plan says; where it leaves it open, what is fastest by the channel's measured constants.
+    """Open the collective of the plan; for "auto", the fastest one by the channel's measured costs.
 
-    All workers of a partition choose alike, since all are told the same constants. ``begun``: when the invocation was,
-    on the monotonic clock.
+    All workers of a partition choose the same one, since all get the same costs. ``begun``: begin of the invocation, in
+    seconds of the monotonic clock.
     """
     if call.workers == 1:
-        return Alone(optimizer, task)
+        return SingleWorker(optimizer, task)
     settings = _settings(call, flat, _costs(call))
     if settings is None:
-        return AtServer(optimizer, task, flat, channel, call)
+        return ServerReduce(optimizer, task, flat, channel, call)
     member = Member(call.worker, call.workers, call.attempt)
-    # In the memory of one machine the cores are at work either way. A store that has to be asked is only asked in time
-    # where it is known how long it takes.
-    told = call.channel != "s3" or settings.asked is not None
-    in_parts = settings.pattern != "isp" and not settings.staleness and not channel.in_memory and told
+    # Sending gradients in parts hides latency. In one machine's memory all cores are busy anyway, so it does not help;
+    # with S3, which workers have to poll, it needs the measured duration of a request.
+    timed = call.channel != "s3" or settings.asked is not None
+    in_parts = settings.pattern != "isp" and not settings.staleness and not channel.in_memory and timed
     settings = replace(settings, in_parts=in_parts)
-    patience = Patience(begun + call.slice_seconds + CALL_GRACE.total_seconds() - _LEAVE_SECONDS)
+    timeout = PeerTimeout(begun + call.slice_seconds + CALL_GRACE.total_seconds() - _STORE_SECONDS)
     fenced: Any = Fenced(channel, call.attempt)
-    # What is shared are changes of the model, or gradients.
+    # ISP shares changes of the model; all others share gradients.
     size = flat.layout.size if settings.pattern == "isp" else flat.layout.gradient_size
-    collective = open_collective(settings, member, fenced, _PLACE, size, patience)
+    collective = open_collective(settings, member, fenced, _PREFIX, size, timeout)
     name = settings.pattern if settings.chunks is None else f"{settings.pattern} with K = {settings.chunks}"
     name += f" in {settings.groups} groups" if settings.groups > 1 else ""
-    return ThroughChannel(optimizer, task, flat, collective, name, patience)
+    return ChannelCollective(optimizer, task, flat, collective, name, timeout)
 
 
 def group_settings(call: Invocation, flat: FlatModel) -> Settings:
-    """How the replicas of one stage of a pipeline merge: always among themselves, and always the present step."""
+    """Return the settings with which the replicas of a pipeline stage merge: without server, without staleness."""
     alike = call.model_copy(update={"workers": call.degree})
     costs = _costs(call)
     settings = _settings(alike, flat, costs) if call.collective != "isp" else None
@@ -300,12 +303,12 @@ def _costs(call: Invocation) -> ChannelCosts | None:
 
 
 def _chosen(workers: int, size: float, costs: ChannelCosts, patterns: Sequence[str]) -> Merge:
-    priced = replace(costs, put_usd=max(costs.put_usd, _LEAST_USD), get_usd=max(costs.get_usd, _LEAST_USD))
+    priced = replace(costs, put_usd=max(costs.put_usd, _MIN_USD), get_usd=max(costs.get_usd, _MIN_USD))
     return choose(workers, size, priced, slack=_SLACK, patterns=patterns).merge
 
 
 def _settings(call: Invocation, flat: FlatModel, costs: ChannelCosts | None) -> Settings | None:
-    """None: the parameter server merges."""
+    """Return the collective's settings; None: the parameter server merges."""
     pattern, k = call.collective, int(call.merging.get("k", 0)) or None
     size = 4.0 * flat.layout.size
     if pattern == "auto" and costs is not None and call.channel != "file":

@@ -1,6 +1,6 @@
-"""An optimiser's state as a tensor frame, so that it survives from one invocation to the next.
+"""Serialises an optimiser's state as named tensors, so that the next invocation can continue with it.
 
-The state of parameter n has the names ``n/...``; what belongs to no parameter, the groups' values among it, ``-1/...``.
+The state of parameter n has names ``n/...``; state of the whole optimiser, such as the groups' values, ``-1/...``.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ State = tuple[dict[str, framing.Array], dict[str, float]]
 """Tensors and numbers, by name."""
 
 _WHOLE = -1
-"""Stands for a parameter's number: of the optimiser as a whole."""
+"""Used in place of a parameter's number for state of the whole optimiser."""
 _PARAMS = "params"
 
 
 def dump_state(optimizer: torch.optim.Optimizer) -> State:
-    """All that `state_dict` gives; raises ``GeofedError("TASK_INVALID")`` for what cannot be carried over."""
-    told = optimizer.state_dict()
-    state = told.get("state", {})
+    """Serialise the optimiser's `state_dict`; raises ``GeofedError("TASK_INVALID")`` for objects that it cannot."""
+    dumped = optimizer.state_dict()
+    state = dumped.get("state", {})
     arrays: dict[str, framing.Array] = {}
     for key, entry in state.items():
         if _is_number(key):
             arrays |= _dumped(entry, f"{key}/", "state of a parameter")
-    groups = [_kept(group) for group in told.get("param_groups", ())]
+    groups = [_kept(group) for group in dumped.get("param_groups", ())]
     whole = {
         "groups": groups,
         "state": {key: entry for key, entry in state.items() if not _is_number(key)},
-        "more": {key: value for key, value in told.items() if key not in ("state", "param_groups")},
+        "more": {key: value for key, value in dumped.items() if key not in ("state", "param_groups")},
     }
     return {**arrays, **_dumped(whole, f"{_WHOLE}/", "state")}, {}
 
@@ -44,25 +44,25 @@ def dump_state(optimizer: torch.optim.Optimizer) -> State:
 def load_state(
     optimizer: torch.optim.Optimizer, tensors: Mapping[str, framing.Array], numbers: Mapping[str, float]
 ) -> None:
-    """Put a dumped state into a fresh optimiser over the same parameters; nothing is rounded.
+    """Load a dumped state into a new optimiser over the same parameters, without rounding.
 
-    ``Optimizer.load_state_dict`` makes a parameter's type of what was kept in another one, so that of torch is not
-    called; an optimiser's own is, and what it has rounded is put right.
+    ``torch.optim.Optimizer.load_state_dict`` converts state to the parameter's type, so it is not called. A method that
+    the optimiser's class overrides is called, and tensors that it has converted are replaced.
     """
-    # Earlier versions have left tensors of which no tree tells: an optimiser begins anew after them.
+    # Tensors of earlier versions of geofed have no tree: the optimiser's state starts empty after them.
     owners = sorted(int(name.split("/", 1)[0]) for name in tensors if name.endswith("/tree"))
     device = next((p.device for group in optimizer.param_groups for p in group[_PARAMS]), None)
     state = {owner: load_tree(tensors, f"{owner}/", device) for owner in owners if owner != _WHOLE}
     whole = load_tree(tensors, f"{_WHOLE}/", device) if _WHOLE in owners else {"groups": [], "state": {}, "more": {}}
     parameters = [parameter for group in optimizer.param_groups for parameter in group[_PARAMS]]
-    if _has_own_way(optimizer):
+    if _overrides_loading(optimizer):
         fresh = optimizer.state_dict()
         groups = [
             {**group, **(whole["groups"][at] if at < len(whole["groups"]) else {}), _PARAMS: group[_PARAMS]}
             for at, group in enumerate(fresh.get("param_groups", ()))
         ]
-        told = {"state": {**state, **whole["state"]}, "param_groups": groups}
-        optimizer.load_state_dict({**whole["more"], **told})
+        loaded = {"state": {**state, **whole["state"]}, "param_groups": groups}
+        optimizer.load_state_dict({**whole["more"], **loaded})
         for number, entry in state.items():
             _unround(optimizer.state.get(parameters[number]), entry)
         return
@@ -74,12 +74,13 @@ def load_state(
         group.update(values)
 
 
-def _has_own_way(optimizer: torch.optim.Optimizer) -> bool:
+def _overrides_loading(optimizer: torch.optim.Optimizer) -> bool:
     hooked = optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks
     return bool(hooked) or type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
 
 
 def _unround(held: Any, entry: Any) -> None:
+    """Replace tensors whose type loading has changed by the original ones."""
     if not (isinstance(held, dict) and isinstance(entry, dict)):
         return
     for key, value in entry.items():
@@ -95,7 +96,7 @@ def _is_number(key: object) -> bool:
 
 
 def _kept(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's values; those that cannot be written down, functions say, are the task's to set again."""
+    """Return a group's values without those that cannot be serialised, such as functions; the task sets them again."""
     kept = {}
     for key, value in group.items():
         if key == _PARAMS:

@@ -1,4 +1,4 @@
-"""A round as a worker counts it, and its end while the server has not answered yet."""
+"""Sums of a round in a worker, and the boundary at its end while it is exchanged in the background."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from geofed_pb.v1 import worker_pb2
 from sync.layout import Vector
 
-__all__ = ["Answer", "Ended", "Sums"]
+__all__ = ["BoundaryAnswer", "PendingBoundary", "RoundSums"]
 
-Answer = tuple[worker_pb2.BoundaryReply, Vector | None]
-"""To the end of a round, with background exchange; with the correction, if there is one."""
+BoundaryAnswer = tuple[worker_pb2.BoundaryReply, Vector | None]
+"""The server's answer to a boundary, with the correction that belongs to it, if there is one."""
 
 
 @dataclass
-class Sums:
-    """What a worker sums up within a round."""
+class RoundSums:
+    """Sums of a worker over the steps of a round."""
 
     samples: float = 0.0
     loss_sum: float = 0.0
-    """Loss times samples."""
+    """Sum of loss times samples."""
     compute_seconds: float = 0.0
 
     def rescale(self, factor: float) -> None:
-        """What it would be with so many times the samples in each step."""
+        """Convert the sums to a share of ``factor`` times the samples in each step."""
         self.samples, self.loss_sum = self.samples * factor, self.loss_sum * factor
 
     @property
@@ -33,12 +33,12 @@ class Sums:
         return self.loss_sum / self.samples if self.samples else 0.0
 
     def facts(self, prefix: str = "") -> dict[str, float]:
-        """As numbers that a frame keeps."""
+        """Return the sums as named numbers of a frame."""
         return {f"{prefix}{name}": float(getattr(self, name)) for name in _NAMES}
 
     @classmethod
-    def of(cls, facts: Mapping[str, float], prefix: str = "") -> Sums:
-        """What `facts` made."""
+    def of(cls, facts: Mapping[str, float], prefix: str = "") -> RoundSums:
+        """Restore the sums from the result of `facts`."""
         return cls(*(facts[f"{prefix}{name}"] for name in _NAMES))
 
 
@@ -46,11 +46,11 @@ _NAMES = ("samples", "loss_sum", "compute_seconds")
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A round whose end is told to the server while the next one has begun."""
+class PendingBoundary:
+    """Boundary of a round that is exchanged in the background while the next round has begun."""
 
     request: worker_pb2.BoundaryRequest
-    sums: Sums
+    sums: RoundSums
     due: int
-    """After this step the answer counts, in all workers of the partition."""
-    reply: Future[Answer]
+    """Step after which the answer is applied, in all workers of the partition."""
+    reply: Future[BoundaryAnswer]

@@ -1,4 +1,4 @@
-"""When a training thread gets a core: as soon as it has something to do, also where servers keep all cores busy."""
+"""Requests low scheduling latency for training threads, also where servers keep all cores busy."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import threading
 __all__ = ["request_low_latency"]
 
 _CALLS = {"x86_64": 314, "aarch64": 274, "riscv64": 274}
-"""Numbers of the system call sched_setattr, for which few C libraries have a function."""
+"""Numbers of the system call sched_setattr by machine; few C libraries have a function for it."""
 _SLICE_NS = 500_000
-"""Less than the kernel's own slice on any machine (0.7 ms with one core), and enough for most of what a step does on
-the processor: a thread that has used it up is in line with the others."""
+"""Requested scheduler slice in nanoseconds. It is shorter than the kernel's own slice on any machine (0.7 ms with one
+core), and long enough for most of a step's work on the CPU; a thread that uses it up queues with the others."""
 
 
 class _Attributes(ctypes.Structure):
@@ -33,12 +33,12 @@ class _Attributes(ctypes.Structure):
 
 
 def request_low_latency() -> bool:
-    """Ask the kernel for a short slice for the calling thread, and those that it starts from now on.
+    """Request a short scheduler slice for the calling thread, and for threads that it starts from now on.
 
-    A thread that has waited for an accelerator, or for others, then runs at once where it would wait for up to three
-    milliseconds until another's slice ends (Linux 6.12 and newer: a task with a shorter slice preempts on waking; older
-    kernels take no notice). It gets no more of the processor than before, only sooner. A thread whose policy somebody
-    has chosen keeps it. Returns whether the kernel has taken it.
+    A thread that has waited for an accelerator or for other workers then runs immediately; otherwise it waits for up to
+    3 ms until another thread's slice ends. (Since Linux 6.12 a task with a shorter slice preempts when it wakes; older
+    kernels ignore it.) The thread's share of the CPU does not change. A thread with a scheduling policy other than
+    SCHED_OTHER keeps it. Returns whether the kernel has accepted the request.
     """
     number = _CALLS.get(platform.machine())
     if number is None or platform.system() != "Linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:

@@ -1,4 +1,4 @@
-"""A worker of a pipeline: it holds one stage of the model, and never more."""
+"""A pipeline worker: it holds one stage of the model, and never the whole model."""
 
 from __future__ import annotations
 
@@ -34,26 +34,27 @@ from sync.seeding import seed_all
 __all__ = ["ModelStage", "pipeline_of"]
 
 _TIMEOUT_SECONDS = 90.0
-"""A stage that gives its part of a step later than this is taken for lost, and a new attempt begins. Less than the time
-that an invocation has after its slice: it must be able to leave what it holds."""
-_EVALUATION_STRETCH = 4
-"""Forward only, a stage keeps the outputs of a layer instead of all activations: so many micro-batches at once."""
+"""Timeout for another stage's part of a step; the stage is then considered lost, and a new attempt begins. It is less
+than the time that an invocation has after its slice, so that the invocation can still store its state."""
+_EVALUATION_MICRO_BATCHES = 4
+"""Micro-batches in one forward pass of an evaluation: without a backward pass a stage holds the outputs of one layer
+only, instead of all activations."""
 
 
 def pipeline_of(call: Invocation) -> Pipeline:
-    """The pipeline that an invocation tells of; raises ``GeofedError("CONFIG_INVALID")`` where it is none."""
+    """Return the pipeline of an invocation; raises ``GeofedError("CONFIG_INVALID")`` if the workers do not fit it."""
     shape = Pipeline(call.stages, call.degree, call.micro_batch, call.order, call.rematerialise)
     if shape.workers != call.workers:
-        text = f"{len(shape.stages)} stages of {shape.degree} replicas have not {call.workers} workers"
+        text = f"{len(shape.stages)} stages of {shape.degree} replicas do not match {call.workers} workers"
         raise GeofedError("CONFIG_INVALID", text)
     return shape
 
 
 class ModelStage:
-    """One replica of one stage. What a broken attempt has done is not lost: see `StageCheckpoints`."""
+    """One replica of one pipeline stage. A new attempt continues from the checkpoints: see `StageCheckpoints`."""
 
     in_stages = True
-    server_knows = False
+    server_counts_steps = False
 
     def __init__(self, call: Invocation, task: Task, data: dict[str, Any], channel: Channel) -> None:
         self._call, self._task, self._data, self._channel = call, task, data, channel
@@ -70,15 +71,15 @@ class ModelStage:
             module = layers.stage(*self._shape.stages[stage])
             self.flat = FlatModel(module, part=True, calling=task.calling)
             module.to(self._device)
-        # Optimisers refuse to have nothing to do: a stage of layers without parameters gets one that has no gradient.
+        # Optimisers refuse an empty list, so a stage without parameters gets one that never has a gradient.
         parameters = list(module.parameters()) or [torch.nn.Parameter(torch.zeros(1))]
         self._optimizer = task.optimizer(iter(parameters))
         self._rate = LearningRate(self._optimizer, call.schedule, call.rounds * call.steps_per_round)
         self._fenced = Fenced(channel, call.attempt)
         settings, member = group_settings(call, self.flat), Member(replica, call.degree, call.attempt)
-        told = channel if settings.asked is not None else self._fenced
-        # Under the attempt's tree, each group in a place of its own.
-        self._merge = GroupMerge(self.flat, settings, member, told, f"p/{call.attempt}/c{stage}")
+        merge_channel = channel if settings.asked is not None else self._fenced
+        # Each group has its own prefix in the attempt's tree of keys.
+        self._merge = GroupMerge(self.flat, settings, member, merge_channel, f"p/{call.attempt}/c{stage}")
         self._region = zlib.crc32(call.region.encode())
         self._runner = StageRunner(
             self._shape,
@@ -101,18 +102,18 @@ class ModelStage:
             with task.calling("dataset"):
                 self._stream = self._stream_of(replica, call.degree)
         self.group, self.alone = stage, call.degree == 1
-        self.leads, self.tells = replica == 0, replica == 0 and self._runner.is_last
+        self.leads, self.reports_steps = replica == 0, replica == 0 and self._runner.is_last
         self.name = f"a pipeline of {len(self._shape.stages)} stages, {call.order}"
         if call.degree > 1:
             self.name += f", and {settings.pattern} among {call.degree} replicas of each"
         self._checkpoints = StageCheckpoints(call, self._shape, self._fenced, 4 * self.flat.layout.size)
         self._made = 0
-        """The last step."""
-        self._found: tuple[int, int, dict[str, float]] = (-1, 0, {})
-        """The last round that was evaluated, with what was found."""
+        """Last step made."""
+        self._evaluated: tuple[int, int, dict[str, float]] = (-1, 0, {})
+        """Last evaluation: round, samples, metrics."""
 
     def _cut(self, layers: Layers) -> None:
-        """Where the stages lie in the flat model, and which parameters are whose."""
+        """Compute the ranges of the stages in the flat model, and the stage of each parameter."""
         if self._shape.layers != len(layers):
             text = f"the stages have {self._shape.layers} layers, the model {len(layers)}"
             raise GeofedError("CONFIG_INVALID", text, hint="profile the task again: it has changed since")
@@ -147,17 +148,17 @@ class ModelStage:
     def step(self, server: PsClient, step: int, more: bool) -> tuple[float, float]:
         taken, logged = self._runner.taken_bytes, self._checkpoints.replayed(step)
         if logged is not None:
-            done = self._runner.replay(logged, step, self._drawn_anew(logged, step))
+            done = self._runner.replay(logged, step, self._draw_logged(logged, step))
             self._check_loss(step)
             if logged.shape.degree > 1:
-                # Merged gradients have a value everywhere, also where no sample's loss depends on a parameter.
+                # Merged gradients are dense, also for parameters that no sample's loss depends on.
                 self.flat.load_gradient(self.flat.gradient())
         else:
-            batches = self._drawn(self._stream, self._place.replica, step, self._shape.sizes(self._samples))
+            batches = self._draw(self._stream, self._place.replica, step, self._shape.sizes(self._samples))
             then = self._samples if more else None
             check = lambda: self._check_loss(step)  # noqa: E731
             done = self._runner.step(step, self._samples, batches, before_last=check, then=then)
-        # What is being stored is a view of what the optimiser is about to change.
+        # The state that is being stored is a view of the parameters that the optimiser changes next.
         self._checkpoints.settle()
         self._rate.set(step)
         with self._task.calling("the optimiser's step"):
@@ -166,24 +167,24 @@ class ModelStage:
         self._checkpoints.made(step, done.compute_seconds, self._runner.taken_bytes - taken)
         return done.loss or 0.0, done.compute_seconds
 
-    def _drawn(self, stream: BatchStream | None, replica: int, step: int, sizes: Sequence[int]) -> list[Any]:
-        """A replica's micro-batches, where this stage needs samples."""
+    def _draw(self, stream: BatchStream | None, replica: int, step: int, sizes: Sequence[int]) -> list[Any]:
+        """Return a replica's micro-batches; empty if this stage needs no samples."""
         if stream is None:
             return []
-        # The first stage takes the inputs of these samples and the last one their labels, so both draw the same.
+        # The first stage uses the inputs of these samples and the last one their labels, so both draw the same.
         seed_all(self._call.seed, self._region, replica, step)
         with self._task.calling("dataset"):
             drawn = stream.micro_batches(step, sizes)
         return [move(batch, self._device) for batch in drawn]
 
-    def _drawn_anew(self, logged: Logged, step: int) -> list[list[Any]]:
-        """Those of all replicas of an attempt that is over."""
+    def _draw_logged(self, logged: Logged, step: int) -> list[list[Any]]:
+        """Return the micro-batches of all replicas of an earlier attempt."""
         if self._stream is None:
             return []
         parts = []
         for replica, samples in enumerate(logged.samples):
             stream = self._stream_of(replica, logged.shape.degree)
-            parts.append(self._drawn(stream, replica, step, logged.shape.sizes(samples)))
+            parts.append(self._draw(stream, replica, step, logged.shape.sizes(samples)))
         return parts
 
     def _stream_of(self, replica: int, degree: int) -> BatchStream:
@@ -195,56 +196,56 @@ class ModelStage:
             checked_loss(self._runner.loss, step)
 
     def settle(self, step: int) -> None:
-        """Replicas of a stage hold the same after every step."""
+        """Do nothing: the replicas of a stage hold the same parameters after every step."""
 
     @property
-    def may_not_measure(self) -> bool:
+    def evaluation_may_fail(self) -> bool:
         return self._runner.is_last
 
     def evaluate(self, sequence: int, tries: int = 0) -> tuple[int, dict[str, float]]:
         if "test" not in self._call.splits:
             return 0, {}
-        if self._found[0] != sequence:
+        if self._evaluated[0] != sequence:
             sizes: list[int] = []
             batches: Iterator[Any] = iter(())
             if self._runner.reads_data:
-                at_once = min(
-                    self._call.evaluation_batch or self._samples, _EVALUATION_STRETCH * self._shape.micro_batch
+                batch = min(
+                    self._call.evaluation_batch or self._samples, _EVALUATION_MICRO_BATCHES * self._shape.micro_batch
                 )
                 replica, degree = self._place.replica, self._shape.degree
                 with self._task.calling("dataset"):
-                    sizes, batches = evaluation_batches(self._data["test"], replica, degree, at_once)
+                    sizes, batches = evaluation_batches(self._data["test"], replica, degree, batch)
             moved = (move(batch, self._device) for batch in batches)
             measure = partial(self._task.metrics, sizes=sizes)
             metrics = self._runner.evaluate(f"e{sequence}", moved, len(sizes), measure)
-            # One more than are kept, so that it is known that there were more.
+            # One more than the limit, so that the loop can report that metrics were dropped.
             kept = dict(itertools.islice(metrics.items(), MOST_METRICS + 1))
-            self._found = (sequence, sum(sizes) if self._runner.is_last else 0, kept)
-        return self._found[1], self._found[2]
+            self._evaluated = (sequence, sum(sizes) if self._runner.is_last else 0, kept)
+        return self._evaluated[1], self._evaluated[2]
 
-    # The model, of which this is a part
+    # This stage's part of the model
 
-    def offer(self, key: str) -> str:
-        """Every stage puts its part; the first worker tells of them once all are there."""
-        self._checkpoints.begin_anew()
-        place = f"init/{self._call.attempt}/model"
+    def put_initial(self, key: str) -> str:
+        """Store this stage's part; the first worker waits for all parts and returns their key."""
+        self._checkpoints.begin_first()
+        model_key = f"init/{self._call.attempt}/model"
         if self.leads:
-            self.put(place, self.flat.vector())
-            self._channel.put(f"{place}-{self.group}", [b"there"])
+            self.put(model_key, self.flat.vector())
+            self._channel.put(f"{model_key}-{self.group}", [b"there"])
         if self._call.worker:
             return ""
-        self._await_all([f"{place}-{stage}" for stage in range(len(self._shape.stages))])
-        return place
+        self._await_all([f"{model_key}-{stage}" for stage in range(len(self._shape.stages))])
+        return model_key
 
-    def withdraw(self, key: str) -> None:
-        place = f"init/{self._call.attempt}/model"
+    def delete_initial(self, key: str) -> None:
+        model_key = f"init/{self._call.attempt}/model"
         if self.leads:
-            self._channel.delete(chunked.part_key(place, self.group))
+            self._channel.delete(chunked.part_key(model_key, self.group))
         if self._call.worker == 0:
-            # The first worker waits for these, also where the server, which has the federation's model already, has
-            # answered the others meanwhile.
-            marks = [f"{place}-{stage}" for stage in range(len(self._shape.stages))]
-            self._channel.delete_many([place, *marks])
+            # Only the first worker deletes the marks, since it waits for them; a server that has the federation's model
+            # already may answer the other workers earlier.
+            marks = [f"{model_key}-{stage}" for stage in range(len(self._shape.stages))]
+            self._channel.delete_many([model_key, *marks])
 
     def put(self, key: str, vector: Vector) -> None:
         if self.leads:
@@ -252,13 +253,13 @@ class ModelStage:
         if self._call.worker == 0:
             chunked.put_index(self._channel, key, self._spans, parts=len(self._shape.stages))
 
-    def own(self, key: str) -> Vector | None:
+    def read_own(self, key: str) -> Vector | None:
         return chunked.read_slices(self._channel, key, "model", self._slices)
 
     def read(self, key: str, name: str) -> Vector:
         vector = chunked.read_slices(self._channel, key, name, self._slices)
         if vector is None:
-            raise GeofedError("FENCED", f"{key} has gone from the channel: a newer attempt has taken over")
+            raise GeofedError("FENCED", f"{key} is no longer in the channel: a newer attempt has taken over")
         return vector
 
     def dump_state(self) -> State:
@@ -280,27 +281,27 @@ class ModelStage:
     def read_state(self, key: str) -> State:
         frame = chunked.read_state(self._channel, key, self._parameters)
         if frame is None:
-            raise GeofedError("FENCED", f"{key} has gone from the channel: a newer attempt has taken over")
+            raise GeofedError("FENCED", f"{key} is no longer in the channel: a newer attempt has taken over")
         return frame.tensors, frame.facts
 
-    # What another attempt continues from
+    # Checkpoints for a later attempt
 
-    def left_key(self, step: int, broken: bool) -> str:
-        if broken:
+    def resume_key_of(self, step: int, fenced: bool) -> str:
+        if fenced:
             return state_key(self._call.attempt, self.group, step)
         return f"w/{self._call.attempt}/{self._call.worker}/{step}"
 
-    def taken_over(self, key: str) -> str:
-        return self._checkpoints.take_over(key, _TIMEOUT_SECONDS)
+    def inherited_key(self, key: str) -> str:
+        return self._checkpoints.inherit(key, _TIMEOUT_SECONDS)
 
-    def keeps(self, step: int) -> bool:
+    def stores_after(self, step: int) -> bool:
         return self._checkpoints.due()
 
-    def keep(self, step: int, pieces: list[memoryview]) -> None:
+    def store(self, step: int, pieces: list[memoryview]) -> None:
         self._checkpoints.store(step, pieces)
 
     def facts(self) -> dict[str, float]:
-        sequence, samples, metrics = self._found
+        sequence, samples, metrics = self._evaluated
         return {
             "found": sequence,
             "found_samples": samples,
@@ -308,11 +309,11 @@ class ModelStage:
             **{f"found/{name}": value for name, value in metrics.items()},
         }
 
-    def recall(self, facts: dict[str, float]) -> None:
+    def restore_facts(self, facts: dict[str, float]) -> None:
         metrics = {name.removeprefix("found/"): value for name, value in facts.items() if name.startswith("found/")}
-        self._found = int(facts["found"]), int(facts["found_samples"]), metrics
+        self._evaluated = int(facts["found"]), int(facts["found_samples"]), metrics
         self._made = int(facts["step"])
-        self._checkpoints.recall(facts)
+        self._checkpoints.restore_facts(facts)
 
     def merging_state(self) -> CollectiveState:
         return self._merge.state()
@@ -320,8 +321,8 @@ class ModelStage:
     def restore_merging(self, state: CollectiveState) -> None:
         self._merge.restore(state)
 
-    def forget(self) -> None:
-        self._checkpoints.forget(self._made)
+    def delete_state(self) -> None:
+        self._checkpoints.delete_all(self._made)
 
     def drain(self) -> None:
         self._runner.drain()
@@ -337,10 +338,10 @@ class ModelStage:
 
 
 def _renumbered(named: Any, by: int) -> dict[str, Any]:
-    """Names ``index/key`` with another index."""
+    """Add ``by`` to the index of each name ``index/key``."""
     out = {}
     for name, value in named.items():
         index, key = name.split("/", 1)
-        # What belongs to no parameter has a number below 0.
+        # State of the whole optimiser has a negative index, which is kept.
         out[f"{int(index) + by if int(index) >= 0 else index}/{key}"] = value
     return out

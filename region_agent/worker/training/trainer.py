@@ -1,6 +1,6 @@
-"""What one worker holds of the model, and how it makes its steps: the whole of it, or a stage.
+"""The part of the model that one worker trains: the whole model here, or a stage (`stage.py`).
 
-The loop around it, rounds and slices and what passes from one invocation to the next, is the same for both.
+Rounds, slices and the state between invocations are the same for both; see `region_agent.worker.loop`.
 """
 
 from __future__ import annotations
@@ -33,112 +33,124 @@ from sync.seeding import reseed, seed_all
 __all__ = ["Trainer", "WholeModel", "checked_loss"]
 
 
-_SMALLER = 8
-"""By so much, where a worker was killed in an evaluation, the next try's batches are smaller."""
-_EVALUATION = 1
-"""Sets what is drawn in an evaluation apart from what is drawn in a step."""
+_RETRY_DIVISOR = 8
+"""Factor by which evaluation batches shrink after the worker was killed in an evaluation."""
+_EVALUATION_SEED = 1
+"""Extra seed, so that random numbers of an evaluation differ from those of a step."""
 
 
 class Trainer(Protocol):
-    """One invocation's part of the model. A round begins and ends in all workers alike."""
+    """The part of the model that one invocation trains. A round begins and ends at the same step in all workers."""
 
     flat: FlatModel
-    """Of the part."""
+    """The part as one vector."""
     layout: Layout
-    """Of the whole model."""
+    """Layout of the whole model."""
     counted: int
-    """Samples of the last step that are this worker's, and that no other worker tells the server of."""
+    """Samples of the last step that this worker reports to the server; no other worker reports them."""
     group: int
-    """Workers of one group hold the same."""
+    """Number of the group; workers of one group hold the same parameters."""
     alone: bool
-    """There is no other worker in the group."""
+    """Whether this is the only worker of its group."""
     leads: bool
-    """Hands over the group's part at the end of a round."""
-    tells: bool
-    """Tells the server of steps, where it does not know."""
+    """Whether this worker uploads the group's part at the end of a round."""
+    reports_steps: bool
+    """Whether this worker reports its steps to the server."""
     in_stages: bool
+    """Whether the model is cut into pipeline stages."""
     name: str
-    """How the workers merge, for people."""
-    server_knows: bool
-    """The server hears of every step."""
+    """How the workers merge, as text for users."""
+    server_counts_steps: bool
+    """Whether the server takes part in every step, so that no worker has to report it."""
 
     def share(self, step: int) -> int:
-        """This worker's samples in a step; the same in all steps of a round."""
+        """Return this worker's number of samples in a step; it is the same in all steps of a round."""
 
     def step(self, server: PsClient, step: int, more: bool) -> tuple[float, float]:
-        """Make a step; its loss over `counted` samples and the seconds of computing. ``more``: another follows."""
+        """Make a step; returns its mean loss over `counted` samples, and the seconds of compute.
+
+        ``more``: another step follows directly.
+        """
 
     def drain(self) -> None:
-        """Wait until all that is being sent beside the steps has been. Raises ``CHANNEL_TIMEOUT``."""
+        """Wait until all messages are sent. Raises ``GeofedError("CHANNEL_TIMEOUT")``."""
 
     def settle(self, step: int) -> None:
-        """At the end of a WAN round, after ``step``: all workers of a group then hold the same, bit for bit."""
+        """Make the parameters of all workers of a group equal bit for bit, at the end of a WAN round after ``step``."""
 
     @property
-    def may_not_measure(self) -> bool:
-        """Nobody waits for what this worker does in an evaluation, so that it may fail in it."""
+    def evaluation_may_fail(self) -> bool:
+        """Whether this worker's evaluation may fail without the others, which do not wait for it."""
 
     def evaluate(self, sequence: int, tries: int = 0) -> tuple[int, dict[str, float]]:
-        """Samples of the test data that were measured, and what was found, after a round. ``tries``: how often this
-        worker was killed in it before."""
+        """Evaluate this worker's part of the test data after a round; returns its samples and the metrics.
 
-    def offer(self, key: str) -> str:
-        """Put the freshly made model under a key; what the server is told of it, "" where another worker tells it."""
+        ``tries``: how often this worker was killed in this evaluation before.
+        """
 
-    def withdraw(self, key: str) -> None:
-        """Forget what was offered."""
+    def put_initial(self, key: str) -> str:
+        """Store the newly created model under a key; returns the key for the server, "" if another worker sends it."""
+
+    def delete_initial(self, key: str) -> None:
+        """Delete what `put_initial` has stored."""
 
     def put(self, key: str, vector: Vector) -> None:
-        """Hand over this worker's part of the model under a key."""
+        """Store this worker's part of the model under a key."""
 
-    def own(self, key: str) -> Vector | None:
-        """What `put` has put; None where it is gone."""
+    def read_own(self, key: str) -> Vector | None:
+        """Return the vector that `put` has stored; None if it was deleted."""
 
     def read(self, key: str, name: str) -> Vector:
-        """This worker's part of a vector in the channel; raises ``GeofedError("FENCED")`` where it has gone."""
+        """Return this worker's part of a vector in the channel; raises ``GeofedError("FENCED")`` if it was deleted."""
 
     def dump_state(self) -> State:
-        """Of the optimiser; parameters have the numbers of the whole model."""
+        """Return the optimiser's state; parameters have their numbers in the whole model."""
 
     def load_state(self, state: State) -> None:
-        """Put a dumped state into the optimiser; of parameters that this worker holds."""
+        """Load a dumped state of this worker's parameters into the optimiser."""
 
     def put_state(self, key: str, state: State) -> None:
-        """Hand over this worker's part of the optimiser's state."""
+        """Store this worker's part of the optimiser's state under a key."""
 
     def read_state(self, key: str) -> State:
-        """This worker's part; raises ``GeofedError("FENCED")`` where it has gone."""
+        """Return this worker's part of a stored state; raises ``GeofedError("FENCED")`` if it was deleted."""
 
-    def left_key(self, step: int, broken: bool) -> str:
-        """Where an invocation leaves what the next one needs; ``broken``: one of another attempt."""
+    def resume_key_of(self, step: int, fenced: bool) -> str:
+        """Return the key for the state that the next invocation continues from; ``fenced``: one of another attempt."""
 
-    def taken_over(self, key: str) -> str:
-        """Where the attempt before has left this worker's part, told of one that it has left; "": nowhere."""
+    def inherited_key(self, key: str) -> str:
+        """Return the key of this worker's part of the previous attempt's state; "": there is none.
 
-    def keep(self, step: int, pieces: list[memoryview]) -> None:
-        """After a step: store what another attempt would need of it, beside the next step."""
+        ``key``: the one that the furthest worker of that attempt has stored.
+        """
 
-    def keeps(self, step: int) -> bool:
-        """Whether it is for this worker to store something after this step."""
+    def store(self, step: int, pieces: list[memoryview]) -> None:
+        """Store the state after a step for a later attempt, in the background."""
+
+    def stores_after(self, step: int) -> bool:
+        """Whether this worker has to store its state after this step."""
 
     def facts(self) -> dict[str, float]:
-        """What else the next invocation must know."""
+        """Return further numbers that the next invocation needs."""
 
-    def recall(self, facts: dict[str, float]) -> None:
-        """Take that up."""
+    def restore_facts(self, facts: dict[str, float]) -> None:
+        """Restore the result of `facts`."""
 
-    def merging_state(self) -> CollectiveState: ...
+    def merging_state(self) -> CollectiveState:
+        """Return the state of the collective, such as residuals."""
 
-    def restore_merging(self, state: CollectiveState) -> None: ...
+    def restore_merging(self, state: CollectiveState) -> None:
+        """Restore the result of `merging_state`."""
 
-    def forget(self) -> None:
-        """The job is done: nothing of this worker is needed any more."""
+    def delete_state(self) -> None:
+        """Delete this worker's values in the channel at the end of the job."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End background threads."""
 
 
 def checked_loss(value: float, step: int) -> float:
-    """The loss; raises ``GeofedError("TASK_FAILED")`` where it is not finite."""
+    """Return the loss; raises ``GeofedError("TASK_FAILED")`` if it is not finite."""
     if not np.isfinite(value):
         text = f"the loss is {value} at step {step}"
         raise GeofedError("TASK_FAILED", text, hint="training diverged: lower the learning rate")
@@ -146,17 +158,17 @@ def checked_loss(value: float, step: int) -> float:
 
 
 class WholeModel:
-    """Data parallel: every worker holds all of the model."""
+    """Data parallelism: every worker holds the whole model."""
 
     group = 0
     in_stages = False
-    may_not_measure = True
+    evaluation_may_fail = True
 
     def __init__(self, call: Invocation, task: Task, data: dict[str, Any], channel: Channel, begun: float) -> None:
-        """``begun``: when the invocation was, on the monotonic clock."""
+        """``begun``: begin of the invocation, in seconds of the monotonic clock."""
         self._call, self._task, self._data, self._channel = call, task, data, channel
         self._device = device(call.worker)
-        # Seeded alike everywhere: all workers of the partition make the same model.
+        # With the same seed all workers of the partition create the same model.
         seed_all(call.seed)
         self._module = task.model(call.seed)
         with task.calling("model"):
@@ -171,9 +183,9 @@ class WholeModel:
             self._stream = BatchStream(data["train"], call.seed, call.region, call.worker, call.workers, batches)
         self.counted = self.share(1)
         self._merging = merging_for(call, task, self._optimizer, self.flat, channel, begun)
-        self.name, self.server_knows = self._merging.name, self._merging.server_knows
+        self.name, self.server_counts_steps = self._merging.name, self._merging.server_counts_steps
         self.alone = call.workers == 1
-        self.leads = self.tells = call.worker == 0
+        self.leads = self.reports_steps = call.worker == 0
 
     def share(self, step: int) -> int:
         return self._stream.count(step)
@@ -181,7 +193,7 @@ class WholeModel:
     def step(self, server: PsClient, step: int, more: bool) -> tuple[float, float]:
         begun = time.monotonic()
         self.counted = self.share(step)
-        # What a step does must follow from the step alone, not from the steps that this invocation made before.
+        # Random numbers of a step depend only on the step, not on the steps that this invocation has made before.
         reseed(self._call.seed, zlib.crc32(self._call.region.encode()), self._call.worker, step)
         with self._task.calling("the model's train() and the optimiser's zero_grad()"):
             self._module.train()
@@ -195,10 +207,11 @@ class WholeModel:
         return value, seconds
 
     def _pass(self, step: int) -> float:
-        """Forward and backward; the mean loss of the samples. Gradients may leave while the last part gives them.
+        """Make the forward and backward pass; returns the mean loss. Gradients may be sent during the last backward
+        pass.
 
-        A worker that stands in for others has more samples than its memory was chosen for: they go through the model
-        in parts, whose gradients are summed up to those of all.
+        A worker that computes the samples of missing workers has more than its memory was chosen for. It processes them
+        in parts, and sums up the gradients.
         """
         samples = self.counted
         parts = math.ceil(samples / (self._call.batch or samples))
@@ -223,34 +236,34 @@ class WholeModel:
         self._merging.settle(step)
 
     def drain(self) -> None:
-        """Nothing is sent beside the steps."""
+        """Do nothing: no message is sent in the background."""
 
     def evaluate(self, sequence: int, tries: int = 0) -> tuple[int, dict[str, float]]:
         if "test" not in self._data:
             return 0, {}
         with self._task.calling("dataset"):
             at_once = self._call.evaluation_batch or self._call.batch or self.share(1)
-            at_once = max(1, at_once // _SMALLER**tries)
+            at_once = max(1, at_once // _RETRY_DIVISOR**tries)
             sizes, batches = evaluation_batches(self._data["test"], self._call.worker, self._call.workers, at_once)
-        # What the data draw must follow from the round alone, too, wherever the slice began.
-        reseed(self._call.seed, zlib.crc32(self._call.region.encode()), self._call.worker, sequence, _EVALUATION)
+        # Random numbers of an evaluation depend only on the round, wherever the slice began.
+        reseed(self._call.seed, zlib.crc32(self._call.region.encode()), self._call.worker, sequence, _EVALUATION_SEED)
         with self._task.calling("the model's eval()"):
             self._module.eval()
         with torch.no_grad():
             moved = (move(batch, self._device) for batch in batches)
             return sum(sizes), self._task.metrics(self._module, moved, sizes) if sizes else {}
 
-    def offer(self, key: str) -> str:
+    def put_initial(self, key: str) -> str:
         self.put(key, self.flat.vector())
         return key
 
-    def withdraw(self, key: str) -> None:
+    def delete_initial(self, key: str) -> None:
         self._channel.delete(key)
 
     def put(self, key: str, vector: Vector) -> None:
         self._channel.put(key, framing.encode({"model": vector}))
 
-    def own(self, key: str) -> Vector | None:
+    def read_own(self, key: str) -> Vector | None:
         value = self._channel.get(key)
         return None if value is None else np.asarray(framing.decode(value).tensors["model"], np.float32)
 
@@ -272,24 +285,24 @@ class WholeModel:
         frame = self._require(key)
         return frame.tensors, frame.facts
 
-    def left_key(self, step: int, broken: bool) -> str:
+    def resume_key_of(self, step: int, fenced: bool) -> str:
         return f"w/{self._call.attempt}/{self._call.worker}/{step}"
 
-    def taken_over(self, key: str) -> str:
-        # All workers hold the same, so any of them has left what all need.
+    def inherited_key(self, key: str) -> str:
+        # All workers hold the same state, so one key serves all.
         return key
 
-    def keeps(self, step: int) -> bool:
+    def stores_after(self, step: int) -> bool:
         return False
 
-    def keep(self, step: int, pieces: list[memoryview]) -> None:
-        """Any worker that is left has it all."""
+    def store(self, step: int, pieces: list[memoryview]) -> None:
+        """Do nothing: every other worker holds the same state."""
 
     def facts(self) -> dict[str, float]:
         return {}
 
-    def recall(self, facts: dict[str, float]) -> None:
-        """There is nothing more."""
+    def restore_facts(self, facts: dict[str, float]) -> None:
+        """Do nothing: there are no further numbers."""
 
     def merging_state(self) -> CollectiveState:
         return self._merging.state()
@@ -297,8 +310,8 @@ class WholeModel:
     def restore_merging(self, state: CollectiveState) -> None:
         self._merging.restore(state)
 
-    def forget(self) -> None:
-        """What it has left is the loop's to forget."""
+    def delete_state(self) -> None:
+        """Do nothing: the loop deletes the stored state."""
 
     def close(self) -> None:
         self._merging.close()
@@ -306,5 +319,5 @@ class WholeModel:
     def _require(self, key: str) -> framing.Frame:
         value = self._channel.get(key)
         if value is None:
-            raise GeofedError("FENCED", f"{key} has gone from the channel: a newer attempt has taken over")
+            raise GeofedError("FENCED", f"{key} is no longer in the channel: a newer attempt has taken over")
         return framing.decode(value)

@@ -36,7 +36,7 @@ def test_a_record_of_something_else_removes_nothing(tmp_path: Path) -> None:
 
 def test_where_there_is_no_place_for_one_tmpdir_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 30)))
-    monkeypatch.setattr(short_folders, "_OTHERS", ("/nowhere",))
+    monkeypatch.setattr(short_folders, "_FALLBACKS", ("/nowhere",))
     with pytest.raises(GeofedError, match="/nowhere: No such file or directory") as raised:
         short_folder(tmp_path / "record")
     assert raised.value.code == "CONFIG_INVALID"

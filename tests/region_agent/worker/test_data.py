@@ -196,7 +196,7 @@ class _Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    monkeypatch.setattr(module, "_PAUSES_SECONDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(module, "_RETRY_PAUSES_SECONDS", (0.0, 0.0, 0.0))
     with Store() as made:
         thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -243,7 +243,7 @@ def test_a_store_in_trouble_is_asked_again(store: Store, tmp_path: Path, trouble
         ("a.bin", ["403"], "a.bin: status 403", 1),
         ("a.bin", ["503"] * 9, "a.bin: status 503", 4),
         ("a.bin", ["hang up"] * 9, "a.bin: RemoteProtocolError", 4),
-        ("b.bin", ["longer"] * 9, "b.bin: the store gave 4 bytes of 5", 4),
+        ("b.bin", ["longer"] * 9, "b.bin: received 4 of 5 bytes", 4),
     ],
 )
 def test_what_cannot_be_had_is_told_without_the_signature(
@@ -274,7 +274,7 @@ def test_an_object_with_a_name_that_leads_out_is_refused(store: Store, tmp_path:
 
 
 def test_a_missing_local_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(GeofedError, match="is not there"):
+    with pytest.raises(GeofedError, match="not found"):
         fetch_split((ShardFile(name="a", path=str(tmp_path / "a")),), tmp_path)
     with pytest.raises(GeofedError, match="no files"):
         fetch_split((), tmp_path)

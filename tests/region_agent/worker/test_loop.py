@@ -232,10 +232,10 @@ def _line_of(text: str, word: str) -> int:
 def test_whatever_breaks_is_answered(
     place: Server, monkeypatch: pytest.MonkeyPatch, error: Exception, code: str
 ) -> None:
-    def broken(*_: object) -> None:
+    def fenced(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(handler, "_run", broken)
+    monkeypatch.setattr(handler, "_run", fenced)
     assert call(_invocation(place)).code == code
 
 
@@ -255,12 +255,14 @@ def test_what_is_being_sent_has_left_the_worker_before_it_leaves(
 ) -> None:
     """For stages that upload beside their steps: what the others wait for would be lost with the slice."""
     order: list[str] = []
-    leave = loop.WorkerLoop._leave
+    store_state = loop.WorkerLoop._store_state
     monkeypatch.setattr(trainer.WholeModel, "drain", lambda self: order.append("drain"))
-    monkeypatch.setattr(loop.WorkerLoop, "_leave", lambda self, broken: order.append("leave") or leave(self, broken))
+    monkeypatch.setattr(
+        loop.WorkerLoop, "_store_state", lambda self, over: order.append("store_state") or store_state(self, over)
+    )
     script.wait_at = "boundary"
     assert call(_invocation(place)).status == "continue"
-    assert order == ["drain", "leave"]
+    assert order == ["drain", "store_state"]
 
 
 COUNTED = """

@@ -14,7 +14,7 @@ from geofed_pb.errors import GeofedError
 from region_agent.worker.invocation import Invocation
 from region_agent.worker.task import Task
 from region_agent.worker.training import merging
-from region_agent.worker.training.merging import Fenced, Merging, Patience, merging_for
+from region_agent.worker.training.merging import Fenced, Merging, PeerTimeout, merging_for
 from sync.channel import FileChannel, fence_key
 from sync.collective import ChannelCosts
 from sync.flat import FlatModel
@@ -98,17 +98,17 @@ def test_who_looks_in_vain_sees_that_the_attempt_is_over(monkeypatch: pytest.Mon
 def test_a_wait_ends_with_the_invocation_or_after_many_of_the_longest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
     monkeypatch.setattr(merging.time, "monotonic", lambda: clock[0])
-    patience = Patience(ends=2000.0)
-    assert patience() == 1000.0
+    timeout = PeerTimeout(deadline=2000.0)
+    assert timeout() == 1000.0
     for seconds in (30.0, 2.0):
-        patience.begin()
+        timeout.begin_step()
         clock[0] += seconds
-        patience.made()
-    assert patience() == 600.0
+        timeout.end_step()
+    assert timeout() == 600.0
     clock[0] = 1500.0
-    assert patience() == 500.0
-    quick = Patience(ends=9000.0)
-    quick.begin()
+    assert timeout() == 500.0
+    quick = PeerTimeout(deadline=9000.0)
+    quick.begin_step()
     clock[0] += 1.0
-    quick.made()
+    quick.end_step()
     assert quick() == 120.0

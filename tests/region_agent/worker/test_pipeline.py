@@ -367,11 +367,11 @@ def test_a_stage_that_was_answered_early_lets_nobody_wait(tmp_path: Path) -> Non
     calls = [invocation(server, TASK, data, worker, region_batch=8, **pipeline) for worker in range(2)]
     trainers = [handler._trainer(call, channel, time.monotonic()) for call in calls]
     try:
-        assert trainers[1].offer("init/1/1") == ""
-        trainers[1].withdraw("")
-        key = trainers[0].offer("init/1/0")
+        assert trainers[1].put_initial("init/1/1") == ""
+        trainers[1].delete_initial("")
+        key = trainers[0].put_initial("init/1/0")
         assert channel.has(key)
-        trainers[0].withdraw(key)
+        trainers[0].delete_initial(key)
         assert not [path for path in (server.channel_folder / "init").rglob("*") if path.is_file()]
     finally:
         for trainer in trainers:

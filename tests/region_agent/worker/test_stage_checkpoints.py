@@ -63,8 +63,8 @@ class Worker:
         """As the worker's loop does it."""
         world = self.world
         if not resume_key:
-            self.checkpoints.begin_anew()
-        key = self.checkpoints.take_over(resume_key, 1.0) if resume_key else ""
+            self.checkpoints.begin_first()
+        key = self.checkpoints.inherit(resume_key, 1.0) if resume_key else ""
         self.step, self.round = world.round * PER_ROUND, world.round
         left = world.channel.get(key) if key else None
         if left is not None:
@@ -104,7 +104,7 @@ class Worker:
             if self.checkpoints.due():
                 self.checkpoints.store(step, self._state())
             # What continues beside is over before anybody else does anything, or the test would not repeat itself.
-            self.checkpoints._beside.submit(lambda: None).result()
+            self.checkpoints._executor.submit(lambda: None).result()
             assert len([key for key in channel.values if key.startswith(f"w/{self.attempt}/s{self.stage}/")]) <= 3
 
     def _state(self) -> list[memoryview]:
@@ -162,7 +162,7 @@ def _attempt(world: World, attempt: int, degree: int, resume_key: str, ends: int
     assert len({worker.began for worker in workers if worker.began > 0}) <= 1
     if ends is None or not running:
         for worker in workers:
-            worker.checkpoints.forget(worker.step)
+            worker.checkpoints.delete_all(worker.step)
             worker.checkpoints.close()
         return ""
     lost = set(draw.sample(range(len(workers)), draw.randint(0, len(workers) - 1)))
@@ -208,7 +208,7 @@ def _probe(world: World, attempt: int, key: str, store_seconds: float) -> int:
     call = _call(0, attempt, world.stages, 1, store_seconds)
     shape = Pipeline(tuple((at, at) for at in range(world.stages)), 1, 2, world.order)
     checkpoints = StageCheckpoints(call, shape, channel, 100)
-    checkpoints.take_over(key, 1.0)
+    checkpoints.inherit(key, 1.0)
     checkpoints.close()
     return max(checkpoints._agreed.step, world.round * PER_ROUND)
 

@@ -1,1 +1,1 @@
-"""Processes of functions: the warm parent, and the replicas that are forked from it."""
+"""Processes of functions: the warm parent (zygote), and the replicas that are forked from it."""

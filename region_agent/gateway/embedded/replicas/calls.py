@@ -1,4 +1,4 @@
-"""The handler's side of a replica: calls that wait for it, and the threads that run it."""
+"""Queue of a replica's calls, and the threads that run its handler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CallQueue", "Context", "Handler", "resolve_handler"]
 
 @dataclass(frozen=True)
 class Context:
-    """What a handler learns about where it runs."""
+    """Context of a call: the replica that runs it."""
 
     hostname: str
     """Name of the replica."""
@@ -33,26 +33,26 @@ class _Call:
 
 
 class CallQueue:
-    """Hands calls from the threads that read them to those that run the handler."""
+    """Passes calls from the threads that read requests to those that run the handler."""
 
     def __init__(self, handler: Handler, context: Context) -> None:
         self._handler, self._context = handler, context
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
 
     def call(self, event: Event) -> Answer:
-        """Have a call run elsewhere, and wait for its answer."""
+        """Queue a call and wait for its answer."""
         pending = _Call(event)
         self._calls.put(pending)
         return pending.answer.get()
 
     def work(self, threads: int = 1) -> None:
-        """Run calls in this thread, and in further ones besides it, until `stop`."""
+        """Run calls in this thread, and in ``threads - 1`` further ones, until `stop`."""
         for number in range(1, threads):
             threading.Thread(target=self._work, name=f"call-{number}", daemon=True).start()
         self._work()
 
     def stop(self) -> None:
-        """Have `work` return once the calls that came before this one are answered."""
+        """Make `work` return after all calls that are already queued are answered."""
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -63,7 +63,7 @@ class CallQueue:
     def _run(self, event: Event) -> Answer:
         try:
             return Answer.of(self._handler(event, self._context))
-        except Exception as error:  # noqa: BLE001 - the handler is somebody else's code; its failure is an answer
+        except Exception as error:  # noqa: BLE001 - a handler may raise anything; its failure is an answer
             traceback.print_exc()
             return Answer(500, {"Content-Type": "text/plain"}, f"{type(error).__name__}: {error}".encode())
 

@@ -1,4 +1,4 @@
-"""What Linux offers beyond Python's ``os``: death signals, subreapers, private mounts, dropped capabilities."""
+"""Linux system calls that Python's ``os`` lacks: death signals, subreapers, private mounts, dropped capabilities."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
     """Have the kernel end this process when the thread that started it ends.
 
-    A parent that is already gone ends it at once. Any change of credentials clears the setting, so this comes
-    after ``hide_paths``.
+    If the parent has already ended, this process ends immediately. Any change of credentials clears the setting, so
+    call this after ``hide_paths``.
     """
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:
@@ -45,7 +45,7 @@ def become_subreaper() -> None:
 
 
 def children(pid: int | str = "self") -> list[int]:
-    """Processes whose parent is this one, adopted orphans among them; empty where the kernel does not say."""
+    """Return the child processes of a process, including adopted orphans; empty if the kernel does not list them."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -56,10 +56,10 @@ def children(pid: int | str = "self") -> list[int]:
 def hide_paths(hidden: Iterable[str], kept: Iterable[str], read_only: Iterable[str] = ()) -> None:
     """Cover files and directories for this process and its children; ``kept`` and ``read_only`` stay visible in them.
 
-    Needs a single thread and a kernel with user namespaces; raises ``OSError`` where it has none or
-    forbids the mounts. Afterwards the process has no capability left, so it cannot uncover them, and lives in a user
-    namespace of its own, so that it can neither trace nor look through ``/proc`` into any process outside.
-    The working directory must be entered anew: the old one may lie under a cover.
+    Needs a single thread and a kernel with user namespaces; raises ``OSError`` if it has none or forbids the mounts.
+    Afterwards the process has no capabilities, so it cannot uncover them. It is in a user namespace of its own, so it
+    can neither trace processes outside nor read them through ``/proc``. The caller must change to the working directory
+    again, since the present one may be covered.
     """
     uid, gid = os.getuid(), os.getgid()
     _check(_libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS), "unshare")
@@ -83,7 +83,7 @@ def _cover_all(hidden: Iterable[str], kept: Iterable[str], read_only: Iterable[s
             os.makedirs(path, exist_ok=True)
             _mount(f"/proc/self/fd/{handle}", path, None, _MS_BIND | _MS_REC)
             if path in frozen:
-                # What the mount below it forbids, it must continue forbidding.
+                # The kernel requires a remount to keep the flags of the underlying mount.
                 locked = os.statvfs(path).f_flag & (_MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
                 _mount("none", path, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | locked)
         os.close(handle)

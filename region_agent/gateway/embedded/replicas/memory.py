@@ -1,4 +1,4 @@
-"""How much memory a replica uses beyond what it shares with the warm parent."""
+"""Measures the memory of replicas, without the memory that they share with the warm parent."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def private_bytes(pid: int, enough: int) -> int:
-    """Memory of a process and its descendants that nobody shares; 0 where it is gone.
+    """Return the unshared memory of a process and its descendants in bytes; 0 if it has ended.
 
-    The resident size is cheap and never smaller, so where it stays below ``enough`` it is the answer; only above
-    are the page tables walked. An address-space limit would not do: torch maps far more than it touches.
+    The resident size is cheap to read and never smaller than the unshared size, so it is returned if it is at most
+    ``enough``; only above that the page tables are walked. A limit of the address space would not work, since torch
+    maps far more memory than it uses.
     """
     total = 0
     with contextlib.suppress(psutil.Error, OSError):
@@ -56,7 +57,7 @@ def usage(pids: Iterable[int]) -> dict[str, float]:
 
 
 def over_limit_text(replica: str, used_bytes: int, limit_bytes: int) -> str:
-    """The sentence for a replica that was killed."""
+    """Return the message about a replica that was killed over its memory."""
     return (
         f"replica {replica} was killed: it used {format_bytes(used_bytes)} of memory, "
         f"more than its limit of {format_bytes(limit_bytes)}"

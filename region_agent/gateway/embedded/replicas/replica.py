@@ -26,11 +26,12 @@ from region_agent.gateway.embedded.replicas.replica_http import ReplicaServer
 __all__ = ["ReplicaSpec", "main"]
 
 SOCKET_NAME = "s"
+"""Name of the listening socket in a replica's directory; short, since socket paths are limited to 107 bytes."""
 
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """What the gateway tells a replica over its control socket."""
+    """Specification that the gateway sends a replica over its control socket."""
 
     name: str
     """Replica."""
@@ -47,7 +48,7 @@ class ReplicaSpec:
     kept: list[str] = field(default_factory=list)
     """Paths that stay visible within the hidden ones."""
     read_only: list[str] = field(default_factory=list)
-    """Paths that stay visible there, and cannot be written to."""
+    """Paths that stay visible within the hidden ones, and cannot be written to."""
     threads: int = 1
     """Threads for torch's operators."""
     max_inflight: int = 1
@@ -61,7 +62,7 @@ def main(control: socket.socket, parent_pid: int) -> int:
     spec = ReplicaSpec(**json.loads(_read_all(control)))
     os.environ.clear()
     os.environ.update(spec.env)
-    # The warm parent has looked for a folder for temporary files already, and remembers its own.
+    # The cached folder for temporary files is the warm parent's.
     tempfile.tempdir = None
     os.chdir(spec.directory)
     listener = _listen()
@@ -87,7 +88,7 @@ def _read_all(control: socket.socket) -> bytes:
 
 
 def _listen() -> socket.socket:
-    """A listening socket in the working directory; its relative name keeps it below AF_UNIX's 108 bytes."""
+    """Listen on a socket in the working directory; its relative path is shorter than AF_UNIX's 108 bytes."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(SOCKET_NAME)
     listener.listen(128)

@@ -1,4 +1,4 @@
-"""The HTTP side of a replica: requests in, events out, with the watchdog's two health paths."""
+"""HTTP server of a replica: turns requests into events for the handler, and serves the watchdog's two health paths."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 __all__ = ["Answer", "Event", "ReplicaServer"]
 
 _MAX_LINE_BYTES = 65536
+"""Longest line of a request."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """A call as the handler sees it."""
+    """A call, as it is passed to the handler."""
 
     body: bytes
     """Body, whole."""
@@ -38,7 +39,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the handler returned, as HTTP."""
+    """HTTP answer made of the handler's return value."""
 
     status: int = 200
     """HTTP status."""
@@ -49,7 +50,7 @@ class Answer:
 
     @classmethod
     def of(cls, returned: object) -> Answer:
-        """The answer in a handler's return value; raises ``TypeError`` for a type the contract lacks."""
+        """Convert a handler's return value; raises ``TypeError`` for a type that the contract does not allow."""
         status, headers = 200, {}
         if isinstance(returned, dict):
             status = int(returned.get("statusCode", 200))
@@ -77,15 +78,15 @@ class ReplicaServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         self.socket.close()
         self.socket = listener
         self.call = call
-        self.places = threading.BoundedSemaphore(max_inflight)
+        self.slots = threading.BoundedSemaphore(max_inflight)
         self.draining = False
-        """True once no further call is taken; the health paths say so."""
+        """True when no further call is accepted; the health paths report it."""
         self._unanswered = 0
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """While a request is being answered."""
+        """Count a request as unanswered for the duration of the context."""
         with self._changed:
             self._unanswered += 1
         try:
@@ -95,11 +96,11 @@ class ReplicaServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
                 self._unanswered -= 1
                 self._changed.notify_all()
 
-    def drain(self, within_s: float) -> bool:
-        """Take no further call and wait until all are answered; False where the time was too short."""
+    def drain(self, timeout_s: float) -> bool:
+        """Refuse further calls and wait until all present ones are answered; False after the timeout."""
         self.draining = True
         with self._changed:
-            return self._changed.wait_for(lambda: not self._unanswered, within_s)
+            return self._changed.wait_for(lambda: not self._unanswered, timeout_s)
 
 
 class _Connection(BaseHTTPRequestHandler):
@@ -133,7 +134,7 @@ class _Connection(BaseHTTPRequestHandler):
         if parts.path == "/_/health":
             return Answer(200, {}, b"OK")
         ready = parts.path == "/_/ready"
-        if not self.server.places.acquire(blocking=False):
+        if not self.server.slots.acquire(blocking=False):
             return Answer(429, {"Retry-After": "1"}, b"max_inflight reached")
         try:
             if ready:
@@ -141,7 +142,7 @@ class _Connection(BaseHTTPRequestHandler):
             query = dict(reversed(parse_qsl(parts.query, keep_blank_values=True)))
             return self.server.call(Event(body, self.headers, self.command, query, unquote(parts.path)))
         finally:
-            self.server.places.release()
+            self.server.slots.release()
 
     def _write(self, answer: Answer, started: float) -> None:
         self.send_response(answer.status)
@@ -159,7 +160,7 @@ class _Connection(BaseHTTPRequestHandler):
         return "gateway"
 
     def log_request(self, code: Any = "-", size: Any = "-") -> None:
-        """Nothing: the replica's output belongs to the handler."""
+        """Log nothing: the replica's output belongs to the handler."""
 
 
 def read_body(stream: BinaryIO | Any, headers: Message[str, str]) -> bytes:
@@ -175,7 +176,7 @@ def _read_chunks(stream: BinaryIO | Any) -> bytes:
     while True:
         size_line = stream.readline(_MAX_LINE_BYTES)
         if not size_line.strip():
-            raise EOFError("the body broke off")
+            raise EOFError("the body is incomplete")
         size = int(size_line.split(b";")[0], 16)
         if size == 0:
             break
@@ -189,7 +190,7 @@ def _read_chunks(stream: BinaryIO | Any) -> bytes:
 def _exactly(stream: BinaryIO | Any, size: int) -> bytes:
     data: bytes = stream.read(size) if size else b""
     if len(data) != size:
-        raise EOFError("the body broke off")
+        raise EOFError("the body is incomplete")
     return data
 
 

@@ -1,4 +1,4 @@
-"""One replica as the gateway holds it: its directory, its pipes, its HTTP connection, how it ended."""
+"""The gateway's view of one replica: its directory, pipes, HTTP connection and exit reason."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from region_agent.gateway.unix_sockets import UnixTransport
 __all__ = ["FunctionLimits", "Running", "replica_spec"]
 
 _WATCHDOG_TIMEOUT = "30s"
+"""Default of the watchdog's timeouts."""
 
 
 @dataclass(frozen=True)
 class FunctionLimits:
-    """What a function's specification allows one replica."""
+    """Limits of one replica by its function's specification."""
 
     read_timeout: timedelta
     """Longest time for the body to arrive."""
@@ -46,10 +47,10 @@ class FunctionLimits:
 
     @classmethod
     def of(cls, spec: FunctionSpec, config: Config) -> FunctionLimits:
-        """The limits of a function under this gateway; raises ``Refused`` 400 for one that cannot be read.
+        """Compute the limits of a function in this gateway; raises ``Refused`` 400 for an invalid one.
 
-        The watchdog's three time-outs default to 30 s and the gateway's three bound them all, as in OpenFaaS, so
-        that a time-out forgotten here is one forgotten there.
+        The watchdog's three timeouts default to 30 s, and the gateway's three bound all of them, as in OpenFaaS. So a
+        function that forgets to set a timeout fails here as it would there.
         """
         try:
             read, write, execute = (
@@ -77,7 +78,7 @@ class Running:
     spec: FunctionSpec
     directory: Path
     temporary: Path
-    """The folder ``tmp`` there, by a path that is short enough for sockets."""
+    """Link to the folder ``tmp`` in it, with a path that is short enough for sockets."""
     http: httpx.AsyncClient
     exited: asyncio.Future[str]
     limits: FunctionLimits
@@ -91,13 +92,13 @@ class Running:
 
     @classmethod
     def create(cls, name: str, spec: FunctionSpec, runtime_fd: int, config: Config, links: Path) -> Running:
-        """A replica that has a directory and no process. ``links``: a folder with a short path."""
+        """Create a replica with a directory but without a process yet. ``links``: a folder with a short path."""
         directory = config.state_dir / "r" / name
         directory.mkdir(mode=0o700)
         (directory / "tmp").mkdir(mode=0o700)
         temporary = links / name.rpartition("-")[2]
         temporary.symlink_to(directory / "tmp")
-        # Through the descriptor the socket's path stays below AF_UNIX's 108 bytes wherever the state lies.
+        # Through the descriptor the socket's path is shorter than AF_UNIX's 108 bytes, wherever the state directory is.
         path = f"/proc/self/fd/{runtime_fd}/{name}/{SOCKET_NAME}"
         transport = UnixTransport(path, httpx.Limits(max_connections=None))
         return cls(
@@ -110,8 +111,8 @@ class Running:
             limits=FunctionLimits.of(spec, config),
         )
 
-    async def introduce(self, control: socket.socket, spec: ReplicaSpec) -> bool:
-        """Tell the forked process what it is and wait until it serves; False if it never did."""
+    async def send_spec(self, control: socket.socket, spec: ReplicaSpec) -> bool:
+        """Send the forked process its specification and wait until it is ready; False if it ends before."""
         reader, writer = await asyncio.open_connection(sock=control)
         try:
             writer.write(json.dumps(dataclasses.asdict(spec)).encode())
@@ -129,7 +130,7 @@ class Running:
                 await writer.wait_closed()
 
     def end_text(self, status: int | None) -> str:
-        """Why the process ended, as a sentence."""
+        """Return the reason for which the process ended, as a sentence."""
         if self.kill_text:
             return self.kill_text
         if status is None:
@@ -152,7 +153,7 @@ class Running:
 
 
 def replica_spec(running: Running, handler: str, config: Config) -> ReplicaSpec:
-    """What the forked process is told."""
+    """Build the specification for the forked process."""
     home = str(running.directory)
     env = {
         "PATH": os.environ.get("PATH", os.defpath),
@@ -174,7 +175,7 @@ def replica_spec(running: Running, handler: str, config: Config) -> ReplicaSpec:
         python_path=list(config.python_path),
         hidden=hidden if config.isolate else [],
         kept=[*config.keep_paths, str(running.temporary)],
-        # Where a name leads elsewhere there is nothing to share.
+        # A name that could lead out of the folder is ignored.
         read_only=[str(config.share_dir / share)] if config.share_dir is not None and is_dns_label(share) else [],
         threads=running.limits.threads,
         max_inflight=min(running.limits.max_inflight, 256),

@@ -1,6 +1,6 @@
 """The warm parent: imports the heavy modules once, then forks a replica for each request.
 
-It speaks with the gateway over an inherited SOCK_SEQPACKET socket, one JSON object per packet:
+It is connected to the gateway by an inherited SOCK_SEQPACKET socket, with one JSON object per packet:
 
     gateway -> zygote   {"op": "spawn", "id": ...} with two descriptors: control socket, log pipe
                         {"op": "signal", "id": ..., "signal": ...}
@@ -8,8 +8,8 @@ It speaks with the gateway over an inherited SOCK_SEQPACKET socket, one JSON obj
                         {"event": "spawned", "id": ..., "pid": ...}
                         {"event": "exited", "id": ..., "status": <waitpid status>}
 
-It has one thread and never sees what a function is: a replica reads its specification from its own control
-socket, so no function's environment is left in the memory that the next one inherits.
+It has one thread and never reads a function's specification: a replica gets it over its own control socket, so no
+function's environment is left in the memory that the next one inherits.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from region_agent.gateway.embedded.replicas import kernel, replica
 __all__ = ["main"]
 
 _PACKET_BYTES = 64 * 1024
+"""Largest packet on the socket to the gateway."""
 
 
 class Zygote:
@@ -46,9 +47,9 @@ class Zygote:
         self._pid = os.getpid()
 
     def run(self, preload: list[str]) -> None:
-        """Serve until the gateway goes away."""
+        """Serve until the gateway closes the socket."""
         kernel.become_subreaper()
-        # What modules make stays: to look through it again and again for garbage takes a fifth of the time of torch.
+        # Objects of modules stay, so collecting garbage during imports is useless; it takes a fifth of torch's import.
         gc.disable()
         failed = [name for name in preload if not _preload(name)]
         gc.enable()
@@ -90,7 +91,7 @@ class Zygote:
         if pid == 0:
             self._become_replica(fds)
         self._pids[name] = pid
-        # Set on both sides of the fork, so that a signal to the group cannot come before the group.
+        # Set in parent and child, so that the group exists before any signal is sent to it.
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         for fd in fds:
@@ -151,7 +152,7 @@ class Zygote:
                     os.kill(pid, signal.SIGKILL)
 
     def _end_all(self) -> None:
-        """End every replica, then whatever they leave to this process, until it has no child."""
+        """Kill every replica, then orphans that this process inherits, until it has no child."""
         for pid in self._pids.values():
             _signal_group(pid, signal.SIGKILL)
         self._pids.clear()
@@ -175,7 +176,7 @@ def _preload(name: str) -> bool:
 
 
 def _can_isolate() -> bool:
-    """Whether hiding paths works here, tried in a child that has nothing else to do."""
+    """Whether this kernel allows hiding paths, tested in a child process."""
     with tempfile.TemporaryDirectory() as directory:
         pid = os.fork()
         if pid == 0:
@@ -193,7 +194,7 @@ def _signal_group(pid: int, signum: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry of the process; the gateway is its only caller."""
+    """Entry point; only the gateway starts this process."""
     parser = argparse.ArgumentParser(prog="zygote")
     parser.add_argument("--link-fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)

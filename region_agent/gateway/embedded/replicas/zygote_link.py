@@ -1,4 +1,4 @@
-"""The gateway's end of the zygote: starts it, restarts it, asks it to fork and to signal."""
+"""The gateway's connection to the zygote: starts and restarts it, and has it fork and signal replicas."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from region_agent.gateway.embedded.replicas import kernel
 __all__ = ["ZygoteEvents", "ZygoteLink"]
 
 _PACKET_BYTES = 64 * 1024
+"""Largest packet on the socket to the zygote."""
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV")
 _log = structlog.get_logger("gateway.zygote")
 
 
 @dataclass(frozen=True)
 class ZygoteEvents:
-    """Whom the link tells."""
+    """Callbacks for events of the zygote."""
 
     spawned: Callable[[str, int], None]
     """A replica has a process: replica, pid."""
     exited: Callable[[str, int], None]
     """A replica's process has ended: replica, waitpid status."""
     lost: Callable[[], None]
-    """The zygote is gone, and with it every replica."""
+    """The zygote has ended, and with it every replica."""
     output: Callable[[str], None]
     """The zygote wrote a line, which it does only when something is wrong."""
 
 
 class ZygoteLink:
-    """One warm parent at a time."""
+    """Runs one warm parent at a time."""
 
     def __init__(self, preload: tuple[str, ...], python_path: tuple[str, ...], events: ZygoteEvents) -> None:
         self._preload = preload
@@ -68,13 +69,13 @@ class ZygoteLink:
         return self._process.pid if self._process is not None and self._ready.is_set() else None
 
     async def wait_ready(self) -> None:
-        """Wait while one zygote replaces another."""
+        """Wait until the zygote is ready, as after a restart."""
         await self._ready.wait()
 
     def spawn(self, replica: str, control_fd: int, log_fd: int) -> None:
-        """Fork a replica that takes over copies of the two descriptors; raises ``OSError``."""
+        """Fork a replica, which gets copies of the two descriptors; raises ``OSError``."""
         if self._link is None:
-            raise OSError("the warm parent does not run")
+            raise OSError("the warm parent is not running")
         packet = json.dumps({"op": "spawn", "id": replica}).encode()
         socket.send_fds(self._link, [packet], [control_fd, log_fd])
 
@@ -91,10 +92,10 @@ class ZygoteLink:
             started = asyncio.get_running_loop().time()
             await self._run_once()
             self._events.lost()
-            # One that lived for a while starts again at once; one that dies at start is not hurried.
+            # A zygote that ran for a while is restarted immediately; one that dies at its start after growing pauses.
             lived_s = asyncio.get_running_loop().time() - started
             wait_s = 0.05 if lived_s > 10 else min(5.0, wait_s * 2)
-            _log.warning("zygote died, starting another", lived_s=round(lived_s, 1))
+            _log.warning("zygote ended; restarting", lived_s=round(lived_s, 1))
             await asyncio.sleep(wait_s)
 
     async def _run_once(self) -> None:
@@ -127,7 +128,7 @@ class ZygoteLink:
             loop.remove_reader(ours)
             ours.close()
             with contextlib.suppress(ProcessLookupError, TimeoutError):
-                # The closed link makes it end its replicas and leave by itself; killing it is the last resort.
+                # After the socket is closed the zygote kills its replicas and exits; it is killed only after a timeout.
                 await asyncio.wait_for(self._process.wait(), 2)
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -170,7 +171,7 @@ class ZygoteLink:
 
 
 def end_orphans() -> None:
-    """End what a zygote left behind when it was killed; as a subreaper this process has inherited it."""
+    """Kill processes that a killed zygote has left; as a subreaper this process has inherited them."""
     while orphans := kernel.children():
         for pid in orphans:
             with contextlib.suppress(OSError):
@@ -181,7 +182,7 @@ def end_orphans() -> None:
 
 
 def zygote_environment() -> dict[str, str]:
-    """The environment that replicas inherit in memory: nothing of the daemon's, and one thread per library."""
+    """Return the environment that replicas inherit in memory: nothing secret of the daemon, one thread per library."""
     kept = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return {**kept, **single, "PYTHONUNBUFFERED": "1", "HOME": str(Path("/"))}
