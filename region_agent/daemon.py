@@ -39,7 +39,7 @@ from region_agent.shards.offered import OfferedDatasets
 from region_agent.shards.receiving import forget_shards
 from region_agent.shards.sending import Hands, Sending
 from region_agent.state.store import AgentStore, PartitionRow
-from sync.durable import disk_full_is_told, write_durably
+from sync.durable import disk_full_as_error, write_durably
 from sync.framing import digest_of
 from sync.ps.tokens import new_key
 
@@ -315,7 +315,7 @@ class Agent:
 
     def _note_status(self, now: float) -> None:
         try:
-            with disk_full_is_told(self._state_dir):
+            with disk_full_as_error(self._state_dir):
                 self._store.alive(now)
                 # Not made durable: it says how things are, and after a crash they are not so any more.
                 fresh = self._state_dir / ".status.json"

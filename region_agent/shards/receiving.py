@@ -21,7 +21,7 @@ from region_agent.config import RegionConfig
 from region_agent.partition.server_process import free_ports
 from region_agent.shards.listing import LARGEST_LIST_BYTES, ShardList, read_list
 from region_agent.worker.invocation import ShardFile
-from sync.durable import disk_full_is_told, write_durably
+from sync.durable import disk_full_as_error, write_durably
 from sync.transfer.arrival import Tickets
 from sync.transfer.intake import LARGEST_UPDATE_BYTES, Intake
 from sync.transfer.listening import credentials, listen
@@ -132,7 +132,7 @@ class ShardStore:
         """The splits as a worker reads them; files that are complete only. Blocking."""
         assert self.list is not None
         found: dict[str, list[ShardFile]] = {}
-        with disk_full_is_told(self._splits):
+        with disk_full_as_error(self._splits):
             for file in self.list.files:
                 path = self._splits / file.split / file.name
                 if not path.exists():

@@ -56,7 +56,7 @@ from sync.ps.core.events import (
 from sync.ps.core.machine import Machine, Setup
 from sync.ps.core.membership import Pace, Punctuality, Spared
 from sync.ps.core.synchronous import Synchronous
-from sync.ps.execution.executor import ActionExecutor, Framed, merged_key, step_back
+from sync.ps.execution.executor import ActionExecutor, FramedUpdate, lower_priority, merged_key
 from sync.wan import ExchangeSettings, LinkSample
 
 __all__ = ["Engine", "merged_key"]
@@ -78,7 +78,7 @@ class Engine:
         self.executor, self.storage, self.channel = executor, executor.storage, executor.channel
         exchange = exchange or ExchangeSettings()
         self._grace_seconds = exchange.grace_seconds
-        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ps-disk", initializer=step_back)
+        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ps-disk", initializer=lower_priority)
         self.machine = _machine_of(executor, executor.setup)
         setup = executor.setup
         self.controller = Controller(exchange, executor.codec_name, setup.steps_per_round, setup.steps)
@@ -95,7 +95,7 @@ class Engine:
         self._changed = asyncio.Condition()
         self.version = 0
         self.on_ship: Callable[[Ship], None] = lambda _: None
-        self.on_reproduced: Callable[[Framed], None] = lambda _: None
+        self.on_reproduced: Callable[[FramedUpdate], None] = lambda _: None
         """Told of the first model as our own workers make it."""
         self.wan_wait_seconds = 0.0
         self._exchange_since: float | None = None

@@ -25,7 +25,7 @@ from sync.ps.core.actions import Ship
 from sync.ps.core.events import PeerHas, StateLost, Stored, SumGone, Tried, Unreached
 from sync.ps.core.ledger import NO_MODEL
 from sync.ps.engine import Engine
-from sync.ps.execution.executor import Framed
+from sync.ps.execution.executor import FramedUpdate
 from sync.ps.rejoin import answer_of
 from sync.transfer.arrival import Tickets
 from sync.transfer.intake import LARGEST_UPDATE_BYTES, Intake
@@ -167,7 +167,7 @@ class ExchangeService(Intake):
     def __init__(self, engine: Engine, config: PsConfig, links: Links) -> None:
         super().__init__(config.job, links.tickets)
         self._engine, self._config, self._links = engine, config, links
-        self._first: Framed | None = None
+        self._first: FramedUpdate | None = None
         """The model that all begin with, as our own workers make it, until that is here."""
         self._first_is_here = False
         engine.on_reproduced = self._reproduced
@@ -210,7 +210,7 @@ class ExchangeService(Intake):
             return None
         return ours.pieces if (ours.digest, ours.total_bytes) == (manifest.digest, manifest.total_bytes) else None
 
-    def _reproduced(self, first: Framed) -> None:
+    def _reproduced(self, first: FramedUpdate) -> None:
         if self._engine.machine.sequence == NO_MODEL and not self._first_is_here:
             self._first = first
             self.supply_all()

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
-from sync.durable import disk_full_is_told, write_durably
+from sync.durable import disk_full_as_error, write_durably
 from sync.transfer.manifest import Manifest
 from sync.transport.landing import Landing
 
@@ -105,7 +105,7 @@ class Arrival:
         """Verify the bytes and make them durable; damaged ones are dropped and must be sent again."""
         landing, manifest = self.landing, self.manifest
         landing.seal()
-        with disk_full_is_told(self._part):
+        with disk_full_as_error(self._part):
             if landing.digest() != manifest.digest:
                 landing.discard()
                 text = f"update {manifest.sequence} of {manifest.region} was damaged"

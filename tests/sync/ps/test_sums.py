@@ -25,7 +25,7 @@ from sync.ps.core.events import Stored, Summed
 from sync.ps.core.ledger import Ledger
 from sync.ps.core.machine import Recovered, Setup
 from sync.ps.execution.executor import ActionExecutor
-from sync.ps.execution.replica import Numbers, Replica
+from sync.ps.execution.replica import Replica, ReplicaState
 from sync.ps.execution.storage import Storage
 from sync.transfer.manifest import Manifest, Peer, Verdict
 from sync.wan import ExchangeSettings, policy_of
@@ -355,7 +355,7 @@ def test_a_disk_without_room_for_a_sum_costs_no_more_than_the_sum(tmp_path: Path
         )
         executor.replica = Replica(
             policy_of("ma"), ExchangeSettings(background=1.0), codec_named("fp32"),
-            Numbers(np.zeros(8192, np.float32), np.zeros(8192, np.float32)),
+            ReplicaState(np.zeros(8192, np.float32), np.zeros(8192, np.float32)),
         )  # fmt: skip
         manifests, changes = [], np.random.default_rng(0).normal(size=(3, 8192)).astype(np.float32)
         for sequence in (1, 2):
