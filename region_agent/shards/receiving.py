@@ -23,7 +23,7 @@ from region_agent.shards.listing import LARGEST_LIST_BYTES, ShardList, read_list
 from region_agent.worker.invocation import ShardFile
 from sync.durable import disk_full_as_error, write_durably
 from sync.transfer.arrival import Tickets
-from sync.transfer.intake import LARGEST_UPDATE_BYTES, Intake
+from sync.transfer.intake import MAX_UPDATE_BYTES, Intake
 from sync.transfer.listening import credentials, listen
 from sync.transfer.manifest import Manifest, Verdict
 from sync.transfer.wire import manifest_of
@@ -167,7 +167,7 @@ class ShardPort(Intake, sync_pb2_grpc.ShardPortServicer):
         """A region hands over its own shard only."""
         if self.admit(caller, proto.job) != proto.region:
             raise GeofedError("FORBIDDEN", f"{caller} may not hand over a shard of {proto.region}")
-        most = LARGEST_LIST_BYTES if proto.sequence == LIST_SEQUENCE else LARGEST_UPDATE_BYTES
+        most = LARGEST_LIST_BYTES if proto.sequence == LIST_SEQUENCE else MAX_UPDATE_BYTES
         if not 0 < proto.total_bytes <= most:
             raise GeofedError("LIMIT_EXCEEDED", f"a file of {proto.total_bytes} bytes, {most} at most are taken")
         if proto.sequence < LIST_SEQUENCE or not _DIGEST.fullmatch(proto.digest):
@@ -177,7 +177,7 @@ class ShardPort(Intake, sync_pb2_grpc.ShardPortServicer):
     def judge(self, job: str, manifest: Manifest, via: str = "") -> Verdict:
         return self.stores[manifest.region].verdict(manifest)
 
-    def place_of(self, manifest: Manifest) -> Path:
+    def path_for(self, manifest: Manifest) -> Path:
         return self.stores[manifest.region].place_of(manifest)
 
     def stored(self, manifest: Manifest) -> None:
@@ -204,7 +204,7 @@ class ShardPort(Intake, sync_pb2_grpc.ShardPortServicer):
         shard_store = self.stores[source]
         if shard_store.list is None:
             return "nothing has come yet"
-        arriving = (arrival.landing.have for (region, _), arrival in self._incoming.items() if region == source)
+        arriving = (arrival.file.have for (region, _), arrival in self._incoming.items() if region == source)
         here = shard_store.have_bytes + sum(end - begin for have in arriving for begin, end in have)
         return f"{min(here, shard_store.list.total_bytes):,} of {shard_store.list.total_bytes:,} bytes are here"
 

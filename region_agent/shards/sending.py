@@ -24,9 +24,9 @@ from region_agent.shards.listing import FileContent, Listed, ShardList, listed
 from region_agent.shards.receiving import LIST_SEQUENCE
 from region_agent.state.store import AgentStore
 from sync.durable import write_durably
-from sync.transfer.intake import LARGEST_UPDATE_BYTES
+from sync.transfer.intake import MAX_UPDATE_BYTES
 from sync.transfer.manifest import Manifest, Peer
-from sync.transfer.peer_sender import Notices, PeerSender
+from sync.transfer.peer_sender import PeerSender, SenderCallbacks
 from sync.transport.sockets import Tls
 
 __all__ = ["Hands", "Sending"]
@@ -134,8 +134,8 @@ class Sending:
         shard = await asyncio.to_thread(listed, order.dataset, dataset, config.stores, self._folder / "objects")
         begun, before = time.monotonic(), self._sent
         self._happened("shard.sending", f"{shard.shard.total_bytes:,} bytes to {order.to}", shard.shard)
-        if (largest := max(file.size for file in shard.shard.files)) > LARGEST_UPDATE_BYTES:
-            raise GeofedError("LIMIT_EXCEEDED", f"a file of {largest} bytes; {LARGEST_UPDATE_BYTES} at most are taken")
+        if (largest := max(file.size for file in shard.shard.files)) > MAX_UPDATE_BYTES:
+            raise GeofedError("LIMIT_EXCEEDED", f"a file of {largest} bytes; {MAX_UPDATE_BYTES} at most are taken")
         await self._carry(shard, there)
         seconds, sent = time.monotonic() - begun, self._sent - before
         text = f"{order.to} has all of it: {sent:,} bytes in {seconds:.1f} s"
@@ -184,7 +184,12 @@ class Sending:
                 changed.set()
 
         peer_sender = self._peer_sender = PeerSender(
-            order.job, self._hands.identity, content_of, arrived, _STALL_SECONDS, notices=Notices(refused=note)
+            order.job,
+            self._hands.identity,
+            content_of,
+            arrived,
+            _STALL_SECONDS,
+            callbacks=SenderCallbacks(refused=note),
         )
         carrying = self._carrying = asyncio.create_task(
             peer_sender.run(), name=f"the shard of {order.job} to {order.to}"
@@ -239,8 +244,8 @@ class Sending:
         self.condition = f"{meter.sent_bytes:,} bytes are sent, {shard.total_bytes:,} is the whole"
         if not meter.up:
             self.condition += f"; the way there is down: {meter.fault}"
-        elif meter.slow_way:
-            self.condition += f"; a slower way is taken: {meter.slow_way}"
+        elif meter.slow_path:
+            self.condition += f"; a slower way is taken: {meter.slow_path}"
         self._report(durable=False)
 
     def _count(self, peer_sender: PeerSender) -> None:

@@ -28,9 +28,9 @@ from sync.ps.engine import Engine
 from sync.ps.execution.executor import FramedUpdate
 from sync.ps.rejoin import answer_of
 from sync.transfer.arrival import Tickets
-from sync.transfer.intake import LARGEST_UPDATE_BYTES, Intake
+from sync.transfer.intake import MAX_UPDATE_BYTES, Intake
 from sync.transfer.manifest import Manifest, Peer, Verdict
-from sync.transfer.peer_sender import Notices, PeerSender
+from sync.transfer.peer_sender import PeerSender, SenderCallbacks
 from sync.transfer.wire import manifest_of
 from sync.transport.receiver import BulkPort
 from sync.transport.sockets import Tls
@@ -72,12 +72,12 @@ class Links:
         version = -1
         while True:
             version = await self._engine.changed_since(version)
-            self.meet(_peers_of(self._engine))
+            self.set_peers(_peers_of(self._engine))
 
-    def meet(self, peers: Iterable[Peer]) -> None:
+    def set_peers(self, peers: Iterable[Peer]) -> None:
         """Know of peers although there is nothing to send yet: one that cannot reach us must be called for."""
         for peer in peers:
-            self._peer_sender(peer.region).meet(peer)
+            self._peer_sender(peer.region).set_peer(peer)
 
     def _peer_sender(self, region: str) -> PeerSender:
         peer_sender = self.peer_senders.get(region)
@@ -92,7 +92,7 @@ class Links:
                 self._engine.notify,
                 self._collect,
                 lambda: self.bulk.port if self.bulk else 0,
-                Notices(
+                SenderCallbacks(
                     lambda peer, manifest: self._engine.feed(Tried(peer, manifest)),
                     lambda peer: self._engine.feed(Unreached(peer)),
                     lambda peer, origin, sequence: self._engine.feed(PeerHas(peer, sequence, origin)),
@@ -124,9 +124,9 @@ class Links:
         if self.bulk is not None:
             self.bulk.collect(address, region, streams, self.tickets.issue(region, None))
 
-    def adopt(self, region: str, ticket: bytes, line: ssl.SSLSocket) -> None:
+    def adopt(self, region: str, ticket: bytes, connection: ssl.SSLSocket) -> None:
         """A peer has dialled, so that we can send to it."""
-        self._peer_sender(region).adopt(ticket, line)
+        self._peer_sender(region).adopt(ticket, connection)
 
     def calls_to(self, region: str) -> AsyncIterator[sync_pb2.CollectCall]:
         """What a peer that collects from us is to be told."""
@@ -188,7 +188,7 @@ class ExchangeService(Intake):
         self.admit(caller)
         if proto.region not in config.regions or proto.region == config.region:
             raise GeofedError("FORBIDDEN", f"{caller} may not send updates of {proto.region}")
-        if not 0 < proto.total_bytes <= LARGEST_UPDATE_BYTES:
+        if not 0 < proto.total_bytes <= MAX_UPDATE_BYTES:
             raise GeofedError("LIMIT_EXCEEDED", f"an update of {proto.total_bytes} bytes")
         if not (math.isfinite(proto.weight) and proto.weight >= 0 and _DIGEST.fullmatch(proto.digest)):
             raise GeofedError("FRAME_INVALID", "an update whose weight or digest is none")
@@ -200,10 +200,10 @@ class ExchangeService(Intake):
     def judge(self, job: str, manifest: Manifest, via: str = "") -> Verdict:
         return self._engine.machine.verdict(manifest, via) if job == self._config.job else Verdict.LATER
 
-    def place_of(self, manifest: Manifest) -> Path:
+    def path_for(self, manifest: Manifest) -> Path:
         return self._engine.storage.update_path(manifest.region, manifest.sequence, manifest.first)
 
-    def at_hand(self, manifest: Manifest) -> Sequence[memoryview] | None:
+    def local_copy(self, manifest: Manifest) -> Sequence[memoryview] | None:
         """The first model, where our own workers have made the same, bit for bit."""
         ours = self._first
         if ours is None or manifest.sequence != 0:
@@ -213,7 +213,7 @@ class ExchangeService(Intake):
     def _reproduced(self, first: FramedUpdate) -> None:
         if self._engine.machine.sequence == NO_MODEL and not self._first_is_here:
             self._first = first
-            self.supply_all()
+            self.take_local_copies()
 
     def next_of(self, region: str) -> int:
         return self._engine.machine.ledger.newest(region) + 1
@@ -226,8 +226,8 @@ class ExchangeService(Intake):
     def count_received(self, caller: str, count: int) -> None:
         self._links.count_received(caller, count)
 
-    def adopt(self, caller: str, ticket: bytes, line: ssl.SSLSocket) -> None:
-        self._links.adopt(caller, ticket, line)
+    def adopt(self, caller: str, ticket: bytes, connection: ssl.SSLSocket) -> None:
+        self._links.adopt(caller, ticket, connection)
 
     def open_bulk(self, host: str, port: int, identity: Callable[[], Tls]) -> int:
         found = super().open_bulk(host, port, identity)

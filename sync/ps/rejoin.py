@@ -37,7 +37,7 @@ from sync.ps.core.events import Configured
 from sync.ps.core.machine import Machine
 from sync.ps.engine import Engine
 from sync.transfer.manifest import Manifest
-from sync.transfer.wire import line_to, manifest_of, manifest_to_proto
+from sync.transfer.wire import manifest_of, manifest_to_proto, open_channel
 from sync.transport.sockets import Tls
 
 __all__ = ["Answers", "Way", "answer_of", "rejoin", "way_back"]
@@ -117,7 +117,7 @@ async def _came_back(engine: Engine, config: PsConfig, identity: Callable[[], Tl
     """True once there is nothing more to do; False where somebody's answer did not hold."""
     machine = engine.machine
     near, peers = machine.ledger.near(), machine.ledger.peers
-    lines = {region: line_to(peers[region], identity()) for region in machine.setup.others}
+    lines = {region: open_channel(peers[region], identity()) for region in machine.setup.others}
     try:
         stubs = {region: sync_pb2_grpc.ExchangeStub(line) for region, line in lines.items()}
         answers = await _asked(config.job, {region: stubs[region] for region in near})

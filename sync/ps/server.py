@@ -248,6 +248,6 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
         for region, peer_sender in sorted(self._links.peer_senders.items()):
             if not peer_sender.meter.up:
                 notes.append(f"the way to {region} is down: {peer_sender.meter.fault}")
-            elif peer_sender.meter.slow_way:
-                notes.append(f"large updates to {region} take a slower way: {peer_sender.meter.slow_way}")
+            elif peer_sender.meter.slow_path:
+                notes.append(f"large updates to {region} take a slower way: {peer_sender.meter.slow_path}")
         return "; ".join(notes)

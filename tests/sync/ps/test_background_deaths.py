@@ -370,7 +370,7 @@ class Site:
         """An update comes in."""
         place = self.storage.update_path(manifest.region, manifest.sequence, manifest.first)
         arrival = Arrival(manifest, place)
-        for offset in range(arrival.landing.prefix, len(data), 600):
+        for offset in range(arrival.file.prefix, len(data), 600):
             arrival.append(offset, data[offset : offset + 600])
         arrival.complete()
         self.feed(Stored(manifest))

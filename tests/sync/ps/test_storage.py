@@ -73,7 +73,7 @@ def _live(storage: Storage, recovered: Recovered, model: Vector) -> None:
                 storage.keep_update(manifest, [data])
                 continue
             arrival = Arrival(manifest, storage.update_path(region, sequence))
-            for offset in range(arrival.landing.prefix, len(data), 100):
+            for offset in range(arrival.file.prefix, len(data), 100):
                 arrival.append(offset, data[offset : offset + 100])
             arrival.complete()
         model = _merged(storage, model, sequence)
