@@ -274,7 +274,7 @@ class ActionExecutor:
         if self.storage.layout is None:
             self.storage.keep_layout(theirs)
         elif differs := self.storage.layout.difference(theirs):
-            raise GeofedError("TASK_INVALID", self.setup.another_model(differs))
+            raise GeofedError("TASK_INVALID", self.setup.model_mismatch_text(differs))
 
     def _check_finite(self, model: Vector, sequence: int) -> None:
         """Raise ``GeofedError`` with the first tensor that is not finite: TASK_INVALID before training, TASK_FAILED
