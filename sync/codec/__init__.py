@@ -29,8 +29,8 @@ __all__ = [
     "Sparse",
     "Tensors",
     "Ternary",
+    "codec_by_mark",
     "codec_named",
-    "codec_of",
     "codecs",
     "decoded",
     "with_state",
@@ -68,7 +68,7 @@ def with_state(codec: Codec, trained: int, size: int) -> Codec:
     return Mixed(codec, max(0, trained)) if codec.in_blocks and trained < size else codec
 
 
-def codec_of(mark: int, trained: int | None = None) -> Codec:
+def codec_by_mark(mark: int, trained: int | None = None) -> Codec:
     """The codec that a frame says it was made with; raises ``GeofedError("FRAME_INVALID")``.
 
     ``trained``: how many of its coordinates, from the first, are parameters that gradients train.

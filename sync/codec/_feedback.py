@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sync.codec._contract import Codec, Tensors
-from sync.codec._slabs import apart, joined
+from sync.codec._slabs import join_slabs, slabs_of
 from sync.layout import Vector
 
 __all__ = ["ErrorFeedback"]
@@ -35,13 +35,13 @@ class ErrorFeedback:
         part: slice = _ALL,
         keep: Callable[[Vector], npt.NDArray[np.bool_]] | None = None,
         since: Vector | None = None,
-        room: Vector | None = None,
+        buffer: Vector | None = None,
     ) -> tuple[Tensors, Vector]:
         """Encode a change together with what was held back; returns the arrays, and what they decode to.
 
         The change is ``end``, less ``since`` where that is given. Only the coordinates of ``part`` are sent, and of
         those only the ones that ``keep`` names when it is shown what would be sent, shape (part,). What the arrays
-        decode to has the length of the part, and lies in ``room`` where that has it too and there is a use for it.
+        decode to has the length of the part, and lies in ``buffer`` where that has it too and there is a use for it.
         """
         if self.residual is None and not self.codec.lossy and part == _ALL and keep is None:
             delta = end if since is None else end - since
@@ -51,9 +51,9 @@ class ErrorFeedback:
         begin, stop, _ = part.indices(end.size)
         for around in (slice(0, begin), slice(stop, end.size)):
             self._add(end, since, around, fresh=fresh)
-        sent = room if room is not None and room.size == stop - begin else np.empty(stop - begin, np.float32)
+        sent = buffer if buffer is not None and buffer.size == stop - begin else np.empty(stop - begin, np.float32)
         parts = []
-        slabs = apart(self.codec, sent.size) if keep is None else [(slice(0, sent.size), self.codec)]
+        slabs = slabs_of(self.codec, sent.size) if keep is None else [(slice(0, sent.size), self.codec)]
         for slab, codec in slabs:
             # All that is done with a slab is done while it is in the cache.
             whole = self._add(end, since, slice(begin + slab.start, begin + slab.stop), fresh=fresh)
@@ -62,7 +62,7 @@ class ErrorFeedback:
                 chosen[~keep(chosen)] = 0.0
             parts.append(codec.encode_into(chosen, sent[slab]))
             whole -= sent[slab]
-        return joined(self.codec, parts) if keep is None else parts[0], sent
+        return join_slabs(self.codec, parts) if keep is None else parts[0], sent
 
     def _add(self, end: Vector, since: Vector | None, part: slice, *, fresh: bool) -> npt.NDArray[np.float64]:
         """Add a part of a change to what is held back of it, or put it there; returns a view of that."""

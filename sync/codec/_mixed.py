@@ -13,7 +13,7 @@ import numpy as np
 
 from sync.codec._arrays import require
 from sync.codec._contract import Codec, Tensors
-from sync.codec._slabs import Slab, apart, joined
+from sync.codec._slabs import Slab, join_slabs, slabs_of
 from sync.codec.fp32 import Float32
 from sync.layout import Vector
 
@@ -37,13 +37,13 @@ class Mixed(Codec):
         state = self._state.encode(vector[self._trained :])["delta"]
         return {**self._bulk.encode(vector[: self._trained]), "state": state}
 
-    def apart(self, size: int) -> Iterator[Slab]:
-        yield from apart(self._bulk, min(self._trained, size))
+    def slabs_of(self, size: int) -> Iterator[Slab]:
+        yield from slabs_of(self._bulk, min(self._trained, size))
         yield slice(min(self._trained, size), size), self._state
 
-    def joined(self, parts: Sequence[Tensors]) -> Tensors:
+    def join_slabs(self, parts: Sequence[Tensors]) -> Tensors:
         *bulk, state = parts
-        return {**joined(self._bulk, bulk), "state": state["delta"]}
+        return {**join_slabs(self._bulk, bulk), "state": state["delta"]}
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         out = np.empty(size, np.float32)

@@ -11,7 +11,7 @@ import numpy as np
 from sync.codec._contract import Codec, Tensors
 from sync.layout import Vector
 
-__all__ = ["SLAB", "Slab", "Slabwise", "apart", "decoded", "in_slabs", "joined", "one_behind_the_other"]
+__all__ = ["SLAB", "Slab", "Slabwise", "concatenated", "decoded", "equal_slabs", "join_slabs", "slabs_of"]
 
 SLAB = 1 << 15
 """Coordinates that are coded together: a multiple of the usual blocks; what arises on the way stays in the cache."""
@@ -20,25 +20,25 @@ Slab = tuple[slice, Codec]
 
 
 @runtime_checkable
-class Apart(Protocol):
+class Sliceable(Protocol):
     """A codec whose vectors can be cut."""
 
-    def apart(self, size: int) -> Iterator[Slab]:
+    def slabs_of(self, size: int) -> Iterator[Slab]:
         """Slabs of a vector of ``size``, in order."""
 
-    def joined(self, parts: Sequence[Tensors]) -> Tensors:
+    def join_slabs(self, parts: Sequence[Tensors]) -> Tensors:
         """The vector's arrays, of those of its slabs, as these are coded."""
 
 
-def apart(codec: Codec, size: int) -> Iterator[Slab]:
+def slabs_of(codec: Codec, size: int) -> Iterator[Slab]:
     """Slabs of a vector of ``size``; a single one for a codec that must see the whole."""
-    return codec.apart(size) if isinstance(codec, Apart) else iter([(slice(0, size), codec)])
+    return codec.slabs_of(size) if isinstance(codec, Sliceable) else iter([(slice(0, size), codec)])
 
 
-def joined(codec: Codec, parts: Sequence[Tensors]) -> Tensors:
+def join_slabs(codec: Codec, parts: Sequence[Tensors]) -> Tensors:
     """The vector's arrays, of those of all that it has been cut `apart` into."""
-    if isinstance(codec, Apart):
-        return codec.joined(parts)
+    if isinstance(codec, Sliceable):
+        return codec.join_slabs(parts)
     (whole,) = parts
     return whole
 
@@ -49,11 +49,11 @@ class Slabwise(Codec, Protocol):
     slab: int = SLAB
     in_place: bool = True
 
-    def apart(self, size: int) -> Iterator[Slab]:
-        return in_slabs(self, size, self.slab)
+    def slabs_of(self, size: int) -> Iterator[Slab]:
+        return equal_slabs(self, size, self.slab)
 
-    def joined(self, parts: Sequence[Tensors]) -> Tensors:
-        return one_behind_the_other(parts)
+    def join_slabs(self, parts: Sequence[Tensors]) -> Tensors:
+        return concatenated(parts)
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         out = np.empty(size, np.float32)
@@ -65,21 +65,21 @@ class Slabwise(Codec, Protocol):
         """As `decode`, into ``out``."""
 
 
-def decoded(codec: Codec, tensors: Tensors, size: int, room: Vector | None = None) -> Vector:
-    """As `Codec.decode`; in ``room``, where that has the size and the codec has a use for it."""
-    if room is None or room.size != size or not codec.in_place:
+def decoded(codec: Codec, tensors: Tensors, size: int, buffer: Vector | None = None) -> Vector:
+    """As `Codec.decode`; in ``buffer``, where that has the size and the codec has a use for it."""
+    if buffer is None or buffer.size != size or not codec.in_place:
         return codec.decode(tensors, size)
-    codec.decode_into(tensors, room)
-    return room
+    codec.decode_into(tensors, buffer)
+    return buffer
 
 
-def in_slabs(codec: Codec, size: int, slab: int) -> Iterator[Slab]:
+def equal_slabs(codec: Codec, size: int, slab: int) -> Iterator[Slab]:
     """Slabs of so many coordinates, the last one shorter, all coded alike; one that is empty where ``size`` is 0."""
     for at in range(0, max(size, 1), slab):
         yield slice(at, min(at + slab, size)), codec
 
 
-def one_behind_the_other(parts: Sequence[Tensors]) -> Tensors:
+def concatenated(parts: Sequence[Tensors]) -> Tensors:
     """Arrays of slabs, by name."""
     if len(parts) == 1:
         return parts[0]

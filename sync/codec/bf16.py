@@ -36,7 +36,7 @@ class BFloat16(Slabwise):
             halves is not None and halves.dtype == np.uint16 and halves.shape == out.shape, "not a vector of bfloat16"
         )
         bits = out.view(np.uint32)
-        for part, _ in self.apart(out.size):
+        for part, _ in self.slabs_of(out.size):
             bits[part] = np.asarray(halves)[part]
             bits[part] <<= np.uint32(16)
 

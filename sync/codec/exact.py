@@ -13,7 +13,8 @@ from sync.layout import Vector
 __all__ = ["METHODS", "Exact"]
 
 _BLOCK = 256
-_LEAST, _MOST = -126, 127
+_MIN_EXPONENT = -126
+_MAX_EXPONENT = 127
 _NAMES = {1: "int8", 2: "int16", 4: "float32"}
 """Of the arrays, by the bytes of a coordinate."""
 _TYPES = {1: np.int8, 2: np.uint16, 4: np.float32}
@@ -32,14 +33,14 @@ class Exact(Slabwise):
     size_factor, bytes_per_second, offered = 1.01, 200e6, False
 
     def encode(self, vector: Vector) -> Tensors:
-        return self.joined([_encoded(vector[part]) for part, _ in self.apart(vector.size)])
+        return self.join_slabs([_encoded(vector[part]) for part, _ in self.slabs_of(vector.size)])
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
         count = -(-out.size // _BLOCK)
         widths, exponents = tensors.get("widths"), tensors.get("exponents")
         require(widths is not None and widths.dtype == np.uint8 and widths.shape == (count,), "no widths")
         require(exponents is not None and exponents.dtype == np.int8 and exponents.shape == (count,), "no scales")
-        widths, scales = np.asarray(widths), powers(np.asarray(exponents), _LEAST, _MOST)
+        widths, scales = np.asarray(widths), powers(np.asarray(exponents), _MIN_EXPONENT, _MAX_EXPONENT)
         require(np.isin(widths, (0, *_NAMES)).all(), "a width that there is not")
         values: dict[int, npt.NDArray[np.generic]] = {}
         for width, name in _NAMES.items():
@@ -51,7 +52,7 @@ class Exact(Slabwise):
             values[width] = np.asarray(found).reshape(due)
         values[2] = values[2].view(np.int16)
         taken = dict.fromkeys(_NAMES, 0)
-        for part, _ in self.apart(out.size):
+        for part, _ in self.slabs_of(out.size):
             rows = slice(part.start // _BLOCK, -(-part.stop // _BLOCK))
             blocks = np.zeros((rows.stop - rows.start, _BLOCK), np.float32)
             for width, found in values.items():
@@ -69,7 +70,7 @@ def _encoded(vector: Vector) -> dict[str, npt.NDArray[np.generic]]:
     blocks = in_rows(vector, _BLOCK)
     largest = np.abs(blocks).max(axis=1, initial=0.0)
     # frexp: largest = m * 2^e with m < 1, so in units of 2^(e - 15) all are below 2^15.
-    exponents = np.clip(np.frexp(largest)[1] - 15, _LEAST, _MOST - 8)
+    exponents = np.clip(np.frexp(largest)[1] - 15, _MIN_EXPONENT, _MAX_EXPONENT - 8)
     scaled = blocks * np.ldexp(np.float32(1), -exponents).astype(np.float32)[:, None]
     two = np.isfinite(largest) & (np.rint(scaled) == scaled).all(axis=1)
     units = scaled[two].astype(np.int16)

@@ -24,7 +24,8 @@ class Int8Blocks(Slabwise):
     slab = 3 * SLAB
     """What numpy takes to begin with a slab counts as well: a third faster than in one."""
     _BLOCK = 256
-    _LEAST, _MOST = -126, 120
+    _MIN_EXPONENT = -126
+    _MAX_EXPONENT = 120
     """Exponents of the scale: normal float32, and 127 times it still finite."""
 
     def encode(self, vector: Vector) -> Tensors:
@@ -40,12 +41,14 @@ class Int8Blocks(Slabwise):
         blocks = in_rows(vector, self._BLOCK)
         largest = np.maximum(blocks.max(axis=1, initial=0.0), -blocks.min(axis=1, initial=0.0))
         # frexp: largest / 127 = m * 2^e with m < 1, so 127 * 2^e holds it.
-        exponents = np.clip(np.frexp(largest / np.float32(127))[1], self._LEAST, self._MOST).astype(np.int8)
-        scale = powers(exponents, self._LEAST, self._MOST)
+        exponents = np.clip(np.frexp(largest / np.float32(127))[1], self._MIN_EXPONENT, self._MAX_EXPONENT).astype(
+            np.int8
+        )
+        scale = powers(exponents, self._MIN_EXPONENT, self._MAX_EXPONENT)
         # By a power of two, so that it is the same as dividing; of the least its inverse is still finite.
         scaled = blocks * (1 / scale[:, None])
         np.rint(scaled, out=scaled)
-        if exponents.max(initial=self._LEAST) == self._MOST:
+        if exponents.max(initial=self._MIN_EXPONENT) == self._MAX_EXPONENT:
             # The only ones that may be larger than their scale holds.
             np.clip(scaled, -127, 127, out=scaled)
         return {"int8": scaled.astype(np.int8).reshape(-1)[: vector.size], "exponents": exponents}, scale
@@ -63,8 +66,8 @@ class Int8Blocks(Slabwise):
         require(values is not None and values.dtype == np.int8 and values.shape == out.shape, "not a vector of int8")
         rows = -(-out.size // self._BLOCK)
         require(exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,), "no scales")
-        whole, scale = np.asarray(values), powers(np.asarray(exponents), self._LEAST, self._MOST)
-        for part, _ in self.apart(out.size):
+        whole, scale = np.asarray(values), powers(np.asarray(exponents), self._MIN_EXPONENT, self._MAX_EXPONENT)
+        for part, _ in self.slabs_of(out.size):
             self._put(whole[part], scale[part.start // self._BLOCK : -(-part.stop // self._BLOCK)], out[part])
 
 

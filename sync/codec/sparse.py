@@ -18,18 +18,18 @@ class Sparse(Codec):
     size_factor, bytes_per_second, offered = 2.0, 200e6, False
 
     def encode(self, vector: Vector) -> Tensors:
-        (places,) = np.nonzero(vector)
-        return {"at": places.astype(np.uint32).view(np.uint16), "values": vector[places]}
+        (indices,) = np.nonzero(vector)
+        return {"at": indices.astype(np.uint32).view(np.uint16), "values": vector[indices]}
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         at, values = tensors.get("at"), tensors.get("values")
         require(at is not None and at.dtype == np.uint16 and at.ndim == 1 and at.size % 2 == 0, "no places")
-        places = np.ascontiguousarray(at).view(np.uint32).astype(np.int64)
-        known = values is not None and values.dtype == np.float32 and values.shape == places.shape
+        indices = np.ascontiguousarray(at).view(np.uint32).astype(np.int64)
+        known = values is not None and values.dtype == np.float32 and values.shape == indices.shape
         require(known, "no values")
-        require(places.size == 0 or (places[-1] < size and (np.diff(places) > 0).all()), "places are not in order")
+        require(indices.size == 0 or (indices[-1] < size and (np.diff(indices) > 0).all()), "indices are not in order")
         out = np.zeros(size, np.float32)
-        out[places] = np.asarray(values)
+        out[indices] = np.asarray(values)
         return out
 
 

@@ -14,12 +14,14 @@ from sync.layout import Vector
 __all__ = ["METHODS", "Ternary"]
 
 _BLOCK = 256
-_LEAST, _MOST = -126, 120
+_MIN_EXPONENT = -126
+_MAX_EXPONENT = 120
 _SCALE = 1.2
 """Of the scale over the root mean square: what loses least of a normally distributed block is 1.22."""
 _FIVES = 3**5
 """Values of a byte that holds five coordinates."""
-_TINY, _HUGE = np.float32(2.0**-80), np.float32(2.0**120)
+_MIN_EXACT = np.float32(2.0**-80)
+_MAX_EXACT = np.float32(2.0**120)
 """Sums of squares between these have lost nothing that matters in float32."""
 
 
@@ -36,10 +38,10 @@ class Ternary(Slabwise):
     """Whole blocks and whole bytes."""
 
     def encode(self, vector: Vector) -> Tensors:
-        return self.joined([_encoded(vector[part]) for part, _ in self.apart(vector.size)])
+        return self.join_slabs([_encoded(vector[part]) for part, _ in self.slabs_of(vector.size)])
 
     def encode_into(self, vector: Vector, out: Vector) -> Tensors:
-        return self.joined([_encoded(vector[part], out[part]) for part, _ in self.apart(vector.size)])
+        return self.join_slabs([_encoded(vector[part], out[part]) for part, _ in self.slabs_of(vector.size)])
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
         trits, exponents = tensors.get("trits"), tensors.get("exponents")
@@ -48,8 +50,8 @@ class Ternary(Slabwise):
         require(exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,), "no scales")
         packed = np.asarray(trits, np.uint8)
         require(packed.size == 0 or packed.max() < _FIVES, "a byte holds more than five trits")
-        scales = powers(np.asarray(exponents), _LEAST, _MOST)
-        for part, _ in self.apart(out.size):
+        scales = powers(np.asarray(exponents), _MIN_EXPONENT, _MAX_EXPONENT)
+        for part, _ in self.slabs_of(out.size):
             trits = _unpacked(packed[part.start // 5 : -(-part.stop // 5)])
             _put(trits, scales[part.start // _BLOCK : -(-part.stop // _BLOCK)], out[part])
 
@@ -63,8 +65,8 @@ def _encoded(vector: Vector, out: Vector | None = None) -> Tensors:
     if filled.size:
         filled[-1] = size - _BLOCK * (len(blocks) - 1)
     exact = np.maximum(_SCALE * np.sqrt(square / filled), 2.0**-140)
-    exponents = np.clip(np.rint(np.log2(exact)), _LEAST, _MOST).astype(np.int8)
-    scales = powers(exponents, _LEAST, _MOST)
+    exponents = np.clip(np.rint(np.log2(exact)), _MIN_EXPONENT, _MAX_EXPONENT).astype(np.int8)
+    scales = powers(exponents, _MIN_EXPONENT, _MAX_EXPONENT)
     half = scales[:, None] / 2
     trits = ((blocks >= half).view(np.int8) - (blocks <= -half).view(np.int8)).reshape(-1)[:size]
     if out is not None:
@@ -116,7 +118,7 @@ def _squares(blocks: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
     with np.errstate(over="ignore"):
         square = np.einsum("ij,ij->i", blocks, blocks)
     exact: npt.NDArray[np.float64] = square.astype(np.float64)
-    odd = ~((square > _TINY) & (square < _HUGE))
+    odd = ~((square > _MIN_EXACT) & (square < _MAX_EXACT))
     if odd.any():
         exact[odd] = np.einsum("ij,ij->i", blocks[odd], blocks[odd], dtype=np.float64)
     return exact

@@ -9,13 +9,15 @@ import numpy.typing as npt
 
 from sync.codec._arrays import in_rows, powers, require
 from sync.codec._contract import Automatic, Tensors
-from sync.codec._slabs import Slab, Slabwise, one_behind_the_other
+from sync.codec._slabs import Slab, Slabwise, concatenated
 from sync.layout import Vector
 
 __all__ = ["METHODS", "ChunkedTopK"]
 
-_LEAST, _MOST = -126, 120
-_CHUNK, _KEEP = 4096, 64
+_MIN_EXPONENT = -126
+_MAX_EXPONENT = 120
+_CHUNK = 4096
+_KEEP = 64
 _GROUPS = 256
 """Of a chunk, each with every 256th coordinate."""
 _TINY = np.float32(2.0**-149)
@@ -34,22 +36,22 @@ class ChunkedTopK(Slabwise):
     last = "int8"
 
     def encode(self, vector: Vector) -> Tensors:
-        return self.joined([slab.encode(vector[part]) for part, slab in self.apart(vector.size)])
+        return self.join_slabs([slab.encode(vector[part]) for part, slab in self.slabs_of(vector.size)])
 
-    def apart(self, size: int) -> Iterator[Slab]:
-        return _UNPACKED.apart(size)
+    def slabs_of(self, size: int) -> Iterator[Slab]:
+        return _UNPACKED.slabs_of(size)
 
-    def joined(self, parts: Sequence[Tensors]) -> Tensors:
-        loose = one_behind_the_other(parts)
-        places, levels = np.asarray(loose["places"], np.uint16), np.asarray(loose["levels"], np.uint8)
-        return {**loose, "places": _pack12(places), "levels": _pack2(levels)}
+    def join_slabs(self, parts: Sequence[Tensors]) -> Tensors:
+        loose = concatenated(parts)
+        indices, levels = np.asarray(loose["places"], np.uint16), np.asarray(loose["levels"], np.uint8)
+        return {**loose, "places": _pack12(indices), "levels": _pack2(levels)}
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
         counts = tensors.get("counts")
         require(counts is not None and counts.dtype == np.uint8, "no counts")
         total = int(np.asarray(counts).sum(dtype=np.int64))
-        places, levels = _unpack12(tensors, "places", total), _unpack2(tensors, "levels", total)
-        _UNPACKED.decode_into({**tensors, "places": places, "levels": levels}, out)
+        indices, levels = _unpack12(tensors, "places", total), _unpack2(tensors, "levels", total)
+        _UNPACKED.decode_into({**tensors, "places": indices, "levels": levels}, out)
 
 
 class _Unpacked(Slabwise):
@@ -75,8 +77,8 @@ class _Unpacked(Slabwise):
         require(exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,), "no scales")
         number, levels = np.asarray(counts).astype(np.int64), np.asarray(tensors["levels"], np.uint8)
         at = np.repeat(np.arange(rows, dtype=np.int64) * _CHUNK, number) + np.asarray(tensors["places"], np.int64)
-        require(at.size == 0 or (at[-1] < out.size and (np.diff(at) > 0).all()), "places are not in order")
-        unit = np.repeat(powers(np.asarray(exponents), _LEAST, _MOST), number)
+        require(at.size == 0 or (at[-1] < out.size and (np.diff(at) > 0).all()), "indices are not in order")
+        unit = np.repeat(powers(np.asarray(exponents), _MIN_EXPONENT, _MAX_EXPONENT), number)
         value = unit * np.where(levels & 1, np.float32(3), np.float32(1))
         out[...] = 0.0
         out[at] = np.where(levels & 2, -value, value)
@@ -95,8 +97,8 @@ def _chosen(vector: Vector) -> tuple[Tensors, npt.NDArray[np.int64], Vector]:
     filled = np.full(rows, _KEEP)
     filled[-1:] = max(1, min(_KEEP, vector.size - _CHUNK * (rows - 1)))
     mean = largest.sum(axis=1, dtype=np.float64) / filled
-    exponents = np.clip(np.frexp(mean / 2)[1], _LEAST, _MOST).astype(np.int8)
-    unit = powers(exponents, _LEAST, _MOST)
+    exponents = np.clip(np.frexp(mean / 2)[1], _MIN_EXPONENT, _MAX_EXPONENT).astype(np.int8)
+    unit = powers(exponents, _MIN_EXPONENT, _MAX_EXPONENT)
     least = np.maximum(largest[:, 0], unit / 2)
     sent = magnitude >= least[row]
     counts = np.bincount(row[sent], minlength=rows)

@@ -29,19 +29,19 @@ __all__ = [
     "observe",
 ]
 
-LINE_OVERHEAD = 1.05
-FULL_SHARE, MARGIN = 0.8, 0.85
+LINE_OVERHEAD_FACTOR = 1.05
+MAX_FRACTION, MARGIN = 0.8, 0.85
 """Communication over compute that still stays hidden, and what a change must leave of it: a gain of 15 %."""
-WORTH_CODING = 0.9
+MAX_CODEC_RATIO = 0.9
 """A codec is taken only where it leaves so much of what a less lossy one takes, or less."""
 HOLD_ROUNDS, PAUSE_ROUNDS = 3, 5
 """Rounds for which a condition must hold, and rounds between two changes."""
-CAUTION, CALM, LONGEST_PATIENCE, TOO_EARLY_ROUNDS = 4, 8, 96, 100
+CAUTION_FACTOR, CALM_FACTOR, MAX_RELAX_ROUNDS, TOO_EARLY_ROUNDS = 4, 8, 96, 100
 """Patience: what it is multiplied by where room was taken too early, how many times itself without a change halve it,
 the most that it becomes, and for how many rounds room must last not to have been taken too early."""
-LEAST_NORMS = 5
+MIN_NORMS = 5
 """Before that many there is no telling what is normal."""
-NORM_GROWTH, STRONGLY_NEGATIVE, NORM_WINDOW, GUARD_ROUNDS = 4.0, -0.2, 32, 50
+NORM_GROWTH, MIN_COSINE, NORM_WINDOW, GUARD_ROUNDS = 4.0, -0.2, 32, 50
 """The quality guard: growth over the median, cosine, norms remembered, rounds for which a step back is kept."""
 
 
@@ -134,16 +134,16 @@ class ControllerState:
     """Rounds since the last change of codec or interval."""
     needed: tuple[_Rung, ...] = ()
     """What the last rounds in a row needed that the setting did not fit."""
-    room_rounds: int = 0
+    spare_rounds: int = 0
     """Rounds in a row that left room for less loss or a shorter interval."""
-    room_for: _Rung = (0, 0)
+    spare_needs: _Rung = (0, 0)
     """The most that any of these needed."""
-    patience: int = HOLD_ROUNDS
+    relax_rounds: int = HOLD_ROUNDS
     """Rounds that must leave room in a row; grows when it was taken too early."""
     relaxed_ago: int = TOO_EARLY_ROUNDS
     """Rounds since room was last taken."""
     calm_rounds: int = 0
-    """Rounds without a change, since the last one or since the patience was last shortened."""
+    """Rounds without a change, since the last one or since the relax_rounds was last shortened."""
     norms: tuple[float, ...] = ()
     """Of the last updates, for each step."""
     suspect_rounds: int = 0
@@ -152,7 +152,7 @@ class ControllerState:
     """The guard lets nothing beyond it, while it holds."""
     ceiling_rounds: int = 0
     """For how many more rounds."""
-    told_limit: bool = False
+    limit_reported: bool = False
     """That no setting fits was said."""
 
     @property
@@ -202,38 +202,38 @@ class _Load:
         # saved bytes over the rate must exceed the codec's own time.
         self._pays = [True]
         for codec, seconds in enumerate(self._seconds[1:], start=1):
-            self._pays.append(seconds < WORTH_CODING * min(self._seconds[:codec]))
+            self._pays.append(seconds < MAX_CODEC_RATIO * min(self._seconds[:codec]))
 
     def _communication(self, codec: str) -> float:
         """Coding and the transfer over the slowest link."""
         seen = self._seen
         speed = seen.codec_bytes_per_second.get(codec) or codec_named(codec).bytes_per_second
-        line = seen.model_bytes * codec_named(codec).size_factor * LINE_OVERHEAD
+        line = seen.model_bytes * codec_named(codec).size_factor * LINE_OVERHEAD_FACTOR
         return seen.model_bytes / speed + max(self._transfer(name, line) for name in seen.links)
 
     def _transfer(self, name: str, line_bytes: float) -> float:
         link = self._seen.links[name]
         return (link.updates * line_bytes + link.backlog_bytes) / self._rates[name] + link.rtt_ms / 1e3
 
-    def share(self, rung: _Rung) -> float:
+    def fraction(self, rung: _Rung) -> float:
         """Communication over compute."""
         return self._seconds[rung[1]] / (rung[0] * self._seen.step_seconds)
 
-    def needed(self, share: float) -> _Rung:
-        """The first setting within a share of the compute; where there is none, the longest interval."""
+    def needed(self, fraction: float) -> _Rung:
+        """The first setting within a fraction of the compute; where there is none, the longest interval."""
         for codec, pays in enumerate(self._pays):
             rung = self.bounds.interval_steps, codec
-            if pays and self.share(rung) <= share:
+            if pays and self.fraction(rung) <= fraction:
                 return rung
         fastest = max(codec for codec, pays in enumerate(self._pays) if pays)
         interval = self.bounds.interval_steps
-        while self.share((interval, fastest)) > share and interval < self.bounds.longest_steps:
+        while self.fraction((interval, fastest)) > fraction and interval < self.bounds.longest_steps:
             interval = min(2 * interval, self.bounds.longest_steps)
         return interval, fastest
 
     def words(self, rung: _Rung) -> str:
         """How a setting fares, and on which link."""
-        line = self._seen.model_bytes * codec_named(self.bounds.codecs[rung[1]]).size_factor * LINE_OVERHEAD
+        line = self._seen.model_bytes * codec_named(self.bounds.codecs[rung[1]]).size_factor * LINE_OVERHEAD_FACTOR
         slowest = max(self._seen.links, key=lambda name: self._transfer(name, line))
         compute = rung[0] * self._seen.step_seconds
         mbps = self._rates[slowest] * 8 / 1e6
@@ -257,12 +257,12 @@ def _with_streams(state: ControllerState, seen: Observation) -> tuple[Controller
 
 def _with_quality(state: ControllerState, seen: Observation) -> ControllerState:
     """Norms are compared for each step, since a longer interval makes a larger change."""
-    bad = seen.cosine is not None and seen.cosine < STRONGLY_NEGATIVE
+    bad = seen.cosine is not None and seen.cosine < MIN_COSINE
     norms = state.norms
     if seen.update_norm is not None:
         norm = seen.update_norm / state.rung[0]
         finite = math.isfinite(norm)
-        grown = not finite or (len(norms) >= LEAST_NORMS and norm > NORM_GROWTH * median(norms))
+        grown = not finite or (len(norms) >= MIN_NORMS and norm > NORM_GROWTH * median(norms))
         bad = bad or grown
         # What is out of line must not move the line, unless it lasts: then it is the new one.
         if finite and (not grown or state.suspect_rounds >= HOLD_ROUNDS):
@@ -276,26 +276,28 @@ def _with_quality(state: ControllerState, seen: Observation) -> ControllerState:
 def _with_needs(state: ControllerState, load: _Load) -> ControllerState:
     """Count how long the setting has been too much, or more than is needed."""
     probing = any(link.before_mbps is not None for link in state.links.values())
-    share = load.share(state.rung)
-    over = share > FULL_SHARE
+    fraction = load.fraction(state.rung)
+    over = fraction > MAX_FRACTION
     # While streams are being tried out, a low goodput says little.
-    target = min(FULL_SHARE, MARGIN * share)
+    target = min(MAX_FRACTION, MARGIN * fraction)
     needed = (*state.needed, load.needed(target))[-HOLD_ROUNDS:] if over and not probing else ()
-    enough = load.needed(FULL_SHARE * MARGIN)
+    enough = load.needed(MAX_FRACTION * MARGIN)
     if enough < state.rung:
-        room_for = max(enough, state.room_for) if state.room_rounds else enough
-        state = replace(state, room_rounds=state.room_rounds + 1, room_for=room_for)
+        spare_needs = max(enough, state.spare_needs) if state.spare_rounds else enough
+        state = replace(state, spare_rounds=state.spare_rounds + 1, spare_needs=spare_needs)
     else:
-        state = replace(state, room_rounds=0)
+        state = replace(state, spare_rounds=0)
     # Once taken too early makes cautious, but not for ever.
     calm = state.calm_rounds + 1
-    patience = max(HOLD_ROUNDS, state.patience // 2) if calm > CALM * state.patience else state.patience
+    relax_rounds = (
+        max(HOLD_ROUNDS, state.relax_rounds // 2) if calm > CALM_FACTOR * state.relax_rounds else state.relax_rounds
+    )
     return replace(
         state,
         needed=needed,
-        patience=patience,
-        calm_rounds=calm if patience == state.patience else 0,
-        told_limit=state.told_limit and over,
+        relax_rounds=relax_rounds,
+        calm_rounds=calm if relax_rounds == state.relax_rounds else 0,
+        limit_reported=state.limit_reported and over,
     )
 
 
@@ -322,23 +324,23 @@ def _tightened(state: ControllerState, load: _Load) -> tuple[ControllerState, De
     rung = sorted(state.needed)[HOLD_ROUNDS // 2]
     if state.ceiling is not None:
         rung = min(rung, state.ceiling)
-    if rung <= state.rung or load.share(rung) > MARGIN * load.share(state.rung):
-        if state.told_limit:
+    if rung <= state.rung or load.fraction(rung) > MARGIN * load.fraction(state.rung):
+        if state.limit_reported:
             return None
         held = " as long as the quality guard holds" if state.ceiling is not None else ""
         text = f"{_named(state.rung, load)} is all that may be chosen{held}, but takes {load.words(state.rung)}"
-        return replace(state, told_limit=True), Decision("limit", text)
+        return replace(state, limit_reported=True), Decision("limit", text)
     too_early = state.relaxed_ago <= TOO_EARLY_ROUNDS
-    patience = min(CAUTION * state.patience, LONGEST_PATIENCE) if too_early else state.patience
+    relax_rounds = min(CAUTION_FACTOR * state.relax_rounds, MAX_RELAX_ROUNDS) if too_early else state.relax_rounds
     what = "codec" if rung[0] == state.rung[0] else "interval"
     text = f"{_named(rung, load)}: {_named(state.rung, load)} takes {load.words(state.rung)}"
-    return replace(_changed(state, rung), patience=patience), Decision(what, text)
+    return replace(_changed(state, rung), relax_rounds=relax_rounds), Decision(what, text)
 
 
 def _relaxed(state: ControllerState, load: _Load) -> tuple[ControllerState, Decision] | None:
-    if state.room_rounds < state.patience:
+    if state.spare_rounds < state.relax_rounds:
         return None
-    rung = state.room_for
+    rung = state.spare_needs
     if state.ceiling is not None:
         rung = min(rung, state.ceiling)
     if rung >= state.rung:
@@ -349,7 +351,7 @@ def _relaxed(state: ControllerState, load: _Load) -> tuple[ControllerState, Deci
 
 
 def _changed(state: ControllerState, rung: _Rung) -> ControllerState:
-    return replace(state, rung=rung, changed_ago=0, calm_rounds=0, needed=(), room_rounds=0, told_limit=False)
+    return replace(state, rung=rung, changed_ago=0, calm_rounds=0, needed=(), spare_rounds=0, limit_reported=False)
 
 
 def _named(rung: _Rung, load: _Load) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from geofed_pb.errors import GeofedError
 from sync import chunked, framing
 from sync.channel import Channel
-from sync.codec import Codec, Exact, Float32, Tensors, codec_of, decoded
+from sync.codec import Codec, Exact, Float32, Tensors, codec_by_mark, decoded
 from sync.collective import weighted_mean
 from sync.layout import Layout, Vector
 from sync.policy import Contribution, Policy
@@ -502,7 +502,7 @@ class ActionExecutor:
                 raise GeofedError("FRAME_INVALID", f"update {manifest.sequence} of {manifest.region} covers {part}")
             size = part.stop - part.start
         trained = self.storage.layout.trainable_size if self.storage.layout else None
-        codec = codec_of(int(facts.get("codec", -1)), None if trained is None else trained - (part.start or 0))
+        codec = codec_by_mark(int(facts.get("codec", -1)), None if trained is None else trained - (part.start or 0))
         return decoded(codec, frame.tensors, size, buffer), part, _WHOLE in facts
 
     def _checkpoint(self, action: Apply) -> str:

@@ -16,7 +16,7 @@ from support.small_disk import small_disk
 
 from sync import framing
 from sync.channel import FileChannel
-from sync.codec import codec_named, codec_of
+from sync.codec import codec_by_mark, codec_named
 from sync.layout import Layout, Slot
 from sync.ps.core import sums
 from sync.ps.core.actions import SumUp
@@ -372,7 +372,7 @@ def test_a_disk_without_room_for_a_sum_costs_no_more_than_the_sum(tmp_path: Path
         assert (made.manifest.begins, made.manifest.sequence, made.manifest.rounds) == (1, 2, 2)
         summed = framing.decode(storage.update(made.manifest))
         np.testing.assert_array_equal(
-            codec_of(int(summed.facts["codec"])).decode(summed.tensors, 8192), changes[1] + changes[2]
+            codec_by_mark(int(summed.facts["codec"])).decode(summed.tensors, 8192), changes[1] + changes[2]
         )
         again = Manifest("a", 1, 2, manifests[1].digest, manifests[1].total_bytes, 2.0)
         for _ in range(2):
