@@ -1,8 +1,9 @@
-"""Trained parameters in few bits, the state behind them (BatchNorm statistics, counters) as it is.
+"""Codec for models with untrained state: trained parameters in few bits, state (BatchNorm statistics, counters) in
+float32.
 
-A codec with one scale for a block cannot serve tensors of different kinds in it: BatchNorm's counter grows by the
-number of steps, and running variances beside it, which change by tenths, come out rounded to whole numbers, below zero.
-GeoMX (MPQ, docs/source/accelerator.rst) leaves small tensors dense as well.
+A codec with one scale per block does not suit blocks that contain tensors of different kinds: BatchNorm's counter grows
+by the number of steps, and the running variances next to it, which change by tenths, would be rounded to whole numbers,
+below zero. GeoMX (MPQ, docs/source/accelerator.rst) also sends small tensors uncompressed.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from sync.layout import Vector
 __all__ = ["MIXED", "Mixed"]
 
 MIXED = 16
-"""What the mark of the bulk's codec is raised by."""
+"""Added to the mark of the codec of the trained parameters."""
 
 
 class Mixed(Codec):
-    """The first ``trained`` coordinates in ``bulk``, those behind them in float32."""
+    """Encodes the first ``trained`` coordinates with the codec ``bulk``, and the others in float32."""
 
     in_place = True
 
@@ -51,7 +52,7 @@ class Mixed(Codec):
         return out
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
-        require("state" in tensors and out.size >= self._trained, "no state")
+        require("state" in tensors and out.size >= self._trained, "the state is missing")
         rest = {name: array for name, array in tensors.items() if name != "state"}
         self._bulk.decode_into(rest, out[: self._trained])
         self._state.decode_into({"delta": tensors["state"]}, out[self._trained :])

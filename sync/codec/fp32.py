@@ -1,4 +1,4 @@
-"""The codec ``fp32``: coordinates as they are."""
+"""The codec ``fp32``: uncompressed float32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["METHODS", "Float32"]
 
 
 class Float32(Codec):
-    """The vector as it is: 32 bits a coordinate."""
+    """The vector unchanged: 32 bits per coordinate."""
 
     name, mark, lossy = "fp32", 0, False
     size_factor, bytes_per_second, automatic = 1.0, math.inf, Automatic.ALWAYS

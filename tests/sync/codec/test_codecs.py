@@ -237,5 +237,5 @@ def test_names_and_marks() -> None:
     with pytest.raises(GeofedError, match="gzip") as caught:
         codec_named("gzip")
     assert caught.value.hint == "known: bf16, exact, fp32, int8, sparse, ternary, topk"
-    with pytest.raises(GeofedError, match="not known here"):
+    with pytest.raises(GeofedError, match="unknown codec number"):
         codec_by_mark(99)

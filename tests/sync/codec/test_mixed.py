@@ -51,7 +51,7 @@ def test_which_codecs_leave_the_state_aside() -> None:
         vector = np.arange(7, dtype=np.float32)
         assert np.array_equal(through_a_frame(with_state(codec_named(name), -3, 7), vector), vector)
     assert with_state(codec_named("bf16"), TRAINED, SIZE).mark == 1
-    with pytest.raises(GeofedError, match="not known here"):
+    with pytest.raises(GeofedError, match="unknown codec number"):
         codec_by_mark(18)
 
 
