@@ -121,7 +121,7 @@ def test_a_value_that_is_written_again_while_it_is_opened_is_read_whole(
         return locked(descriptor, path)
 
     channel.put("a", [b"x" * (LARGE + 5000)])
-    monkeypatch.setattr("sync.channel._file.held", held_late)
+    monkeypatch.setattr("sync.channel._file.locked", held_late)
     assert channel.get("a") == b"y" * LARGE
     assert channel.get("a") == b"y" * (LARGE + 9000)
 
