@@ -1,4 +1,4 @@
-"""What passes from one layer to the next, and from stage to stage: a tensor, or a tuple of tensors."""
+"""The values that layers and stages pass on: a tensor, or a tuple of tensors."""
 
 from __future__ import annotations
 
@@ -14,33 +14,35 @@ __all__ = ["Carried", "as_tuple", "decoded", "encoded", "like", "requiring"]
 
 Carried = torch.Tensor | tuple[torch.Tensor, ...]
 _ONE = "one"
-"""Fact of a frame: what was passed is a tensor, not a tuple."""
+"""Fact of a frame: the value is a tensor, not a tuple."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16)}
 
 
 def as_tuple(value: Any, where: str) -> tuple[torch.Tensor, ...]:
-    """The tensors; raises ``GeofedError("TASK_INVALID")`` for anything else. ``where``: for people."""
+    """Return the tensors of a value. Raises ``GeofedError("TASK_INVALID")`` for anything else. ``where``: for the
+    message."""
     tensors = (value,) if isinstance(value, torch.Tensor) else value
     if not (isinstance(tensors, tuple) and tensors and all(isinstance(one, torch.Tensor) for one in tensors)):
         text = f"{where} is a {type(value).__name__}; stages pass on a tensor or a tuple of tensors"
-        raise GeofedError("TASK_INVALID", text, hint="let the layers of one stage pass it, or return tensors")
+        raise GeofedError("TASK_INVALID", text, hint="keep the layers that pass it in one stage, or return tensors")
     return tensors
 
 
 def like(value: Any, tensors: tuple[torch.Tensor, ...]) -> Carried:
-    """The tensors in the form that ``value`` has."""
+    """Return the tensors in the form of ``value``."""
     return tensors if isinstance(value, tuple) else tensors[0]
 
 
 def requiring(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Apart from what they came from, and asking for gradients where they can have any."""
+    """Return detached tensors that require gradients if their type allows it."""
     return tuple(one.detach().requires_grad_(one.is_floating_point() or one.is_complex()) for one in tensors)
 
 
 def encoded(value: Carried | None, codec: str, facts: dict[str, float] | None = None) -> list[memoryview]:
-    """A frame; ``codec`` "bf16" halves floating-point numbers, "fp32" leaves all as they are. None: no tensors.
+    """Return the value as a frame; ``codec`` "bf16" halves floating-point numbers, "fp32" keeps all unchanged. None: no
+    tensors.
 
-    Tensors are named by their place; one in bfloat16 goes as its bits, with the type to be made of it in its name.
+    Tensors are named by their position. A bfloat16 tensor is stored as its bits, with the original type in its name.
     """
     told = dict(facts or {})
     if isinstance(value, torch.Tensor):
