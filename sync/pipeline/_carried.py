@@ -44,32 +44,32 @@ def encoded(value: Carried | None, codec: str, facts: dict[str, float] | None = 
 
     Tensors are named by their position. A bfloat16 tensor is stored as its bits, with the original type in its name.
     """
-    told = dict(facts or {})
+    all_facts = dict(facts or {})
     if isinstance(value, torch.Tensor):
-        told[_ONE] = 1.0
+        all_facts[_ONE] = 1.0
     tensors = () if value is None else value if isinstance(value, tuple) else (value,)
     arrays: dict[str, framing.Array] = {}
-    for place, tensor in enumerate(tensors):
+    for position, tensor in enumerate(tensors):
         plain = tensor.detach().cpu()
         kind = str(plain.dtype).removeprefix("torch.")
         if kind in _DTYPES and (codec == "bf16" or plain.dtype is torch.bfloat16):
             bits = plain.to(torch.bfloat16).contiguous().view(torch.int16).numpy()
-            arrays[f"{place}.{kind}"] = bits.view(np.uint16)
+            arrays[f"{position}.{kind}"] = bits.view(np.uint16)
         else:
-            arrays[str(place)] = plain.numpy()
-    return framing.encode(arrays, told)
+            arrays[str(position)] = plain.numpy()
+    return framing.encode(arrays, all_facts)
 
 
 def decoded(buffer: framing.Buffer, device: torch.device) -> tuple[Carried | None, dict[str, float]]:
-    """What `encoded` was given, in memory of its own, and the facts."""
+    """Return the value of a frame, as a copy, and the facts."""
     frame = framing.decode(buffer)
     tensors: dict[int, torch.Tensor] = {}
     for name, array in frame.tensors.items():
-        place, _, kind = name.partition(".")
+        position, _, kind = name.partition(".")
         if kind and kind not in _DTYPES:
             raise GeofedError("FRAME_INVALID", f"tensor {name!r} of an unknown type")
         own = torch.from_numpy(np.array(array.view(np.int16) if kind else array))
-        tensors[int(place)] = (own.view(torch.bfloat16).to(_DTYPES[kind]) if kind else own).to(device)
+        tensors[int(position)] = (own.view(torch.bfloat16).to(_DTYPES[kind]) if kind else own).to(device)
     if not tensors:
         return None, frame.facts
     ordered = tuple(tensor for _, tensor in sorted(tensors.items()))
