@@ -594,7 +594,7 @@ class _PendingWrite:
 
 def _background_thread() -> ThreadPoolExecutor:
     """Return a pool of one low-priority thread, for work that changes nothing that the calling thread uses."""
-    return ThreadPoolExecutor(1, thread_name_prefix="ps-beside", initializer=lower_priority)
+    return ThreadPoolExecutor(1, thread_name_prefix="ps-background", initializer=lower_priority)
 
 
 def _checkpoint_thread() -> Executor:
